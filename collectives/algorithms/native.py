@@ -1,0 +1,138 @@
+"""MPI's own collectives, through the same interface: the reference that the others are held to.
+
+They are called in their non-blocking form, so that a wait has a deadline here, too. They need an
+`MpiTransport`. Order of summation, and whether all ranks get the same bits, is up to the MPI
+library.
+
+Source: MPI 3.1 standard, chapter 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives import reduction
+from collectives.arrays import Array, raw_bytes
+from collectives.transport import Deadline, MpiTransport, Transport
+
+__all__ = ["allgather", "allreduce", "barrier", "broadcast", "gather", "reduce", "reduce_scatter"]
+
+
+def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: Deadline) -> None:
+    """Replace `buffer`, shape (n,), by the reduction over all ranks, in place."""
+    from mpi4py import MPI
+
+    t = _of_mpi(transport)
+    work = _reducible(buffer)
+    t.wait([t.watch(t.mpi.Iallreduce, MPI.IN_PLACE, work, _op(op))], deadline)
+    _give_back(work, buffer)
+
+
+def reduce(
+    transport: Transport, buffer: Array, op: reduction.Op, root: int, deadline: Deadline
+) -> None:
+    """Replace `buffer`, shape (n,), by the reduction over all ranks on the root, in place."""
+    from mpi4py import MPI
+
+    t = _of_mpi(transport)
+    work = _reducible(buffer)
+    send, receive = (MPI.IN_PLACE, work) if t.rank == root else (work, None)
+    t.wait([t.watch(t.mpi.Ireduce, send, receive, _op(op), root)], deadline)
+    _give_back(work, buffer)
+
+
+def reduce_scatter(
+    transport: Transport,
+    buffer: Array,
+    bounds: Sequence[int],
+    op: reduction.Op,
+    deadline: Deadline,
+) -> None:
+    """Reduce so that `buffer[bounds[rank]:bounds[rank + 1]]` is complete on this rank."""
+    t = _of_mpi(transport)
+    work = _reducible(buffer)
+    own = np.empty(bounds[t.rank + 1] - bounds[t.rank], work.dtype)
+    counts = np.diff(bounds).tolist()
+    t.wait([t.watch(t.mpi.Ireduce_scatter, work, own, counts, _op(op))], deadline)
+    _give_back(own, buffer[bounds[t.rank] : bounds[t.rank + 1]])
+
+
+def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline) -> None:
+    """Replace `buffer`, shape (n,), by the root's, in place."""
+    t = _of_mpi(transport)
+    t.wait([t.watch(t.mpi.Ibcast, raw_bytes(buffer), root)], deadline)
+
+
+def allgather(
+    transport: Transport, buffer: Array, bounds: Sequence[int], deadline: Deadline
+) -> None:
+    """Fill `buffer` with every rank's `buffer[bounds[rank]:bounds[rank + 1]]`, in place."""
+    from mpi4py import MPI
+
+    t = _of_mpi(transport)
+    counts = (np.diff(bounds) * buffer.itemsize).tolist()
+    starts = [at * buffer.itemsize for at in bounds[:-1]]
+    receive = [raw_bytes(buffer), counts, starts, MPI.BYTE]
+    t.wait([t.watch(t.mpi.Iallgatherv, MPI.IN_PLACE, receive)], deadline)
+
+
+def gather(
+    transport: Transport, own: Array, counts: Sequence[int], root: int, deadline: Deadline
+) -> Array | None:
+    """Collect every rank's elements on the root, shape (sum(counts),); None elsewhere."""
+    from mpi4py import MPI
+
+    t = _of_mpi(transport)
+    result = np.empty(sum(counts), own.dtype) if t.rank == root else None
+    receive = None
+    if result is not None:
+        receive = [raw_bytes(result), [count * own.itemsize for count in counts], MPI.BYTE]
+    t.wait([t.watch(t.mpi.Igatherv, raw_bytes(own), receive, root)], deadline)
+    return result
+
+
+def barrier(transport: Transport, deadline: Deadline) -> None:
+    """Return when every rank has entered."""
+    t = _of_mpi(transport)
+    t.wait([t.watch(t.mpi.Ibarrier)], deadline)
+
+
+def _of_mpi(transport: Transport) -> MpiTransport:
+    if not isinstance(transport, MpiTransport):
+        raise TypeError(
+            f"native: this algorithm needs MPI below it, got {type(transport).__name__}"
+        )
+    return transport
+
+
+def _reducible(buffer: Array) -> Array:
+    """Show a buffer as a dtype that MPI reduces rightly.
+
+    MPI has no order of bool, so that goes as bytes. Open MPI's vectorised sum of 8- and 16-bit
+    integers stops at the largest number instead of wrapping around (seen with 5.0.11), so these are
+    reduced as 32-bit ones, which wrap when they are given back.
+    """
+    if buffer.dtype.kind == "b":
+        return buffer.view(np.uint8)
+    if buffer.dtype.kind in "iu" and buffer.itemsize < 4:
+        return buffer.astype(np.int32 if buffer.dtype.kind == "i" else np.uint32)
+    return buffer
+
+
+def _give_back(work: Array, buffer: Array) -> None:
+    if work.dtype != buffer.dtype:
+        buffer[...] = work
+
+
+def _op(op: reduction.Op) -> object:
+    from mpi4py import MPI
+
+    return {
+        reduction.SUM: MPI.SUM,
+        reduction.MEAN: MPI.SUM,
+        reduction.MIN: MPI.MIN,
+        reduction.MAX: MPI.MAX,
+        reduction.PRODUCT: MPI.PROD,
+    }[op]

@@ -1,0 +1,89 @@
+"""Every environment variable that Unisono reads, with its type, unit and default.
+
+| variable | type | default | meaning |
+| --- | --- | --- | --- |
+| `UNISONO_TIMEOUT` | seconds > 0 | 600 | how long one operation may wait for another rank |
+| `UNISONO_STALL_WARNING` | seconds > 0 | 60 | after how long a wait is reported in the log |
+| `UNISONO_CHECK` | off, sample, always | always | compare the ranks' calls before moving data |
+| `UNISONO_ABORT_ON_EXCEPTION` | 0 or 1 | 1 | an uncaught exception on one rank ends the whole job |
+| `UNISONO_MPI_SETTINGS` | 0 or 1 | 1 | give Open MPI the settings listed in `launch.py` |
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = ["Check", "Settings", "from_environment"]
+
+Check = Literal["off", "sample", "always"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose through the environment; times are in seconds."""
+
+    # Ten minutes: the first step of a real job waits for the slowest rank to compile its model
+    # and to fill its input queues, which takes minutes on a busy file system.
+    timeout: float = 600.0
+    stall_warning: float = 60.0
+    check: Check = "always"
+    abort_on_exception: bool = True
+    mpi_settings: bool = True
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings.
+
+    Args:
+        environ: the variables to read, `os.environ` if None.
+
+    Raises:
+        ValueError: a variable has a value that cannot be used; the message names it.
+    """
+    env = os.environ if environ is None else environ
+    default = Settings()
+    return Settings(
+        timeout=_seconds(env, "UNISONO_TIMEOUT", default.timeout),
+        stall_warning=_seconds(env, "UNISONO_STALL_WARNING", default.stall_warning),
+        check=_check(env),
+        abort_on_exception=_switch(env, "UNISONO_ABORT_ON_EXCEPTION", default.abort_on_exception),
+        mpi_settings=_switch(env, "UNISONO_MPI_SETTINGS", default.mpi_settings),
+    )
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise ValueError(f"settings: {name} is not a time, expected seconds > 0, got {text!r}")
+    return value
+
+
+def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:
+    text = env.get(name, "").strip()
+    if text not in ("", "0", "1"):
+        raise ValueError(f"settings: {name} is not a switch, expected 0 or 1, got {text!r}")
+    return default if not text else text == "1"
+
+
+def _check(env: Mapping[str, str]) -> Check:
+    text = env.get("UNISONO_CHECK", "").strip()
+    for level in get_args(Check):
+        if text == level:
+            known: Check = level
+            return known
+    if text:
+        raise ValueError(
+            f"settings: UNISONO_CHECK is no level, expected one of {' '.join(get_args(Check))}, "
+            f"got {text!r}"
+        )
+    return Settings.check

@@ -1,0 +1,128 @@
+"""The world communicator, and its operations as functions of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from collectives import launch, settings
+from collectives.communicator import Communicator, from_mpi
+
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "gather",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "node_rank",
+    "num_nodes",
+    "rank",
+    "reduce",
+    "reduce_scatter",
+    "shutdown",
+    "size",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_world: Communicator | None = None
+
+
+def init() -> Communicator:
+    """Start MPI if needed, and return the communicator over all processes of the job.
+
+    *Collective* at the first call; later calls return the same object. The launch is checked (see
+    `collectives.launch`), and from here on an uncaught exception on one rank ends the whole job.
+
+    Raises:
+        LaunchError: a launcher started several processes, but MPI sees one; or there is no MPI
+            library.
+        ValueError: an environment variable of Unisono cannot be understood.
+    """
+    global _world
+    if _world is None:
+        configuration = settings.from_environment()
+        mpi_world = launch.start_mpi(configuration)
+        _world = from_mpi(mpi_world, configuration)
+        if configuration.abort_on_exception:
+            launch.abort_on_exception(mpi_world)
+    return _world
+
+
+def shutdown() -> None:
+    """Close the world communicator; *collective*, harmless when there is none.
+
+    MPI itself goes on until the process ends; `init` may be called again.
+    """
+    global _world
+    if _world is not None:
+        _world.close()
+        _world = None
+
+
+def is_initialized() -> bool:
+    """Tell whether `init` was called."""
+    return _world is not None
+
+
+def _current() -> Communicator:
+    if _world is None:
+        raise RuntimeError("collectives: there is no world yet; call collectives.init() first")
+    return _world
+
+
+def rank() -> int:
+    """Return the number of this process in the world."""
+    return _current().rank
+
+
+def size() -> int:
+    """Return the number of processes in the world."""
+    return _current().size
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of its node."""
+    return _current().local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this node."""
+    return _current().local_size
+
+
+def node_rank() -> int:
+    """Return the number of this node."""
+    return _current().node_rank
+
+
+def num_nodes() -> int:
+    """Return the number of nodes."""
+    return _current().num_nodes
+
+
+def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, R]:
+    def function(*args: P.args, **kwargs: P.kwargs) -> R:
+        return method(_current(), *args, **kwargs)
+
+    function.__name__ = function.__qualname__ = method.__name__
+    function.__doc__ = method.__doc__
+    return function
+
+
+allreduce = _on_world(Communicator.allreduce)
+reduce = _on_world(Communicator.reduce)
+reduce_scatter = _on_world(Communicator.reduce_scatter)
+broadcast = _on_world(Communicator.broadcast)
+gather = _on_world(Communicator.gather)
+allgather = _on_world(Communicator.allgather)
+barrier = _on_world(Communicator.barrier)
+broadcast_object = _on_world(Communicator.broadcast_object)
+allgather_object = _on_world(Communicator.allgather_object)
