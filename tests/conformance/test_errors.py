@@ -1,0 +1,146 @@
+"""Ranks that disagree, misuse a call, or do not come: the same clear error everywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import collectives as cc
+from collectives.settings import Settings
+
+
+def raised(function):
+    """Return the exception that `function` raises, or None."""
+    try:
+        function()
+    except Exception as error:
+        return error
+    return None
+
+
+def odd(comm, usual, other):
+    """Give rank 1 another value than the rest."""
+    return other if comm.rank == 1 else usual
+
+
+MISMATCHES = {
+    "shape": lambda c: c.allreduce(np.zeros(odd(c, 4, 6)), op=cc.SUM),
+    "a large shape": lambda c: c.allreduce(np.zeros(odd(c, 100_000, 150_000)), op=cc.SUM),
+    "float width": lambda c: c.allreduce(np.zeros(4, odd(c, "f8", "f4")), op=cc.SUM),
+    "dtype kind": lambda c: c.allreduce(np.zeros(4, odd(c, "f4", "i4")), op=cc.SUM),
+    "op": lambda c: c.allreduce(np.zeros(4), op=odd(c, cc.SUM, cc.MAX)),
+    "operation": lambda c: odd(c, c.allreduce, c.broadcast)(np.zeros(4)),
+    "root": lambda c: c.broadcast(np.zeros(4), odd(c, 0, 1)),
+    "algorithm": lambda c: c.allreduce(np.zeros(4), algorithm=odd(c, "ring", "tree")),
+    "row shape": lambda c: c.allgather(np.zeros((2, odd(c, 3, 4)))),
+    "gather's dtype": lambda c: c.gather(np.zeros(2, odd(c, "f4", "f8"))),
+}
+
+
+@pytest.mark.parametrize("call", MISMATCHES.values(), ids=MISMATCHES.keys())
+def test_ranks_that_disagree_all_get_the_same_error_and_can_go_on(world, call):
+    def check(comm):
+        error = raised(lambda: call(comm))
+        if comm.size == 1:
+            assert error is None
+            return
+        assert isinstance(error, cc.MismatchError)
+        texts = comm.allgather_object(str(error))
+        assert set(texts) == {str(error)}
+        assert "rank 1" in texts[0]
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+def test_a_mismatch_names_the_field_its_values_and_the_ranks(world):
+    def check(comm):
+        error = raised(MISMATCHES["dtype kind"].__get__(comm))
+        if comm.size > 1:
+            assert "dtype is float32 on rank" in str(error)
+            assert "int32 on rank 1" in str(error)
+
+    world.run(check)
+
+
+REFUSALS = {
+    "dtype": (TypeError, lambda c: c.allreduce(odd(c, [1.0], ["text"]), op=cc.SUM)),
+    "op": (TypeError, lambda c: c.allreduce([1.0], op=odd(c, cc.SUM, "sum"))),
+    "out": (ValueError, lambda c: c.allreduce([1.0], op=cc.SUM, out=np.empty(odd(c, 1, 2)))),
+    "root": (ValueError, lambda c: c.broadcast([1.0], odd(c, 0, 99))),
+    "algorithm": (ValueError, lambda c: c.allreduce([1.0], algorithm=odd(c, "auto", "best"))),
+    "scalar": (ValueError, lambda c: c.reduce_scatter(odd(c, [1.0], 1.0))),
+}
+
+
+@pytest.mark.parametrize(("kind", "call"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_wrong_use_on_one_rank_is_an_error_on_all(world, kind, call):
+    def check(comm):
+        error = raised(lambda: call(comm))
+        if comm.rank == 1:
+            assert isinstance(error, kind)
+        elif comm.size > 1:
+            assert isinstance(error, cc.MismatchError)
+            assert f"rank 1: {kind.__name__}" in str(error)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "call"),
+    [
+        (TypeError, "mean of integers", lambda c: c.allreduce(np.arange(3))),
+        (TypeError, "bool has no sum", lambda c: c.allreduce(np.ones(3, bool), op=cc.SUM)),
+        (TypeError, "no order", lambda c: c.allreduce(np.ones(3, complex), op=cc.MAX)),
+        (TypeError, "got <U1", lambda c: c.allgather(["a"])),
+        (TypeError, "got object", lambda c: c.broadcast(np.array([None]))),
+        (TypeError, "expected float64, got float32",
+         lambda c: c.allreduce(np.zeros(2), out=np.zeros(2, "f4"))),
+        (TypeError, "no NumPy array, got list", lambda c: c.allreduce(np.zeros(2), out=[0, 0])),
+        (ValueError, r"expected \(2,\), got \(3,\)",
+         lambda c: c.allreduce(np.zeros(2), out=np.zeros(3))),
+        (ValueError, "read-only", lambda c: c.allreduce(np.zeros(2), out=np.broadcast_to(0.0, 2))),
+        (ValueError, "expected one of auto ring tree native, got 'best'",
+         lambda c: c.allreduce(np.zeros(2), algorithm="best")),
+        (ValueError, "no such root, expected 0 ..", lambda c: c.gather([1], -1)),
+        (ValueError, "timeout is no time", lambda c: c.barrier(timeout=0)),
+        (ValueError, "color is negative", lambda c: c.split(-1)),
+    ],
+)  # fmt: skip
+def test_wrong_use_on_all_ranks_says_what_was_expected(world, kind, words, call):
+    def check(comm):
+        with pytest.raises(kind, match=words):
+            call(comm)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+def test_a_rank_that_does_not_come_is_named_and_ends_the_communicator(world):
+    def check(comm):
+        pair = comm.split(0 if comm.rank < 2 else None)
+        if comm.rank == 0 and comm.size > 1:
+            words = r"barrier: no answer within 0\.2 s, still waiting for rank 1 to send"
+            with pytest.raises(cc.CollectiveTimeout, match=words):
+                pair.barrier(timeout=0.2)
+            with pytest.raises(cc.CollectiveError, match="since barrier failed: CollectiveTimeout"):
+                pair.barrier()
+        comm.barrier()
+
+    world.run(check)
+
+
+def test_a_long_wait_is_reported_in_the_log(world, caplog):
+    def check(comm):
+        pair = comm.split(0 if comm.rank < 2 else None)
+        if comm.rank == 0 and comm.size > 1:
+            pair._calls.settings = Settings(stall_warning=0.1)
+            with pytest.raises(cc.CollectiveTimeout):
+                pair.barrier(timeout=0.3)
+            warnings = [r.getMessage() for r in caplog.records if "has waited" in r.getMessage()]
+            assert len(warnings) == 1
+            assert warnings[0].startswith("[0/2] barrier has waited 0 s for rank 1 to send")
+        comm.barrier()
+
+    world.run(check)

@@ -1,0 +1,265 @@
+"""What every algorithm has to do, on ranks that are threads and on ranks that are MPI processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import oracle
+from collectives.selection import ALGORITHMS
+from conftest import UNDER_MPI
+
+OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
+
+# None at all, one, fewer than ranks, about as many, odd, several slices of a ring.
+SHAPES = [(0,), (1,), (), (2,), (3,), (5,), (4, 3), (0, 4), (1023,), (200_001,)]
+
+
+def algorithms(operation):
+    names = [n for n in ALGORITHMS[operation] if UNDER_MPI or n != "native"]
+    return [*names, "auto"]
+
+
+def everyones(comm, shape, dtype):
+    """The arrays of all ranks; the caller's own is number `comm.rank`."""
+    return [oracle.data(rank, shape, dtype) for rank in range(comm.size)]
+
+
+@pytest.mark.parametrize("algorithm", algorithms("allreduce"))
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
+def test_allreduce_equals_the_reduction_of_all_arrays(world, algorithm, op):
+    def check(comm):
+        for dtype in oracle.DTYPES:
+            for shape in SHAPES if dtype == np.float32 else [(0,), (7,), (1030,)]:
+                if oracle.is_defined(op, dtype):
+                    arrays = everyones(comm, shape, dtype)
+                    before = arrays[comm.rank].copy()
+                    result = comm.allreduce(arrays[comm.rank], op=op, algorithm=algorithm)
+                    oracle.assert_close(result, arrays, op)
+                    np.testing.assert_array_equal(arrays[comm.rank], before)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("algorithm", algorithms("allreduce"))
+def test_allreduce_gives_the_same_bits_on_all_ranks_and_again(world, algorithm):
+    def check(comm):
+        x = oracle.data(comm.rank, (50_001,), np.dtype(np.float32))
+        first = comm.allreduce(x, algorithm=algorithm)
+        again = comm.allreduce(x, algorithm=algorithm)
+        np.testing.assert_array_equal(first, again)
+        others = comm.allgather(first.reshape(1, -1))
+        np.testing.assert_array_equal(others, np.broadcast_to(first, others.shape))
+
+    world.run(check)
+
+
+def test_allreduce_with_out_fills_it_and_returns_it(world):
+    def check(comm):
+        arrays = everyones(comm, (6, 5), np.dtype(np.float64))
+        x = arrays[comm.rank]
+        contiguous = np.empty((6, 5))
+        strided = np.empty((12, 5))[::2]
+        for out in (contiguous, strided):
+            assert comm.allreduce(x, op=cc.SUM, out=out) is out
+            oracle.assert_close(out, arrays, cc.SUM)
+        in_place = x.copy()
+        assert comm.allreduce(in_place, op=cc.SUM, out=in_place) is in_place
+        oracle.assert_close(in_place, arrays, cc.SUM)
+        half = np.empty((6, 5), np.float16)
+        comm.allreduce(x.astype(np.float16), op=cc.SUM, out=half)
+        oracle.assert_close(half, [a.astype(np.float16) for a in arrays], cc.SUM)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[::-1],
+        lambda x: x[:, ::2],
+        lambda x: x.T,
+        lambda x: np.asfortranarray(x),
+        lambda x: np.broadcast_to(x[0], x.shape),
+        lambda x: x.astype(">f8"),
+    ],
+    ids=["reversed", "strided", "transposed", "fortran", "broadcast", "big-endian"],
+)
+def test_allreduce_takes_any_memory_layout(world, view):
+    def check(comm):
+        arrays = [view(a) for a in everyones(comm, (8, 6), np.dtype(np.float64))]
+        result = comm.allreduce(arrays[comm.rank], op=cc.SUM)
+        oracle.assert_close(result, [a.astype(np.float64) for a in arrays], cc.SUM)
+
+    world.run(check)
+
+
+def test_allreduce_takes_read_only_arrays_numbers_and_lists(world):
+    def check(comm):
+        x = np.arange(4.0)
+        x.flags.writeable = False
+        np.testing.assert_array_equal(comm.allreduce(x, op=cc.MAX), x)
+        assert comm.allreduce(comm.rank, op=cc.MAX) == comm.size - 1
+        assert comm.allreduce([1, 2], op=cc.SUM).tolist() == [comm.size, 2 * comm.size]
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("algorithm", algorithms("allreduce"))
+def test_infinities_and_nans_reach_every_rank(world, algorithm):
+    def check(comm):
+        for dtype in oracle.FLOATS:
+            x = np.zeros(4, dtype)
+            if comm.rank == comm.size - 1:
+                x[1:3] = np.nan, np.inf
+            for op in (cc.SUM, cc.MEAN):
+                result = comm.allreduce(x, op=op, algorithm=algorithm).astype(np.float64)
+                np.testing.assert_array_equal(result, [0, np.nan, np.inf, 0])
+
+    world.run(check)
+
+
+def test_mean_does_not_overflow_where_it_fits(world):
+    def check(comm):
+        for dtype in (np.float16, np.float32, np.float64):
+            large = 0.99 * np.finfo(dtype).max
+            result = comm.allreduce(np.full(5, large, dtype))
+            np.testing.assert_allclose(result, dtype(large), rtol=float(np.finfo(dtype).eps))
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("algorithm", algorithms("reduce"))
+def test_reduce_gives_the_result_to_every_root(world, algorithm):
+    def check(comm):
+        for root in range(comm.size):
+            for shape in [(0,), (1,), (1023,), ()]:
+                arrays = everyones(comm, shape, np.dtype(np.float32))
+                x = arrays[comm.rank]
+                result = comm.reduce(x, root, op=cc.MEAN, algorithm=algorithm)
+                if comm.rank == root:
+                    oracle.assert_close(result, arrays, cc.MEAN)
+                else:
+                    assert result is None
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("algorithm", algorithms("broadcast"))
+def test_broadcast_copies_the_roots_bits(world, algorithm):
+    def check(comm):
+        for root in range(comm.size):
+            for dtype in oracle.DTYPES:
+                for shape in [(), (0,), (5, 3), (40_000,)]:
+                    arrays = everyones(comm, shape, dtype)
+                    result = comm.broadcast(arrays[comm.rank], root, algorithm=algorithm)
+                    assert result.dtype == dtype
+                    np.testing.assert_array_equal(result, arrays[root])
+                    own = arrays[comm.rank].copy()
+                    assert comm.broadcast(own, root, out=own, algorithm=algorithm) is own
+                    np.testing.assert_array_equal(own, arrays[root])
+
+    world.run(check)
+
+
+@pytest.mark.parametrize(
+    "rows", [lambda r: 2, lambda r: r, lambda r: 3 if r == 0 else 0, lambda r: 0]
+)
+@pytest.mark.parametrize("algorithm", algorithms("gather"))
+def test_gather_joins_rows_in_rank_order_on_every_root(world, algorithm, rows):
+    def check(comm):
+        for root in range(comm.size):
+            for dtype in oracle.DTYPES:
+                arrays = [oracle.data(r, (rows(r), 3), dtype) for r in range(comm.size)]
+                result = comm.gather(arrays[comm.rank], root, algorithm=algorithm)
+                if comm.rank == root:
+                    assert result.dtype == dtype
+                    np.testing.assert_array_equal(result, np.concatenate(arrays))
+                else:
+                    assert result is None
+
+    world.run(check)
+
+
+@pytest.mark.parametrize(
+    "rows", [lambda r: 2, lambda r: r, lambda r: 3 if r == 0 else 0, lambda r: 0]
+)
+@pytest.mark.parametrize("algorithm", algorithms("allgather"))
+def test_allgather_joins_rows_in_rank_order_on_every_rank(world, algorithm, rows):
+    def check(comm):
+        for dtype in oracle.DTYPES:
+            arrays = [oracle.data(r, (rows(r), 3), dtype) for r in range(comm.size)]
+            result = comm.allgather(arrays[comm.rank], algorithm=algorithm)
+            assert result.dtype == dtype
+            np.testing.assert_array_equal(result, np.concatenate(arrays))
+        assert comm.allgather(comm.rank).tolist() == list(range(comm.size))
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("algorithm", algorithms("reduce_scatter"))
+def test_reduce_scatter_gives_each_rank_its_rows(world, algorithm):
+    def check(comm):
+        for count in (0, 1, comm.size, comm.size + 1, 100):
+            for op in OPS:
+                arrays = everyones(comm, (count, 3), np.dtype(np.float32))
+                result = comm.reduce_scatter(arrays[comm.rank], op=op, algorithm=algorithm)
+                own = [np.array_split(a, comm.size)[comm.rank] for a in arrays]
+                oracle.assert_close(result, own, op)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("algorithm", algorithms("barrier"))
+def test_nobody_leaves_a_barrier_before_the_last_has_entered(world, algorithm, tmp_path_factory):
+    def check(comm):
+        # Every rank leaves a mark before it enters; whoever is out must see all marks.
+        folder = comm.broadcast_object(str(tmp_path_factory.mktemp("marks")))
+        (Path(folder) / str(comm.rank)).touch()
+        comm.barrier(algorithm=algorithm)
+        assert len(list(Path(folder).iterdir())) == comm.size
+
+    world.run(check)
+
+
+def test_objects_arrive_as_equal_copies(world):
+    def check(comm):
+        own = {"rank": comm.rank, "text": "x" * comm.rank, "nothing": None}
+        for root in range(comm.size):
+            result = comm.broadcast_object(own, root)
+            assert result == {"rank": root, "text": "x" * root, "nothing": None}
+            assert (result is own) == (comm.rank == root)
+        assert comm.allgather_object(comm.rank * "y") == [r * "y" for r in range(comm.size)]
+
+    world.run(check)
+
+
+def test_split_makes_independent_groups(world):
+    def check(comm):
+        part = comm.split(comm.rank % 2, key=-comm.rank)
+        members = [r for r in reversed(range(comm.size)) if r % 2 == comm.rank % 2]
+        assert part.size == len(members)
+        assert members[part.rank] == comm.rank
+        assert part.allgather(comm.rank).tolist() == members
+        nobody = comm.split(None if comm.rank == 0 else 1)
+        assert (nobody is None) == (comm.rank == 0)
+        if nobody is not None:
+            assert nobody.allreduce(1, op=cc.SUM) == comm.size - 1
+            nobody.close()
+        part.close()
+
+    world.run(check)
+
+
+def test_a_closed_communicator_says_so(world):
+    def check(comm):
+        part = comm.split(0)
+        part.close()
+        part.close()
+        with pytest.raises(cc.CollectiveError, match="not usable any more, since it was closed"):
+            part.barrier()
+
+    world.run(check)

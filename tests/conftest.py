@@ -1,0 +1,116 @@
+"""Fixtures of all tests, and how ranks agree on the outcome of a test.
+
+Under mpirun every rank runs the same tests in the same order. After each phase of a test the ranks
+exchange their outcomes on a private communicator: if one fails, the test fails on all, with the
+failing ranks' reports, and no rank runs ahead into the next test.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import pytest
+
+import inprocess
+from collectives.communicator import from_mpi
+from collectives.settings import Settings
+
+WORLD_SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))
+UNDER_MPI = os.environ.get("UNISONO_TEST_WORLD") == "mpi"
+
+# Seconds that a rank waits for another one in a test; far above what any of them needs.
+TIMEOUT = 20.0
+
+
+class ThreadWorld(NamedTuple):
+    """Some ranks as threads."""
+
+    size: int
+    mode: str
+
+    def run(self, function):
+        """Call `function(comm)` on every rank; returns this process's results."""
+        return inprocess.run_ranks(self.size, function, self.mode, timeout=TIMEOUT)
+
+
+class MpiWorld:
+    """The ranks of the mpirun that runs pytest, of which this process is one."""
+
+    size = WORLD_SIZE
+
+    def run(self, function):
+        from mpi4py import MPI
+
+        comm = from_mpi(MPI.COMM_WORLD, Settings(timeout=TIMEOUT))
+        result = function(comm)
+        comm.close()
+        return [result]
+
+
+# Both modes where the schedule is simplest, and the stricter one at sizes that are no power of two.
+_THREAD_WORLDS = [
+    ThreadWorld(1, "eager"),
+    ThreadWorld(2, "eager"),
+    ThreadWorld(2, "synchronous"),
+    ThreadWorld(3, "synchronous"),
+    ThreadWorld(5, "synchronous"),
+]
+
+
+def pytest_generate_tests(metafunc):
+    if "world" in metafunc.fixturenames:
+        if UNDER_MPI:
+            metafunc.parametrize("world", [MpiWorld()], ids=["mpi"])
+        else:
+            ids = [f"{world.size}-{world.mode}" for world in _THREAD_WORLDS]
+            metafunc.parametrize("world", _THREAD_WORLDS, ids=ids)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if UNDER_MPI and "world" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.mpi)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    if UNDER_MPI and WORLD_SIZE > 1:
+        _agree(outcome.get_result())
+
+
+def _agree(report):
+    """Make the worst outcome of all ranks the outcome on every rank."""
+    comm = _private_communicator()
+    reports = comm.allgather((report.outcome, report.longreprtext))
+    outcomes = {outcome for outcome, _ in reports}
+    if outcomes == {report.outcome} and report.outcome != "failed":
+        return
+    if outcomes <= {"passed", "skipped"}:
+        reports = [("failed", f"{outcome} here, but not on all ranks") for outcome, _ in reports]
+    report.outcome = "failed"
+    report.longrepr = "\n".join(
+        f"--- rank {rank} of {comm.size}: {outcome}\n{text}"
+        for rank, (outcome, text) in enumerate(reports)
+        if outcome == "failed"
+    )
+
+
+_private = []
+
+
+def _private_communicator():
+    if not _private:
+        from mpi4py import MPI
+
+        _private.append(MPI.COMM_WORLD.Dup())
+    return _private[0]
+
+
+def require(name: str, reason: str) -> None:
+    """Skip a test whose server, network or package is absent; fail if UNISONO_REQUIRE names it."""
+    if name in os.environ.get("UNISONO_REQUIRE", "").split(","):
+        pytest.fail(f"{name} is required by UNISONO_REQUIRE, but {reason}")
+    pytest.skip(f"{name}: {reason}")

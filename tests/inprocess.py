@@ -1,0 +1,168 @@
+"""Ranks as threads of one process: the second rung of the tests.
+
+`eager` sends are complete at once, as small MPI messages are; `synchronous` ones only when the
+receiver has taken them, as large MPI messages are. A schedule that sends before it receives passes
+with the first and hangs with the second.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+
+from collectives.arrays import raw_bytes
+from collectives.communicator import Communicator
+from collectives.errors import MismatchError
+from collectives.settings import Settings
+from collectives.transport import Transport
+
+MODES = ("eager", "synchronous")
+
+
+class _Group:
+    """What the threads of one group share."""
+
+    def __init__(self, size, mode):
+        self.size = size
+        self.mode = mode
+        self.lock = threading.Condition()
+        self.events = 0  # messages started or taken so far
+        self.boxes = defaultdict(deque)  # (source, dest) -> messages in order
+        self.splits = defaultdict(dict)  # number of the split -> rank -> (color, key)
+        self.parts = {}  # (number of the split, color) -> _Group
+
+    def event(self):
+        self.events += 1
+        self.lock.notify_all()
+
+
+class _Send:
+    def __init__(self, group, data, dest):
+        eager = group.mode == "eager"
+        self.data = raw_bytes(data).copy() if eager else raw_bytes(data)
+        self.taken = eager
+        self.dest = dest
+
+    def done(self):
+        return self.taken
+
+    def describe(self):
+        return f"rank {self.dest} to receive {self.data.size} bytes"
+
+
+class _Receive:
+    def __init__(self, group, box, into, source):
+        self.group = group
+        self.box = box
+        self.into = raw_bytes(into)
+        self.source = source
+        self.finished = False
+        self.queue = group.boxes[("receives", *box)]
+        self.queue.append(self)
+
+    def done(self):
+        with self.group.lock:
+            box = self.group.boxes[self.box]
+            if not self.finished and self.queue[0] is self and box:
+                send = box.popleft()
+                self.queue.popleft()
+                self.finished = send.taken = True
+                self.group.event()
+                if send.data.size != self.into.size:
+                    raise MismatchError(
+                        f"receive: rank {self.source} sent an array of another length, expected "
+                        f"{self.into.size} bytes, got {send.data.size}"
+                    )
+                self.into[...] = send.data
+        return self.finished
+
+    def describe(self):
+        return f"rank {self.source} to send {self.into.size} bytes"
+
+
+class ThreadTransport(Transport):
+    def __init__(self, group, rank):
+        self.group = group
+        self.rank = rank
+        self.size = group.size
+        self.number_of_splits = 0
+
+    def _start_send(self, data, dest):
+        send = _Send(self.group, data, dest)
+        with self.group.lock:
+            self.group.boxes[(self.rank, dest)].append(send)
+            self.group.event()
+        return send
+
+    def _start_receive(self, into, source):
+        with self.group.lock:
+            return _Receive(self.group, (source, self.rank), into, source)
+
+    def wait(self, messages, deadline):
+        # Threads that poll take the interpreter from each other: sleep until something happens.
+        pending = list(messages)
+        while True:
+            with self.group.lock:
+                seen = self.group.events
+            pending = [m for m in pending if not m.done()]
+            if not pending:
+                return
+            deadline.check(self.rank, self.size, pending)
+            with self.group.lock:
+                self.group.lock.wait_for(lambda seen=seen: self.group.events != seen, timeout=0.05)
+
+    def _abandon(self):
+        pass
+
+    def split(self, color, key):
+        number = self.number_of_splits
+        self.number_of_splits += 1
+        with self.group.lock:
+            wishes = self.group.splits[number]
+            wishes[self.rank] = (color, key)
+            self.group.lock.notify_all()
+            assert self.group.lock.wait_for(lambda: len(wishes) == self.size, timeout=20)
+            if color is None:
+                return None
+            members = sorted(
+                (r for r in wishes if wishes[r][0] == color), key=lambda r: (wishes[r][1], r)
+            )
+            part = self.group.parts.setdefault(
+                (number, color), _Group(len(members), self.group.mode)
+            )
+        return ThreadTransport(part, members.index(self.rank))
+
+    def close(self):
+        pass
+
+
+def run_ranks(size, function, mode="eager", *, timeout=20.0, leaders=None, settings=None):
+    """Call `function(comm)` on `size` threads and return the results in rank order.
+
+    The first error by rank is raised, after all threads have ended.
+    """
+    group = _Group(size, mode)
+    results = [None] * size
+    errors = [None] * size
+
+    def body(rank):
+        try:
+            comm = Communicator(
+                ThreadTransport(group, rank),
+                leaders or [0] * size,
+                settings or Settings(timeout=timeout),
+            )
+            results[rank] = function(comm)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout + 40)
+        assert not thread.is_alive(), "a rank is still waiting after its deadline"
+    for error in errors:
+        if error is not None:
+            raise error
+    return results

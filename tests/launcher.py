@@ -1,0 +1,74 @@
+"""Start programs under mpirun with a wall-clock limit, for tests that must not share a world."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# More ranks than cores, as root or not; other MPI libraries ignore all of these.
+MPI_ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+# What an outer mpirun or srun leaves behind; a program started here is not part of it.
+_FOREIGN = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "SLURM_", "PRTE_", "OMPI_MCA_")
+
+
+class Result(NamedTuple):
+    """How a program ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The variables for a program that is a world of its own."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+    return {**own, **MPI_ENVIRONMENT, **extra}
+
+
+def mpirun_path() -> str:
+    """The launcher of the MPI library that mpi4py uses: beside the interpreter, else on PATH."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert found, "no mpirun beside the interpreter and none on PATH"
+    return found
+
+
+def run(command: list[str], *, timeout: float, cwd: Path = ROOT, **extra: str) -> Result:
+    """Run a command in a process group of its own; past `timeout` seconds all of it is killed."""
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment(**extra), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        raise AssertionError(
+            f"{' '.join(command)} did not end within {timeout} s\n{stdout}\n{stderr}"
+        ) from error
+    return Result(process.returncode, stdout, stderr)
+
+
+def mpirun(
+    size: int, *arguments: str | Path, timeout: float = 60, cwd: Path = ROOT,
+    options: tuple[str, ...] = (), **extra: str,
+) -> Result:  # fmt: skip
+    """Run `python arguments...` on `size` ranks."""
+    command = [mpirun_path(), *options, "-np", str(size), sys.executable, *map(str, arguments)]
+    return run(command, timeout=timeout, cwd=cwd, **extra)

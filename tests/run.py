@@ -1,0 +1,114 @@
+"""Run all tests: alone, then the same conformance tests as 1, 2, 3 and 4 MPI ranks.
+
+    python tests/run.py [arguments for pytest]
+
+Rank 0 reports on the terminal; the others write to `out/mpi-SIZE-rank-R.log`. A test that asks
+for an MPI world and is skipped at every size is a failure: it would never run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from launcher import MPI_ENVIRONMENT, ROOT, mpirun_path
+
+SIZES = (1, 2, 3, 4)
+OUT = ROOT / "out"
+
+# Seconds for all tests of one size; a world that hangs beyond pytest's own limit is killed.
+LIMIT = 900
+
+
+def main(arguments: list[str]) -> int:
+    OUT.mkdir(exist_ok=True)
+    environment = {**os.environ, **MPI_ENVIRONMENT}
+    pytest = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider"]
+    reports = [OUT / "serial.xml"]
+    print("== one process, and ranks as threads", flush=True)
+    statuses = [
+        subprocess.run(
+            [*pytest, "-m", "not mpi", f"--junitxml={reports[0]}", *arguments],
+            cwd=ROOT, env=environment, check=False,
+        ).returncode
+    ]  # fmt: skip
+    for size in SIZES:
+        print(f"== {size} MPI ranks", flush=True)
+        report = OUT / f"mpi-{size}.xml"
+        command = [mpirun_path(), "-np", str(size), sys.executable, __file__, "--rank"]
+        statuses.append(
+            _world([*command, str(size), f"--junitxml={report}", *arguments], environment)
+        )
+        reports.append(report)
+    return _summary(statuses, reports)
+
+
+def _world(command: list[str], environment: dict[str, str]) -> int:
+    try:
+        return subprocess.run(
+            command, cwd=ROOT, env={**environment, "UNISONO_TEST_WORLD": "mpi"}, check=False,
+            timeout=LIMIT,
+        ).returncode  # fmt: skip
+    except subprocess.TimeoutExpired:
+        print(f"the tests did not end within {LIMIT} s", flush=True)
+        return 1
+
+
+def _summary(statuses: list[int], reports: list[Path]) -> int:
+    """Print one line in total; the exit status says whether all is well."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    outcomes: dict[str, set[str]] = {}
+    for report in reports:
+        if not report.exists():
+            counts["failed"] += 1
+            continue
+        for case in ElementTree.parse(report).iter("testcase"):
+            outcome = _outcome(case)
+            counts[outcome] += 1
+            if report is not reports[0]:
+                name = f"{case.get('classname')}::{case.get('name')}"
+                outcomes.setdefault(name, set()).add(outcome)
+    never_run = sorted(name for name, seen in outcomes.items() if seen == {"skipped"})
+    for name in never_run:
+        print(f"skipped at every number of ranks: {name}")
+    counts["failed"] += len(never_run)
+    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+    return 1 if counts["failed"] or any(statuses) else 0
+
+
+def _outcome(case: ElementTree.Element) -> str:
+    tags = {child.tag for child in case}
+    if tags & {"failure", "error"}:
+        return "failed"
+    return "skipped" if "skipped" in tags else "passed"
+
+
+def rank_main(arguments: list[str]) -> int:
+    """Run as one rank of a world, started by `main` through mpirun."""
+    import pytest
+
+    size = int(arguments[0])
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+    options = arguments[1:]
+    if rank > 0:
+        # Only rank 0 speaks on the terminal and writes the report; pytest takes over the
+        # file descriptors, so they are exchanged before it starts.
+        log = os.open(OUT / f"mpi-{size}-rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        options = [o for o in options if not re.match("--junitxml", o)]
+    return int(
+        pytest.main(
+            ["tests/conformance", "-m", "mpi", "--with-mpi", "-p", "no:cacheprovider", *options]
+        )
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        sys.exit(rank_main(sys.argv[2:]))
+    sys.exit(main(sys.argv[1:]))
