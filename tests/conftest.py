@@ -108,9 +108,3 @@ def _private_communicator():
         _private.append(MPI.COMM_WORLD.Dup())
     return _private[0]
 
-
-def require(name: str, reason: str) -> None:
-    """Skip a test whose server, network or package is absent; fail if UNISONO_REQUIRE names it."""
-    if name in os.environ.get("UNISONO_REQUIRE", "").split(","):
-        pytest.fail(f"{name} is required by UNISONO_REQUIRE, but {reason}")
-    pytest.skip(f"{name}: {reason}")
