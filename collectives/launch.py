@@ -26,7 +26,14 @@ from collectives.settings import Settings
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["abort_on_exception", "check_world_size", "mpi_settings", "start_mpi"]
+__all__ = [
+    "abort_on_exception",
+    "check_world_size",
+    "is_cuda_aware",
+    "is_fault_tolerant",
+    "mpi_settings",
+    "start_mpi",
+]
 
 log = logging.getLogger(__name__)
 

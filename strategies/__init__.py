@@ -1,0 +1,70 @@
+"""Keep the replicas of a model in step, and feed them.
+
+Example:
+    >>> import strategies
+    >>> strategy = strategies.get_strategy()
+    >>> with strategy.scope():
+    ...     w = strategy.variable([1.0, 2.0], name="w")
+    >>> strategy.run(lambda: w.value.sum()).item()
+    3.0
+"""
+
+from __future__ import annotations
+
+from strategies import errors
+from strategies.base import DefaultStrategy, InputContext, Strategy, get_strategy
+from strategies.distributed_optimizer import DistributedOptimizer
+from strategies.input.batching import (
+    batch,
+    batch_join,
+    csv_batches,
+    shuffle_batch,
+    shuffle_batch_join,
+)
+from strategies.input.coordinator import Coordinator, LooperThread
+from strategies.input.decode import decode_csv
+from strategies.input.producers import string_input_producer
+from strategies.input.queues import FIFOQueue, RandomShuffleQueue
+from strategies.input.readers import TextLineReader
+from strategies.input.runners import QueueRunner, start_queue_runners
+from strategies.multi_worker import MultiWorkerMirroredStrategy
+from strategies.one_device import OneDeviceStrategy
+from strategies.optimizers import SGD, Momentum
+from strategies.resources.variables import Variable
+from strategies.training.checkpoint import Checkpoint
+from strategies.training.checkpoint_manager import CheckpointManager
+from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics
+
+__all__ = [
+    "SGD",
+    "Checkpoint",
+    "CheckpointManager",
+    "Coordinator",
+    "DefaultStrategy",
+    "DistributedOptimizer",
+    "FIFOQueue",
+    "InputContext",
+    "LooperThread",
+    "MetricsWriter",
+    "Momentum",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "Progress",
+    "QueueRunner",
+    "RandomShuffleQueue",
+    "Strategy",
+    "TextLineReader",
+    "Variable",
+    "batch",
+    "batch_join",
+    "csv_batches",
+    "decode_csv",
+    "errors",
+    "get_strategy",
+    "loss_curve",
+    "read_metrics",
+    "shuffle_batch",
+    "shuffle_batch_join",
+    "start_queue_runners",
+    "string_input_producer",
+]

@@ -1,0 +1,1 @@
+"""From files to batches: queues, readers, threads, and each rank's share."""

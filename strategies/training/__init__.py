@@ -1,0 +1,1 @@
+"""What surrounds the training loop: checkpoints, metrics and progress."""

@@ -1,0 +1,202 @@
+"""The collective side of checkpoints, with ranks as threads that share nothing but a slot."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from strategies import errors
+from strategies.training import checkpoint
+from strategies.training.checkpoint_manager import CheckpointManager
+
+DEADLINE = 20  # seconds until a rank that waits for another gives up
+
+
+class Rank:
+    """What the manager uses of a communicator; every wait ends."""
+
+    def __init__(self, rank, size, slot, gate):
+        self.rank, self.size, self._slot, self._gate = rank, size, slot, gate
+        self.calls = []
+
+    def broadcast(self, x, root=0):
+        assert x.dtype == np.uint8
+        assert x.ndim == 1
+        assert x.size > 0
+        return self._exchange("broadcast", x.tobytes(), root, x.nbytes, self._to_array)
+
+    def broadcast_object(self, obj, root=0):
+        data = pickle.dumps(obj) if self.rank == root else b""
+        return self._exchange("broadcast_object", data, root, None, pickle.loads)
+
+    @staticmethod
+    def _to_array(data):
+        return np.frombuffer(bytearray(data), np.uint8)
+
+    def _exchange(self, name, data, root, nbytes, read):
+        self.calls.append((name, nbytes))
+        if self.rank == root:
+            self._slot[0] = (name, data)
+        self._gate.wait(DEADLINE)
+        told, data = self._slot[0]
+        self._gate.wait(DEADLINE)
+        assert told == name
+        assert nbytes in (None, len(data))
+        return read(data)
+
+
+def in_step(size, work):
+    """Run `work(comm)` on every rank; give the results or exceptions, in rank order."""
+    slot, gate = [None], threading.Barrier(size)
+    ranks = [Rank(rank, size, slot, gate) for rank in range(size)]
+
+    def one(comm):
+        try:
+            return work(comm)
+        except BaseException as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(one, ranks))
+    assert all(rank.calls == ranks[0].calls for rank in ranks)
+    return results
+
+
+def manager_of(tmp_path, comm, **options):
+    """Only rank 0 has the directory: the others' must never be touched."""
+    where = tmp_path / "run" if comm.rank == 0 else tmp_path / f"no disk on rank {comm.rank}"
+    return CheckpointManager(where, comm, **options)
+
+
+TENSORS = {
+    "w": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "b": np.array([1.5, np.nan], ml_dtypes.bfloat16),
+    "flag": np.array(True),
+    "none": np.empty((0, 2)),
+    "step": np.array(7),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rank_0_writes_and_all_restore_the_same_bits(tmp_path, size):
+    def work(comm):
+        with manager_of(tmp_path, comm) as manager:
+            assert manager.latest() is None
+            assert manager.restore_or_none() is None
+            mine = TENSORS if comm.rank == 0 else {"of no interest": object()}
+            path = manager.save(mine, step=3, metadata={"line": comm.rank})
+            assert manager.latest() == path
+            return path, manager.restore_or_none()
+
+    results = in_step(size, work)
+    for path, found in results:
+        assert path == tmp_path / "run" / "step-000003"
+        assert (found.step, found.metadata, found.path) == (3, {"line": 0}, path)
+        assert list(found.tensors) == list(TENSORS)
+        for name, array in TENSORS.items():
+            got = found.tensors[name]
+            assert (got.dtype, got.shape) == (array.dtype, array.shape)
+            assert got.tobytes() == array.tobytes()
+            assert got.flags.writeable
+    for name in TENSORS:
+        arrays = [found.tensors[name] for _, found in results]
+        assert not any(np.shares_memory(a, b) for a in arrays for b in arrays if a is not b)
+    assert os.listdir(tmp_path) == ["run"]
+    assert f'"world_size": {size}' in (results[0][0] / "manifest.json").read_text()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_same_error_on_every_rank_and_the_next_call_works(tmp_path, size):
+    def work(comm):
+        manager = manager_of(tmp_path, comm)
+        caught = []
+        for bad in ({"step": -1}, {"step": 1, "metadata": {1: 2}}):
+            with pytest.raises(errors.InvalidArgumentError) as error:
+                manager.save({}, **bad)
+            caught.append(str(error.value))
+        manager.save(TENSORS, step=1)
+        if comm.rank == 0:
+            shard = tmp_path / "run" / "step-000001" / "rank-00000.safetensors"
+            data = bytearray(shard.read_bytes())
+            data[-1] ^= 1
+            shard.write_bytes(data)
+        with pytest.raises(errors.DataLossError) as error:
+            manager.restore_or_none()
+        caught.append(str(error.value))
+        manager.save(TENSORS, step=2)
+        assert manager.restore_or_none().step == 2
+        manager.close()
+        manager.close()
+        return caught
+
+    results = in_step(size, work)
+    assert all(result == results[0] for result in results), results
+    assert "step" in results[0][0]
+    assert "checksum differs" in results[0][2]
+
+
+class Stop(BaseException):
+    """Like an interrupt: no `Exception`."""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("error", [Stop("now"), MemoryError("too much"), KeyError("k")])
+def test_no_rank_waits_when_rank_0_is_interrupted(tmp_path, size, error):
+    class Tensors(dict):
+        def items(self):
+            raise error
+
+    def work(comm):
+        manager = manager_of(tmp_path, comm)
+        first = None
+        try:
+            manager.save(Tensors(), step=1)
+        except BaseException as caught:
+            first = caught
+        manager.save(TENSORS, step=2)
+        return first
+
+    first, *others = in_step(size, work)
+    assert first is error
+    for other in others:
+        assert type(other) is errors.AbortedError
+        assert type(error).__name__ in str(other)
+        assert "rank 0" in str(other)
+
+
+def test_the_manager_keeps_others_out_until_it_is_closed(tmp_path):
+    first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
+    first.save({"a": np.ones(2)}, step=1)
+    first.save({"a": np.ones(2)}, step=2)
+    with pytest.raises(errors.FailedPreconditionError, match="another writer"):
+        second.save({}, step=3)
+    with pytest.raises(errors.FailedPreconditionError, match="another writer"):
+        checkpoint.save(tmp_path, {}, step=3)
+    assert second.restore_or_none().step == 2
+    first.close()
+    second.save({}, step=3)
+    with pytest.raises(errors.FailedPreconditionError):
+        first.save({}, step=4)
+    second.close()
+    first.save({}, step=4)
+    first.close()
+
+
+def test_a_manager_that_is_forgotten_lets_others_write(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save({}, step=1)
+    del manager
+    CheckpointManager(tmp_path).save({}, step=2)
+
+
+def test_keep_is_obeyed(tmp_path):
+    with CheckpointManager(tmp_path, keep=2) as manager:
+        for step in range(4):
+            manager.save({}, step=step)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000002", "step-000003"]
