@@ -1,0 +1,100 @@
+"""The programs that people copy, run as they would run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import strategies
+from launcher import ROOT, environment, mpirun, mpirun_path, run
+
+TRAIN = ROOT / "examples" / "train_digits.py"
+
+
+def accuracy_of(stdout):
+    line = next(t for t in stdout.splitlines() if t.startswith("accuracy on the held-out digits"))
+    return float(line.rpartition(" ")[2])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_main_job_learns_the_digits(tmp_path, size):
+    # A path with a space, and more ranks than cores.
+    data, output = tmp_path / "the data", tmp_path / "the results"
+    result = mpirun(size, TRAIN, "--data-dir", data, "--output-dir", output, timeout=100)
+    assert result.status == 0, result
+    assert accuracy_of(result.stdout) >= 0.96
+    assert f"{size} rank" in result.stdout
+    assert "samples per second" in result.stdout
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    metrics = strategies.read_metrics(output / "metrics.jsonl")
+    assert [line["epoch"] for line in metrics] == list(range(1, 41))
+    assert metrics[-1]["loss"] < 0.1 * metrics[0]["loss"]
+    (newest,) = [
+        p for p in (output / "checkpoints").iterdir() if p.name == f"step-{metrics[-1]['step']:06d}"
+    ]
+    manifest = json.loads((newest / "manifest.json").read_text())
+    assert manifest["step"] == metrics[-1]["step"]
+    assert (newest / "rank-00000.safetensors").stat().st_size > 4 * (64 * 96 + 96 * 10)
+    progress = [line for line in result.stderr.splitlines() if line.startswith("epochs: ")]
+    assert "40/40 (100%)" in progress[-1]
+    # Nothing else that a user would wonder about.
+    assert len(result.stderr.splitlines()) == len(progress), result.stderr
+
+
+def test_resume_goes_on_with_another_number_of_ranks(tmp_path):
+    arguments = [TRAIN, "--data-dir", tmp_path / "data", "--output-dir", tmp_path / "out"]
+    assert mpirun(2, *arguments, "--epochs", 20, timeout=100).status == 0
+    result = mpirun(3, *arguments, "--epochs", 40, "--resume", timeout=100)
+    assert result.status == 0, result
+    assert "20/20 (100%)" in result.stderr
+    assert accuracy_of(result.stdout) >= 0.96
+    metrics = strategies.read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert [line["epoch"] for line in metrics] == list(range(1, 41))
+    again = mpirun(1, *arguments, "--epochs", 40, "--resume", timeout=100)
+    assert again.status == 0, again
+    assert accuracy_of(again.stdout) == accuracy_of(result.stdout)
+
+
+def test_a_signal_of_the_batch_system_leaves_a_checkpoint_to_go_on_from(tmp_path):
+    arguments = ["--data-dir", str(tmp_path / "data"), "--output-dir", str(tmp_path / "out")]
+    command = [mpirun_path(), "-np", "2", sys.executable, str(TRAIN), *arguments]
+    process = subprocess.Popen(
+        [*command, "--epochs", "100000"], cwd=ROOT, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        metrics = tmp_path / "out" / "metrics.jsonl"
+        limit = time.monotonic() + 60
+        while not metrics.exists() or not metrics.read_text():
+            assert time.monotonic() < limit, "training has not begun"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+    assert process.returncode == 85, (stdout, stderr)
+    epochs = strategies.read_metrics(metrics)[-1]["epoch"]
+    result = mpirun(2, TRAIN, *arguments, "--epochs", epochs + 5, "--resume", timeout=60)
+    assert "5/5 (100%)" in result.stderr
+
+
+def test_info_describes_the_world():
+    result = mpirun(3, "-m", "collectives", "info", "--json")
+    facts = json.loads(result.stdout)
+    assert facts["ranks"] == 3
+    assert list(facts["nodes"].values()) == [3]
+    assert facts["thread_level"] == "multiple"
+    assert facts["cuda_aware"] in (True, False)
+    assert facts["fault_tolerance"] is False
+    assert set(facts["packages"]) == {"numpy", "mpi4py", "numba", "cupy", "torch", "jax"}
+    assert facts["packages"]["numpy"]
+    table = run([sys.executable, "-m", "collectives", "info"], timeout=60).stdout
+    assert "mpi library" in table
+    assert "ranks            1" in table

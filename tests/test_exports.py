@@ -1,0 +1,54 @@
+"""Public names: complete, sorted, documented, and their examples true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+
+import pytest
+
+from test_floors import modules
+
+MODULES = [
+    name.removesuffix(".__init__")
+    for package in ("collectives", "strategies")
+    for name in modules(package)
+    if not name.endswith("__main__")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_lists_what_the_module_defines(name):
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} says nothing about itself"
+    exported = getattr(module, "__all__", [])
+    for public in exported:
+        assert hasattr(module, public), f"{name}.__all__ lists {public}, which is not there"
+    own = {
+        public
+        for public, thing in vars(module).items()
+        if not public.startswith("_") and getattr(thing, "__module__", None) == name
+        and (inspect.isfunction(thing) or inspect.isclass(thing))
+    }  # fmt: skip
+    assert own <= set(exported), f"{name} defines {own - set(exported)} beside __all__"
+
+
+@pytest.mark.parametrize("package", ["collectives", "strategies"])
+def test_public_functions_and_methods_have_docstrings(package):
+    module = importlib.import_module(package)
+    for public in module.__all__:
+        thing = getattr(module, public)
+        if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+            continue
+        assert inspect.getdoc(thing), f"{package}.{public}"
+        for name, member in vars(thing).items() if inspect.isclass(thing) else ():
+            if inspect.isfunction(member) and not name.startswith("_"):
+                assert inspect.getdoc(member), f"{package}.{public}.{name}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name):
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    result = doctest.testmod(importlib.import_module(name), optionflags=options)
+    assert result.failed == 0

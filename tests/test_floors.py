@@ -1,0 +1,109 @@
+"""Imports point down: the floors of DESIGN, read from the source without running it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from launcher import ROOT
+
+# From the ground up; a file imports from its own floor or from floors below it, never in a circle.
+COLLECTIVES = [
+    {"errors", "topology", "settings"},
+    {"arrays", "reduction", "kernels"},
+    {"compression", "transport", "segment"},
+    {"algorithms", "algorithms.ring", "algorithms.tree", "algorithms.native"},
+    {"selection", "fingerprint", "calls"},
+    {"communicator", "requests", "buckets"},
+    {"launch", "world", "__init__", "__main__"},
+]
+
+MAY_IMPORT = {
+    "cupy": {"collectives.arrays", "collectives.kernels"},
+    "mpi4py": {
+        "collectives.transport",
+        "collectives.algorithms.native",
+        "collectives.communicator",
+        "collectives.launch",
+        "collectives.__main__",  # asks the library for its version
+    },
+}
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Module name -> file, for every source file of a package."""
+    files = sorted((ROOT / package).rglob("*.py"))
+    names = {}
+    for file in files:
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        if parts[-1] == "__init__" and len(parts) > 2:
+            parts = parts[:-1]
+        names[".".join(parts)] = file
+    return names
+
+
+def imported(file: Path, known: dict[str, Path]) -> set[str]:
+    """Names of the modules that a file imports, wherever the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in known else str(node.module))
+    return found
+
+
+def floor_of(module: str) -> int:
+    short = module.removeprefix("collectives.")
+    for number, floor in enumerate(COLLECTIVES):
+        if short in floor:
+            return number
+    raise AssertionError(f"{module} is on no floor: add it to tests/test_floors.py and to the docs")
+
+
+def test_collectives_import_only_from_their_floor_or_below():
+    known = modules("collectives")
+    for module, file in known.items():
+        for other in imported(file, known) & known.keys():
+            assert floor_of(other) <= floor_of(module), f"{module} imports {other} from above"
+
+
+@pytest.mark.parametrize("package", ["collectives", "strategies"])
+def test_no_module_imports_itself_in_a_circle(package):
+    known = modules(package)
+    arrows = {name: imported(file, known) & known.keys() for name, file in known.items()}
+    below: dict[str, set[str]] = {}
+    while len(below) < len(arrows):
+        free = [m for m in arrows if m not in below and arrows[m] - {m} <= below.keys()]
+        assert free, f"a circle among {sorted(arrows.keys() - below.keys())}"
+        below.update({m: arrows[m] for m in free})
+
+
+def test_strategies_use_only_public_names_of_collectives():
+    for name, file in modules("strategies").items():
+        for module in imported(file, modules("collectives")):
+            inside = module.startswith("collectives.")
+            assert not inside, f"{name} imports {module}, expected `import collectives as cc`"
+
+
+@pytest.mark.parametrize("library", MAY_IMPORT)
+def test_only_some_modules_import(library):
+    for package in ("collectives", "strategies"):
+        for name, file in modules(package).items():
+            roots = {module.split(".")[0] for module in imported(file, {})}
+            assert library not in roots or name in MAY_IMPORT[library], f"{name} imports {library}"
+
+
+def test_no_pickle_on_the_wire_but_in_the_object_methods():
+    # mpi4py's methods with small letters pickle whatever they are given.
+    for package in ("collectives", "strategies"):
+        for name, file in modules(package).items():
+            text = file.read_text()
+            for method in ("bcast", "isend", "irecv", "Send_init"):
+                assert f".{method}(" not in text, f"{name} calls {method}"
+            assert ("import pickle" in text) == (name == "collectives.communicator"), name

@@ -1,0 +1,76 @@
+"""The launch guard and Open MPI's settings, from environments written down here."""
+
+from __future__ import annotations
+
+import pytest
+
+import collectives as cc
+from collectives import launch
+
+OPEN_MPI = "Open MPI v5.0.11, package: x, ident: 5.0.11"
+MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
+
+# What Slurm sets in a batch script, which it runs once, for a job of 4 tasks.
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+# What srun adds for each task of a step.
+STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "library", "words"),
+    [
+        (STEP, OPEN_MPI, ["srun started 4", "SLURM_STEP_NUM_TASKS=4", "--mpi=pmi2", "Open MPI v5"]),
+        ({**STEP, "PMI_SIZE": "4"}, OPEN_MPI, ["srun started 4", "--mpi=pmi2"]),
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "1"},
+            OPEN_MPI,
+            ["mpirun of MPICH started 2", "another MPI"],
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, MPICH, ["mpirun of Open MPI started 3", "MPICH Version"]),
+    ],
+)
+def test_several_processes_that_are_each_alone_are_refused(environ, library, words):
+    with pytest.raises(cc.LaunchError) as caught:
+        launch.check_world_size(environ, 1, library)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "world_size"),
+    [
+        ({}, 1),
+        (BATCH, 1),
+        ({**BATCH, "OMPI_COMM_WORLD_SIZE": "1"}, 1),
+        ({**STEP, "OMPI_COMM_WORLD_SIZE": "1"}, 1),  # mpirun -np 1 inside a step
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, 1),
+        ({**STEP, "SLURM_STEP_ID": "4294967290"}, 1),  # the step of an interactive salloc
+        ({"PMI_SIZE": "1"}, 1),
+        (STEP, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, 3),
+    ],
+)
+def test_a_good_launch_is_let_through(environ, world_size):
+    launch.check_world_size(environ, world_size, OPEN_MPI)
+
+
+def test_settings_are_given_only_where_the_user_made_none():
+    plain = launch.mpi_settings({}, cores=8)
+    assert plain == {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_links": "2"}
+    assert launch.mpi_settings({"OMPI_MCA_osc": "rdma", "OMPI_MCA_btl_tcp_links": "1"}, 8) == {}
+    full = launch.mpi_settings({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, cores=8)
+    assert full["OMPI_MCA_mpi_yield_when_idle"] == "1"
+
+
+def test_a_world_of_one_works_without_a_launcher():
+    comm = cc.init()
+    assert cc.init() is comm
+    assert (comm.rank, comm.size, comm.local_rank, comm.num_nodes) == (0, 1, 0, 1)
+    assert (cc.rank(), cc.size(), cc.local_rank(), cc.local_size()) == (0, 1, 0, 1)
+    assert cc.allreduce([1.0, 2.0]).tolist() == [1.0, 2.0]
+    cc.shutdown()
+    cc.shutdown()
+    assert not cc.is_initialized()
+    with pytest.raises(RuntimeError, match=r"call collectives\.init\(\) first"):
+        cc.rank()
+    assert cc.init().size == 1

@@ -1,0 +1,51 @@
+"""Environment variables: defaults, types, and errors that name them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from collectives import settings
+
+
+def test_without_variables_the_defaults_hold():
+    assert settings.from_environment({}) == settings.Settings()
+    assert settings.from_environment({"UNISONO_TIMEOUT": " ", "UNISONO_CHECK": ""}).timeout == 600
+
+
+def test_every_variable_is_read():
+    read = settings.from_environment(
+        {
+            "UNISONO_TIMEOUT": "1.5",
+            "UNISONO_STALL_WARNING": "7",
+            "UNISONO_CHECK": "sample",
+            "UNISONO_ABORT_ON_EXCEPTION": "0",
+            "UNISONO_MPI_SETTINGS": "0",
+        }
+    )
+    assert read == settings.Settings(1.5, 7.0, "sample", False, False)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("UNISONO_TIMEOUT", "soon", "expected seconds > 0"),
+        ("UNISONO_TIMEOUT", "0", "expected seconds > 0"),
+        ("UNISONO_TIMEOUT", "nan", "expected seconds > 0"),
+        ("UNISONO_STALL_WARNING", "-1", "expected seconds > 0"),
+        ("UNISONO_CHECK", "never", "expected one of off sample always"),
+        ("UNISONO_ABORT_ON_EXCEPTION", "yes", "expected 0 or 1"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named(variable, value, expected):
+    with pytest.raises(ValueError, match=rf"{variable} .*{expected}, got '{value}'"):
+        settings.from_environment({variable: value})
+
+
+def test_the_table_of_the_module_lists_every_variable():
+    source = Path(settings.__file__).read_text()
+    listed = set(re.findall(r"^\| `(UNISONO_\w+)`", source, re.MULTILINE))
+    used = set(re.findall(r'"(UNISONO_\w+)"', source))
+    assert listed == used
