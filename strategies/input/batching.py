@@ -1,0 +1,263 @@
+"""Batches from functions that read, and from CSV files: the calls that build a whole pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from strategies.input.decode import decode_csv
+from strategies.input.pipelines import Batches, Read
+from strategies.input.producers import string_input_producer
+from strategies.input.queues import FIFOQueue, Queue, RandomShuffleQueue
+from strategies.input.readers import TextLineReader
+from strategies.input.runners import QueueRunner
+
+__all__ = ["batch", "batch_join", "csv_batches", "shuffle_batch", "shuffle_batch_join"]
+
+_ROWS_PER_READ = 256  # lines decoded at a time: enough that the work per call does not count
+
+
+def batch(
+    read: Read,
+    batch_size: int,
+    *,
+    num_threads: int = 1,
+    capacity: int = 32,
+    enqueue_many: bool = False,
+    allow_smaller_final_batch: bool = False,
+    runners: Sequence[QueueRunner] = (),
+) -> Batches:
+    """Batches of what a function returns, in the order of its calls if there is one thread.
+
+    Args:
+        read: called again and again by each thread; returns one value per component, bare or in a
+            list, tuple or dict, and raises `OutOfRangeError` when there is no more. All elements
+            have the dtypes and shapes of the first.
+        batch_size: rows per batch.
+        num_threads: threads that call `read` at the same time.
+        capacity: rows that wait to become batches.
+        enqueue_many: whether `read` returns several rows at a time, counted by dimension 0.
+        allow_smaller_final_batch: whether to return the rest that fills no batch; otherwise it is
+            dropped.
+        runners: of queues that `read` uses; they are started and stopped with the pipeline.
+
+    Returns:
+        A pipeline to be opened with `with`. The first `read` is called there, by the caller.
+
+    Example:
+        >>> from strategies.errors import OutOfRangeError
+        >>> numbers = iter(range(7))
+        >>> def read():
+        ...     for number in numbers:
+        ...         return number
+        ...     raise OutOfRangeError("no more numbers")
+        >>> with batch(read, 3) as batches:
+        ...     for numbers_of_batch in batches:
+        ...         print(numbers_of_batch)
+        [0 1 2]
+        [3 4 5]
+    """
+    return batch_join(
+        [read] * num_threads,
+        batch_size,
+        capacity=capacity,
+        enqueue_many=enqueue_many,
+        allow_smaller_final_batch=allow_smaller_final_batch,
+        runners=runners,
+    )
+
+
+def batch_join(
+    reads: Sequence[Read],
+    batch_size: int,
+    *,
+    capacity: int = 32,
+    enqueue_many: bool = False,
+    allow_smaller_final_batch: bool = False,
+    runners: Sequence[QueueRunner] = (),
+) -> Batches:
+    """As `batch`, with one thread for each of several functions, so that each may have its file."""
+
+    def make_queue(dtypes: Any, shapes: Any, names: Any) -> Queue:
+        return FIFOQueue(capacity, dtypes, shapes, names=names, name="batch")
+
+    return Batches(
+        reads,
+        batch_size,
+        make_queue,
+        enqueue_many=enqueue_many,
+        allow_smaller_final_batch=allow_smaller_final_batch,
+        runners=runners,
+    )
+
+
+def shuffle_batch(
+    read: Read,
+    batch_size: int,
+    *,
+    capacity: int,
+    min_after_dequeue: int,
+    num_threads: int = 1,
+    seed: int | None = None,
+    enqueue_many: bool = False,
+    allow_smaller_final_batch: bool = False,
+    runners: Sequence[QueueRunner] = (),
+) -> Batches:
+    """Batches of what a function returns, drawn at random from a queue.
+
+    Args:
+        read: as for `batch`.
+        batch_size: rows per batch.
+        capacity: most rows in the queue, more than `min_after_dequeue`.
+        min_after_dequeue: rows from which the next is drawn, at least; fewer only at the end.
+        num_threads: threads that call `read` at the same time.
+        seed: of the order. With one thread and a seed, the same input gives the same batches: rows
+            are then drawn only while the queue is full. Several threads arrive in any order.
+        enqueue_many: as for `batch`.
+        allow_smaller_final_batch: as for `batch`.
+        runners: as for `batch`.
+
+    Returns:
+        A pipeline to be opened with `with`.
+
+    Raises:
+        ValueError: the capacity is not more than `min_after_dequeue`.
+    """
+    return shuffle_batch_join(
+        [read] * num_threads,
+        batch_size,
+        capacity=capacity,
+        min_after_dequeue=min_after_dequeue,
+        seed=seed,
+        enqueue_many=enqueue_many,
+        allow_smaller_final_batch=allow_smaller_final_batch,
+        runners=runners,
+    )
+
+
+def shuffle_batch_join(
+    reads: Sequence[Read],
+    batch_size: int,
+    *,
+    capacity: int,
+    min_after_dequeue: int,
+    seed: int | None = None,
+    enqueue_many: bool = False,
+    allow_smaller_final_batch: bool = False,
+    runners: Sequence[QueueRunner] = (),
+) -> Batches:
+    """As `shuffle_batch`, with one thread for each of several functions."""
+    if not 0 <= min_after_dequeue < capacity:
+        raise ValueError(
+            "shuffle_batch: capacity must be more than min_after_dequeue, and that at least 0, "
+            f"got {capacity} and {min_after_dequeue}"
+        )
+    # What a draw finds must not depend on how far the reader happens to be.
+    keep = capacity - 1 if seed is not None and len(reads) == 1 else min_after_dequeue
+
+    def make_queue(dtypes: Any, shapes: Any, names: Any) -> Queue:
+        return RandomShuffleQueue(
+            capacity, keep, dtypes, shapes, names=names, seed=seed, name="shuffle_batch"
+        )
+
+    return Batches(
+        reads,
+        batch_size,
+        make_queue,
+        enqueue_many=enqueue_many,
+        allow_smaller_final_batch=allow_smaller_final_batch,
+        runners=runners,
+    )
+
+
+@contextmanager
+def csv_batches(
+    files: Sequence[str],
+    record_defaults: Sequence[Any],
+    *,
+    batch_size: int,
+    transform: Callable[[list[Any]], Any] = tuple,
+    num_threads: int = 1,
+    num_epochs: int | None = None,
+    shuffle: bool = True,
+    seed: int | None = None,
+    min_after_dequeue: int = 1024,
+    skip_header_lines: int = 0,
+    allow_smaller_final_batch: bool = False,
+    **decode_options: Any,
+) -> Iterator[Batches]:
+    """Read CSV files in threads, mix their rows, and iterate over batches.
+
+    The end of the block, also an early one, ends all threads and closes all files. With one epoch
+    each row comes once; with several, rows of two epochs may mix where these meet.
+
+    Args:
+        files: paths; those that end in `.gz` are unpacked.
+        record_defaults: types and defaults of the columns, as for `decode_csv`.
+        batch_size: rows per batch.
+        transform: what becomes of decoded columns, called in the reader threads with a list of one
+            array per column and some hundred rows; returns one array, or a tuple or dict of arrays,
+            with the same rows in dimension 0. Stack columns that belong together: each array of
+            the result costs time for every batch.
+        num_threads: threads that read and decode, each another file.
+        num_epochs: how often each file is read; None for no end.
+        shuffle: whether to shuffle files and rows; otherwise they keep their order, if there is one
+            thread.
+        seed: of the shuffling. With one thread the same files then give the same batches.
+        min_after_dequeue: rows among which a row is drawn, at least.
+        skip_header_lines: lines at the beginning of each file that are no rows.
+        allow_smaller_final_batch: whether to return the rest that fills no batch; otherwise it is
+            dropped.
+        **decode_options: more arguments for `decode_csv`.
+
+    Yields:
+        The batches: an iterable that counts `rows_read` and `wait_seconds`.
+
+    Raises:
+        NotFoundError: a file does not exist.
+        DataLossError: a file is damaged or not UTF-8.
+        InvalidArgumentError: a line does not fit; like the others it names file and line.
+        ValueError: no files, or other arguments that are wrong.
+
+    Example:
+        ::
+
+            def split(columns):
+                return np.stack(columns[:64], axis=1), columns[64]
+
+            defaults = [np.float32(0)] * 64 + [np.int32(0)]
+            with csv_batches(paths, defaults, batch_size=32, transform=split) as batches:
+                for pixels, digits in batches:
+                    ...
+    """
+    names = string_input_producer(
+        files, num_epochs=num_epochs, shuffle=shuffle, seed=seed, name="csv_files"
+    )
+    readers = [TextLineReader(skip_header_lines) for _ in range(num_threads)]
+
+    def reads_of(reader: TextLineReader) -> Read:
+        def read() -> Any:
+            keys, lines = reader.read_up_to(names.queue, _ROWS_PER_READ)
+            return transform(decode_csv(lines, record_defaults, keys=keys, **decode_options))
+
+        return read
+
+    join: Callable[..., Batches] = batch_join
+    options: dict[str, Any] = {"capacity": min_after_dequeue + (num_threads + 2) * batch_size}
+    if shuffle:
+        join = shuffle_batch_join
+        options.update(min_after_dequeue=min_after_dequeue, seed=seed)
+    with ExitStack() as stack:
+        for reader in readers:
+            stack.callback(reader.reset)
+        yield stack.enter_context(
+            join(
+                [reads_of(reader) for reader in readers],
+                batch_size,
+                enqueue_many=True,
+                allow_smaller_final_batch=allow_smaller_final_batch,
+                runners=[names.runner],
+                **options,
+            )
+        )

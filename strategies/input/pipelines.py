@@ -1,0 +1,200 @@
+"""Whole input pipelines: threads that read, a queue that mixes, and an iterable of batches.
+
+::
+
+    runners --> read() in threads --> rows (FIFO or shuffled) --> batch thread --> ready --> for
+
+All threads share one coordinator, so that the end of the `with` block, or an exception in any of
+them, stops all. The ready queue holds a few batches, so that the consumer rarely waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from strategies.errors import OutOfRangeError
+from strategies.input.components import dtype_of
+from strategies.input.coordinator import Coordinator
+from strategies.input.queues import FIFOQueue, Queue
+from strategies.input.runners import QueueRunner, start_queue_runners
+
+__all__ = ["Batches", "Read"]
+
+_log = logging.getLogger(__name__)
+
+Read: TypeAlias = Callable[[], Any]
+
+_READY_BATCHES = 4  # batches made ahead of the consumer: enough to hide a read that takes longer
+_STOP_SECONDS = 10.0  # threads end in milliseconds unless `read` itself blocks
+
+
+class Batches:
+    """An iterable of batches, and the threads that make them; made by `batch` and its relatives.
+
+    Open it with `with`; the threads run inside the block. The iteration ends after the last batch,
+    and raises the exception of a thread, with its traceback, if there was one.
+
+    Attributes:
+        rows_read: rows that came out of `read` so far.
+        wait_seconds: time that the consumer has waited for batches, in seconds.
+    """
+
+    def __init__(
+        self,
+        reads: Sequence[Read],
+        batch_size: int,
+        make_queue: Callable[[Any, Any, Any], Queue],
+        *,
+        enqueue_many: bool,
+        allow_smaller_final_batch: bool,
+        runners: Sequence[QueueRunner],
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch: batch_size must be at least 1, got {batch_size}")
+        if not reads:
+            raise ValueError("batch: expected at least one function that reads, got none")
+        self.rows_read = 0
+        self.wait_seconds = 0.0
+        self._reads = reads
+        self._batch_size = batch_size
+        self._make_queue = make_queue
+        self._many = enqueue_many
+        self._smaller = allow_smaller_final_batch
+        self._runners = runners
+        self._lock = threading.Lock()
+        self._coord = Coordinator()
+        self._threads: list[threading.Thread] = []
+        self._ready: FIFOQueue | None = None
+        self._closed = False
+        self._raised: BaseException | None = None
+
+    def __enter__(self) -> Batches:
+        if self._ready is not None or self._closed:
+            raise RuntimeError("batch: a pipeline can be opened only once")
+        try:
+            self._start()
+        except BaseException as error:
+            # A thread that feeds `read` may be the cause.
+            self._raised = self._error() or error
+            self.close()
+            raise self._raised from None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch, in the form of what `read` returns.
+
+        Raises:
+            StopIteration: after the last batch, or after the end of the block.
+            RuntimeError: not opened.
+            BaseException: what a thread has raised.
+        """
+        if self._closed:
+            raise StopIteration
+        if self._ready is None:
+            raise RuntimeError("batch: the pipeline is not open, use it in a `with` statement")
+        began = time.perf_counter()
+        try:
+            self._raise_error()
+            return self._ready.dequeue()
+        except OutOfRangeError:
+            self._raise_error()
+            raise StopIteration from None
+        finally:
+            self.wait_seconds += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Stop all threads and wait for their end; harmless when repeated.
+
+        Raises:
+            RuntimeError: a thread does not end, because `read` is blocked.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        error = self._error()
+        self._coord.request_stop()
+        try:
+            self._coord.join(stop_grace_period_secs=_STOP_SECONDS, ignore_live_threads=True)
+        except BaseException as raised:
+            if raised is not error and raised is not self._error():
+                raise
+            error = raised
+        alive = [thread.name for thread in self._threads if thread.is_alive()]
+        if alive:
+            raise RuntimeError(
+                f"batch: threads are still running {_STOP_SECONDS} s after they were told to stop; "
+                f"does `read` block (threads: {' '.join(alive)})"
+            )
+        if error is not None and error is not self._raised:
+            # It concerns rows that nobody has asked for.
+            _log.warning("batch: a thread had failed when the pipeline was closed", exc_info=error)
+
+    def _start(self) -> None:
+        self._threads += start_queue_runners(self._runners, self._coord)
+        try:
+            # Without a graph, only a first element tells the dtypes and shapes of the queue.
+            first = self._count(self._reads[0]())
+        except OutOfRangeError:
+            self._raise_error()
+            self._ready = FIFOQueue(1, np.float64)
+            self._ready.close()
+            return
+        rows = self._make_queue(*_description(first, self._many))
+        ready = FIFOQueue(_READY_BATCHES, rows.dtypes, names=rows.names, name=f"{rows.name}_ready")
+        enqueue = rows.enqueue_many if self._many else rows.enqueue
+        dequeue = rows.dequeue_up_to if self._smaller else rows.dequeue_many
+
+        def filler(read: Read, waiting: list[Any]) -> Callable[[], None]:
+            return lambda: enqueue(waiting.pop() if waiting else self._count(read()))
+
+        others = [filler(read, []) for read in self._reads[1:]]
+        runners = [
+            QueueRunner(rows, [filler(self._reads[0], [first]), *others]),
+            QueueRunner(ready, [lambda: ready.enqueue(dequeue(self._batch_size))]),
+        ]
+        self._ready = ready
+        self._threads += start_queue_runners(runners, self._coord)
+
+    def _count(self, values: Any) -> Any:
+        rows = 1
+        if self._many:
+            parts = list(values.values()) if isinstance(values, Mapping) else values
+            rows = len(parts[0] if isinstance(parts, (list, tuple)) else parts)
+        with self._lock:
+            self.rows_read += rows
+        return values
+
+    def _error(self) -> BaseException | None:
+        try:
+            self._coord.raise_requested_exception()
+        except BaseException as error:
+            return error
+        return None
+
+    def _raise_error(self) -> None:
+        error = self._error()
+        if error is not None:
+            self._raised = error
+            raise error
+
+
+def _description(values: Any, many: bool) -> tuple[list[Any], list[Any], list[str] | None]:
+    """Dtypes, shapes and names of a queue for elements like this one."""
+    names = list(values) if isinstance(values, Mapping) else None
+    parts = list(values.values()) if isinstance(values, Mapping) else values
+    if not isinstance(parts, (list, tuple)):
+        parts = [parts]
+    shapes = [np.shape(part)[1:] if many else np.shape(part) for part in parts]
+    return [dtype_of(part) for part in parts], shapes, names

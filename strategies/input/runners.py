@@ -1,0 +1,180 @@
+"""Threads that fill a queue until their source ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from strategies.errors import OpError, OutOfRangeError
+from strategies.input.coordinator import Coordinator
+from strategies.input.queues import Queue
+
+__all__ = ["QueueRunner", "start_queue_runners"]
+
+_log = logging.getLogger(__name__)
+
+
+class QueueRunner:
+    """A queue and the functions that fill it, each called again and again in a thread of its own.
+
+    When a function says that its source has ended, its thread ends, and the last one closes the
+    queue. Any other exception stops the coordinator, which raises it where the threads are joined.
+
+    Args:
+        queue: to fill.
+        enqueue_ops: functions without arguments that put something in; one thread for each, so the
+            same function may be listed several times.
+        close_op: called by the last thread; `queue.close` if None.
+        cancel_op: called when the coordinator stops; by default it closes the queue and cancels
+            the enqueues that wait.
+        queue_closed_exception_types: exceptions that say that the source has ended.
+
+    Raises:
+        ValueError: no queue, or no functions.
+        TypeError: the exception types are no tuple of `OpError` classes.
+
+    Attributes:
+        exceptions_raised: of threads that were started without a coordinator.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        enqueue_ops: Sequence[Callable[[], Any]],
+        *,
+        close_op: Callable[[], Any] | None = None,
+        cancel_op: Callable[[], Any] | None = None,
+        queue_closed_exception_types: tuple[type[OpError], ...] = (OutOfRangeError,),
+    ) -> None:
+        if queue is None or not enqueue_ops:
+            raise ValueError("QueueRunner: expected a queue and at least one enqueue op")
+        types = queue_closed_exception_types
+        if (
+            not isinstance(types, tuple)
+            or not types
+            or not all(isinstance(kind, type) and issubclass(kind, OpError) for kind in types)
+        ):
+            raise TypeError(
+                "QueueRunner: queue_closed_exception_types must be a tuple of OpError classes, "
+                f"not empty, got {types!r}"
+            )
+        self.queue = queue
+        self.enqueue_ops = tuple(enqueue_ops)
+        self.queue_closed_exception_types = types
+        self.exceptions_raised: list[BaseException] = []
+        self._close_op = close_op or queue.close
+        self._cancel_op = cancel_op or (lambda: queue.close(cancel_pending_enqueues=True))
+        self._lock = threading.Lock()
+        self._running = 0  # threads that have not ended
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def name(self) -> str:
+        """Name of the queue."""
+        return self.queue.name
+
+    def create_threads(
+        self, coord: Coordinator | None = None, *, daemon: bool = False, start: bool = False
+    ) -> list[threading.Thread]:
+        """Make one thread per enqueue function, and with a coordinator one that waits for its stop.
+
+        Args:
+            coord: gets the threads registered and exceptions reported.
+            daemon: whether the process may end while they run.
+            start: whether to start them, too.
+
+        Returns:
+            The threads; none if those of an earlier call have not ended.
+        """
+        with self._lock:
+            if self._running:
+                _log.warning("QueueRunner: threads are running already (queue: %s)", self.name)
+                return []
+            self._running = len(self.enqueue_ops)
+            self.exceptions_raised = []
+            self._threads = threads = [
+                threading.Thread(
+                    target=self._fill,
+                    args=(enqueue, coord),
+                    name=f"QueueRunnerThread-{self.name}-{index}",
+                    daemon=daemon,
+                )
+                for index, enqueue in enumerate(self.enqueue_ops)
+            ]
+            if coord is not None:
+                threads.append(
+                    threading.Thread(
+                        target=self._cancel_on_stop,
+                        args=(coord,),
+                        name=f"QueueRunnerThread-{self.name}-close_on_stop",
+                        daemon=daemon,
+                    )
+                )
+        for thread in threads:
+            if coord is not None:
+                coord.register_thread(thread)
+            if start:
+                thread.start()
+        return threads
+
+    def _fill(self, enqueue: Callable[[], Any], coord: Coordinator | None) -> None:
+        """Call one function until it or the coordinator says stop."""
+        ended = False
+        try:
+            while coord is None or not coord.should_stop():
+                enqueue()
+        except self.queue_closed_exception_types:
+            ended = True
+        except BaseException as error:
+            if coord is not None:
+                coord.request_stop(error)
+                return
+            self.exceptions_raised.append(error)
+            ended = True  # consumers must not wait for ever for a dead thread
+            raise
+        finally:
+            with self._lock:
+                self._running -= 1
+                last = not self._running
+            if last and ended:
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            self._close_op()
+        except Exception as error:
+            _log.info("QueueRunner: closing the queue: %s (queue: %s)", error, self.name)
+
+    def _cancel_on_stop(self, coord: Coordinator) -> None:
+        coord.wait_for_stop()
+        try:
+            self._cancel_op()
+        except Exception as error:
+            _log.info("QueueRunner: cancelling the queue: %s (queue: %s)", error, self.name)
+
+
+def start_queue_runners(
+    runners: Iterable[QueueRunner],
+    coord: Coordinator | None = None,
+    *,
+    daemon: bool = True,
+    start: bool = True,
+) -> list[threading.Thread]:
+    """Make, and start, the threads of several queue runners.
+
+    Args:
+        runners: there is no graph that would know them, so they are listed.
+        coord: as for `QueueRunner.create_threads`.
+        daemon: whether the process may end while they run.
+        start: whether to start them.
+
+    Returns:
+        All threads.
+    """
+    return [
+        thread
+        for runner in runners
+        for thread in runner.create_threads(coord, daemon=daemon, start=start)
+    ]

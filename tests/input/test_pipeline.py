@@ -1,0 +1,388 @@
+"""Whole pipelines, from functions that read and from CSV files."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import threading
+import time
+import traceback
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from strategies.errors import DataLossError, InvalidArgumentError, NotFoundError, OutOfRangeError
+from strategies.input import decode
+from strategies.input.batching import (
+    batch,
+    batch_join,
+    csv_batches,
+    shuffle_batch,
+    shuffle_batch_join,
+)
+from strategies.input.queues import FIFOQueue
+from strategies.input.runners import QueueRunner
+
+LIMIT = 20.0
+I32, F32 = np.int32, np.float32
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    """Every test ends with the threads and open files that it began with."""
+    decode_csv_is_loaded()
+    threads, files = set(threading.enumerate()), open_files()
+    yield
+    assert set(threading.enumerate()) <= threads
+    assert open_files() == files
+
+
+def decode_csv_is_loaded():
+    decode.decode_csv(["1"], [0])
+
+
+def open_files():
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def source(rows, make=lambda value: value):
+    """A function that returns one row per call, from any thread."""
+    values, lock = iter(rows), threading.Lock()
+
+    def read():
+        with lock:
+            for value in values:
+                return make(value)
+        raise OutOfRangeError("no more")
+
+    return read
+
+
+def shuffle(read, size, **options):
+    return shuffle_batch(read, size, capacity=32, min_after_dequeue=16, **options)
+
+
+def batches_of(pipeline):
+    with pipeline as batches:
+        return list(batches)
+
+
+def test_batches_in_order():
+    got = batches_of(batch(source(range(30)), 10))
+    assert [values.tolist() for values in got] == [[*range(k, k + 10)] for k in (0, 10, 20)]
+
+
+@pytest.mark.parametrize("make", [batch, shuffle])
+@pytest.mark.parametrize("threads", [1, 10])
+@pytest.mark.parametrize("smaller", [False, True])
+@pytest.mark.parametrize("rows", [0, 7, 35, 300])
+def test_every_row_once(make, threads, smaller, rows):
+    pipeline = make(source(range(rows)), 10, num_threads=threads, allow_smaller_final_batch=smaller)
+    got = batches_of(pipeline)
+    assert [len(values) for values in got] == [10] * (rows // 10) + [rows % 10] * (
+        smaller and rows % 10 > 0
+    )
+    values = Counter(np.concatenate([[], *got]).tolist())
+    if smaller or not rows % 10:
+        assert values == Counter(range(rows))
+    else:
+        assert not values - Counter(range(rows))
+    assert pipeline.rows_read == rows
+    assert pipeline.wait_seconds > 0
+
+
+@pytest.mark.parametrize("make", [batch, shuffle])
+def test_many_rows_at_a_time(make):
+    chunks = [np.arange(start, start + 7) for start in range(0, 70, 7)]
+    pipeline = make(source(chunks), 10, enqueue_many=True)
+    values = np.concatenate(batches_of(pipeline))
+    assert sorted(values.tolist()) == list(range(70))
+    assert (values.tolist() == list(range(70))) == (make is batch)
+    assert pipeline.rows_read == 70
+
+
+@pytest.mark.parametrize("make", [batch, shuffle])
+def test_forms(make):
+    def row(value):
+        return {"id": I32(value), "text": str(value), "pair": np.full(2, value, F32)}
+
+    for got in batches_of(make(source(range(30), row), 10)):
+        assert {key: (v.dtype, v.shape) for key, v in got.items()} == {
+            "id": (I32, (10,)),
+            "text": (object, (10,)),
+            "pair": (F32, (10, 2)),
+        }
+        assert got["text"].tolist() == [str(value) for value in got["id"]]
+        assert np.array_equal(got["pair"][:, 1], got["id"])
+    for numbers, texts in batches_of(make(source(range(30), lambda v: [v, str(v)]), 10)):
+        assert texts.tolist() == [str(value) for value in numbers]
+
+
+def test_shuffle_depends_on_the_seed():
+    def order(seed, threads=1):
+        rows = source([np.arange(k, k + 13) for k in range(0, 1300, 13)])
+        options = {"num_threads": threads, "enqueue_many": True}
+        return np.concatenate(batches_of(shuffle(rows, 10, seed=seed, **options))).tolist()
+
+    first = order(1)
+    assert sorted(first) == list(range(1300))
+    assert first not in (list(range(1300)), order(2))
+    for _ in range(3):
+        assert order(1) == first
+    assert sorted(order(1, threads=3)) == list(range(1300))
+
+
+def test_rows_are_drawn_from_at_least_the_minimum():
+    got = np.concatenate(batches_of(shuffle(source(range(320)), 10, seed=None)))
+    # Row n can leave at place p only if it has come in: at most 32 wait, 10 are with the batch
+    # thread, and so never more than that ahead of its place.
+    assert (got - np.arange(320) <= 32 + 10).all()
+    assert not np.array_equal(got, np.arange(320))
+
+
+def test_join_gives_each_function_a_thread():
+    names = set()
+
+    def reader(start):
+        rows = source(range(start, start + 50))
+
+        def read():
+            names.add(threading.current_thread().name)
+            return rows()
+
+        return read
+
+    for join, options in ((batch_join, {}), (shuffle_batch_join, {"min_after_dequeue": 5})):
+        names.clear()
+        got = batches_of(join([reader(k) for k in (0, 50, 100)], 10, capacity=20, **options))
+        assert sorted(np.concatenate(got).tolist()) == list(range(150))
+        assert len(names - {threading.current_thread().name}) == 3
+
+
+@pytest.mark.parametrize("after", [0, 1, 17])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_exception_reaches_the_consumer(after, threads):
+    rows = source(range(after))
+
+    def read():
+        try:
+            return rows()
+        except OutOfRangeError:
+            raise ZeroDivisionError("in the reader") from None
+
+    with pytest.raises(ZeroDivisionError) as caught, batch(read, 2, num_threads=threads) as batches:
+        for _ in batches:
+            pass
+    assert "in read" in "".join(traceback.format_tb(caught.value.__traceback__))
+
+
+def test_rows_that_differ_are_an_error():
+    rows = source([1.0, 2.0, "three"])
+    with pytest.raises(InvalidArgumentError, match="dtype"), batch(rows, 1) as batches:
+        list(batches)
+    rows = source([np.zeros(2), np.zeros(3)])
+    with pytest.raises(InvalidArgumentError, match="shape"), batch(rows, 1) as batches:
+        list(batches)
+
+
+@pytest.mark.parametrize("make", [batch, shuffle])
+@pytest.mark.parametrize("taken", [0, 1, 50])
+def test_leaving_early_stops_threads_that_wait_for_room(make, taken):
+    with make(lambda: np.ones(3), 4, num_threads=5) as batches:
+        for _ in range(taken):
+            next(batches)
+        began = time.monotonic()
+    assert time.monotonic() - began < 1
+    assert list(batches) == []
+    batches.close()
+
+
+def test_leaving_early_stops_a_read_that_waits_for_a_queue():
+    numbers = FIFOQueue(10, "int64", [()])
+    numbers.enqueue(1)
+    never = threading.Event()
+    runner = QueueRunner(numbers, [lambda: numbers.enqueue(1) if never.is_set() else wait()])
+
+    def wait():
+        # A source with nothing to give that ends when its queue is closed.
+        while not numbers.is_closed():
+            never.wait(0.01)
+        raise OutOfRangeError("closed")
+
+    with batch(numbers.dequeue, 2, runners=[runner]):
+        began = time.monotonic()
+    assert time.monotonic() - began < 1
+
+
+def test_an_error_in_the_block_comes_through():
+    with pytest.raises(KeyError), batch(lambda: 1, 4, num_threads=3):
+        raise KeyError
+
+
+def test_an_error_nobody_asked_for_is_logged(caplog):
+    rows = source(range(2))
+
+    def read():
+        try:
+            return rows()
+        except OutOfRangeError:
+            raise ZeroDivisionError from None
+
+    with batch(read, 1) as batches:
+        assert batches._coord.wait_for_stop(LIMIT)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_an_error_in_a_runner_is_the_error_of_the_pipeline():
+    numbers = FIFOQueue(10, "int64", [()])
+
+    def fail():
+        raise ZeroDivisionError("in the runner")
+
+    pipeline = batch(numbers.dequeue, 2, runners=[QueueRunner(numbers, [fail])])
+    with pytest.raises(ZeroDivisionError), pipeline:
+        pass
+
+
+def test_a_pipeline_is_opened_once():
+    pipeline = batch(source(range(4)), 2)
+    with pytest.raises(RuntimeError, match="with"):
+        next(pipeline)
+    assert len(batches_of(pipeline)) == 2
+    with pytest.raises(RuntimeError, match="once"):
+        pipeline.__enter__()
+
+
+def test_arguments():
+    for wrong in ({"batch_size": 0}, {"batch_size": 1, "num_threads": 0}):
+        with pytest.raises(ValueError, match="at least"):
+            batch(source([1]), **wrong)
+    for capacity, keep in ((5, 5), (5, 6), (5, -1)):
+        with pytest.raises(ValueError, match="capacity"):
+            shuffle_batch(source([1]), 1, capacity=capacity, min_after_dequeue=keep)
+
+
+# CSV files.
+
+DEFAULTS = [F32(0)] * 4 + [I32(0)]
+
+
+def split(columns):
+    return np.stack(columns[:4], axis=1), columns[4]
+
+
+def shard(path, start, rows=20, bad=None):
+    """A file of rows that can be told apart by their last column; `bad` = {row: line}."""
+    lines = ["a,b,c,d,label"]
+    lines += [f"{k},{2 * k},0.5,-1,{k}" for k in range(start, start + rows)]
+    for row, line in (bad or {}).items():
+        lines[row] = line
+    text = "\n".join(lines) + "\n"
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    names = [f"train-{n}.csv" + ".gz" * (n == 2) for n in range(5)]
+    return [shard(tmp_path / name, 20 * n) for n, name in enumerate(names)]
+
+
+def read_csv(files, size=8, **options):
+    options = {"num_epochs": 1, "min_after_dequeue": 30, **options}
+    return csv_batches(
+        files, DEFAULTS, batch_size=size, transform=split, skip_header_lines=1, **options
+    )
+
+
+@pytest.mark.parametrize("way", [0, 1 << 62])
+@pytest.mark.parametrize("threads", [1, 3, 10])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_csv_rows_come_once_per_epoch(shards, threads, shuffled, way, monkeypatch):
+    monkeypatch.setattr(decode, "_fields_before_loop", way)
+    options = {"num_threads": threads, "num_epochs": 3, "shuffle": shuffled}
+    with read_csv(shards, allow_smaller_final_batch=True, **options) as batches:
+        labels = []
+        for features, label in batches:
+            assert features.dtype == F32
+            assert features.flags.c_contiguous
+            expected = [[k, 2 * k, 0.5, -1] for k in label.tolist()]
+            assert features.tolist() == expected
+            labels += label.tolist()
+        assert batches.rows_read == 300
+    assert Counter(labels) == Counter([*range(100)] * 3)
+    if threads == 1:
+        assert (labels == [*range(100)] * 3) == (not shuffled)
+
+
+def test_csv_order_depends_on_the_seed(shards):
+    def order(seed):
+        with read_csv(shards, seed=seed) as batches:
+            return [label.tolist() for _, label in batches]
+
+    assert order(1) == order(1) != order(2)
+
+
+def test_csv_without_transform(tmp_path):
+    path = tmp_path / "people.csv"
+    path.write_text("ann,\nbob,7\n")
+    with csv_batches([str(path)], ["", I32(30)], batch_size=2, num_epochs=1) as batches:
+        ((names, ages),) = list(batches)
+    assert sorted(zip(names.tolist(), ages.tolist(), strict=True)) == [("ann", 30), ("bob", 7)]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("7,14,0", "Expect 5 fields but have 3"),
+        ("7,14,0.5,7", "Expect 5 fields but have 4"),
+        ("7,14,0.5,-1,7,8", "Expect 5 fields but have 6"),
+        ("7,14,five,-1,7", "Field 2 in record 7 is not a valid float32: 'five'"),
+        ("7,14,0.5,-1,7.5", "Field 4 in record 7 is not a valid int32: '7.5'"),
+        ("", "Expect 5 fields but have 0"),
+    ],
+)
+@pytest.mark.parametrize("way", [0, 1 << 62])
+def test_a_bad_line_is_an_error_with_file_and_line(tmp_path, line, what, threads, way, monkeypatch):
+    monkeypatch.setattr(decode, "_fields_before_loop", way)
+    files = [shard(tmp_path / f"{n}.csv", 20 * n) for n in range(3)]
+    files.append(shard(tmp_path / "bad.csv", 0, bad={8: line}))
+    with (
+        pytest.raises(InvalidArgumentError, match=rf"{what}.*bad.csv:9\)$"),
+        read_csv(files, num_threads=threads) as batches,
+    ):
+        list(batches)
+
+
+def test_a_file_cut_in_its_last_line(tmp_path):
+    path = shard(tmp_path / "cut.csv", 0)
+    with open(path, "rb+") as file:
+        file.truncate(os.path.getsize(path) - 6)
+    with pytest.raises(InvalidArgumentError, match=r"cut.csv:21\)"), read_csv([path]) as batches:
+        list(batches)
+
+
+def test_missing_and_damaged_files(tmp_path, shards):
+    with pytest.raises(NotFoundError, match="none.csv"), read_csv([*shards, "none.csv"]) as batches:
+        list(batches)
+    bad = tmp_path / "bad.csv.gz"
+    bad.write_bytes(gzip.compress(b"1,2,3,4,5\n" * 1000)[:-20])
+    with pytest.raises(DataLossError, match=r"bad.csv.gz:\d+"), read_csv([str(bad)]) as batches:
+        list(batches)
+    with pytest.raises(ValueError, match="at least one"), read_csv([]):
+        pass
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+def test_csv_left_early(shards, threads):
+    for taken in (0, 1, 30):
+        with read_csv(shards, num_epochs=None, num_threads=threads) as batches:
+            for _, (_, labels) in zip(range(taken), batches, strict=False):
+                assert len(labels) == 8
+            began = time.monotonic()
+        assert time.monotonic() - began < 1

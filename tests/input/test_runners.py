@@ -1,0 +1,219 @@
+"""QueueRunner, start_queue_runners and the producer of file names."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from strategies.errors import CancelledError, InvalidArgumentError, OutOfRangeError
+from strategies.input.coordinator import Coordinator
+from strategies.input.producers import string_input_producer
+from strategies.input.queues import FIFOQueue
+from strategies.input.runners import QueueRunner, start_queue_runners
+
+LIMIT = 20.0
+
+
+def counting(queue, times):
+    """An enqueue op that ends after some times."""
+    left = iter(range(times))
+
+    def enqueue():
+        for value in left:
+            queue.enqueue(value, timeout=LIMIT)
+            return
+        raise OutOfRangeError("no more")
+
+    return enqueue
+
+
+def joined(threads):
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+def test_one_and_two_ops():
+    queue = FIFOQueue(-1, "int64", [()], name="counts")
+    runner = QueueRunner(queue, [counting(queue, 3), counting(queue, 30)])
+    threads = runner.create_threads()
+    assert sorted(thread.name for thread in threads) == [
+        "QueueRunnerThread-counts-0",
+        "QueueRunnerThread-counts-1",
+    ]
+    assert not any(thread.daemon for thread in threads)
+    for thread in threads:
+        thread.start()
+    joined(threads)
+    assert queue.is_closed()  # by the last of them
+    assert Counter(queue.dequeue_many(33).tolist()) == Counter([*range(3), *range(30)])
+    assert runner.exceptions_raised == []
+
+
+def test_from_queue_to_queue():
+    source, target = FIFOQueue(10, "int64", [()]), FIFOQueue(1, "int64", [()])
+    source.enqueue_many(np.arange(3))
+    source.close()
+    runner = QueueRunner(target, [lambda: target.enqueue(source.dequeue())])
+    coord = Coordinator()
+    threads = start_queue_runners([runner], coord)
+    assert all(thread.daemon for thread in threads)
+    assert [target.dequeue(timeout=LIMIT) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OutOfRangeError):
+        target.dequeue(timeout=LIMIT)
+    coord.request_stop()
+    coord.join(stop_grace_period_secs=LIMIT)
+
+
+def test_exceptions_are_kept_and_free_the_consumer(monkeypatch):
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    queue = FIFOQueue(5, "int64", [()])
+
+    def fail():
+        raise RuntimeError("broken source")
+
+    runner = QueueRunner(queue, [fail])
+    joined(runner.create_threads(start=True))
+    assert [str(error) for error in runner.exceptions_raised] == ["broken source"]
+    assert [str(args.exc_value) for args in reported] == ["broken source"]
+    with pytest.raises(OutOfRangeError):
+        queue.dequeue(timeout=LIMIT)
+
+
+def test_an_exception_stops_the_coordinator_and_cancels_the_queue():
+    queue = FIFOQueue(1, "int64", [()])
+    entered = threading.Event()
+
+    def fail():
+        assert entered.wait(LIMIT)
+        raise RuntimeError("broken source")
+
+    def fill():
+        queue.enqueue(1)
+        entered.set()
+
+    coord = Coordinator()
+    runner = QueueRunner(queue, [fill, fail])  # the first soon waits for room
+    start_queue_runners([runner], coord)
+    with pytest.raises(RuntimeError, match="broken source"):
+        coord.join(stop_grace_period_secs=LIMIT)
+    with pytest.raises(CancelledError):
+        queue.enqueue(1)
+    assert runner.exceptions_raised == []
+
+
+def test_a_stopped_coordinator_is_respected():
+    queue = FIFOQueue(5, "int64", [()])
+    coord = Coordinator()
+    coord.request_stop()
+    calls = []
+    threads = QueueRunner(queue, [lambda: calls.append(1)]).create_threads(coord, start=True)
+    coord.join(stop_grace_period_secs=LIMIT)
+    joined(threads)
+    assert calls == []
+    assert queue.is_closed()
+
+
+def test_running_threads_are_not_started_again(caplog):
+    queue = FIFOQueue(1, "int64", [()])
+    runner = QueueRunner(queue, [lambda: queue.enqueue(1)])
+    coord = Coordinator()
+    threads = runner.create_threads(coord, start=True)
+    assert len(threads) == 2
+    assert runner.create_threads(coord, start=True) == []
+    assert "running already" in caplog.text
+    coord.request_stop()
+    coord.join(stop_grace_period_secs=LIMIT)
+    again = Coordinator()
+    again.request_stop()
+    assert len(runner.create_threads(again, start=True)) == 2
+    again.join(stop_grace_period_secs=LIMIT)
+
+
+def test_other_close_and_cancel_ops():
+    queue = FIFOQueue(5, "int64", [()])
+    calls = []
+    options = {
+        "close_op": lambda: calls.append("close"),
+        "cancel_op": lambda: calls.append("cancel"),
+        "queue_closed_exception_types": (InvalidArgumentError, CancelledError),
+    }
+
+    def end():
+        raise CancelledError("my end")
+
+    coord = Coordinator()
+    runner = QueueRunner(queue, [end], **options)
+    threads = runner.create_threads(coord, start=True)
+    threads[0].join(LIMIT)
+    coord.request_stop()
+    coord.join(stop_grace_period_secs=LIMIT)
+    assert calls == ["close", "cancel"]
+
+
+def test_runner_arguments():
+    queue = FIFOQueue(5, "int64")
+    for arguments in ((None, [print]), (queue, [])):
+        with pytest.raises(ValueError, match="queue and at least one"):
+            QueueRunner(*arguments)
+    for types in ((), OutOfRangeError, (ValueError,), [OutOfRangeError]):
+        with pytest.raises(TypeError, match="OpError"):
+            QueueRunner(queue, [print], queue_closed_exception_types=types)
+
+
+# Producers.
+
+
+def produced(*args, **options):
+    producer = string_input_producer(*args, **options)
+    threads = producer.runner.create_threads(start=True)
+    names = []
+    try:
+        while True:
+            names.append(producer.queue.dequeue(timeout=LIMIT))
+    except OutOfRangeError:
+        joined(threads)
+        return names
+
+
+def test_epochs_in_order():
+    assert produced(["to", "be", "or"], num_epochs=3, shuffle=False) == ["to", "be", "or"] * 3
+
+
+def test_more_strings_than_capacity():
+    names = [str(n) for n in range(100)]
+    assert produced(names, num_epochs=2, shuffle=False, capacity=7) == names * 2
+
+
+def test_epochs_are_shuffled_but_not_mixed():
+    rounds = 600
+    names = produced(["a", "b", "c"], num_epochs=rounds, seed=271828)
+    orders = Counter("".join(names[i : i + 3]) for i in range(0, len(names), 3))
+    assert len(names) == 3 * rounds
+    assert sorted(orders) == ["abc", "acb", "bac", "bca", "cab", "cba"]
+    assert all(60 <= count <= 140 for count in orders.values())
+    assert produced(["a", "b", "c"], num_epochs=rounds, seed=271828) == names
+    assert produced(["a", "b", "c"], num_epochs=rounds, seed=1) != names
+
+
+def test_no_epoch_limit():
+    producer = string_input_producer(["a"], capacity=3)
+    coord = Coordinator()
+    start_queue_runners([producer.runner], coord)
+    assert [producer.queue.dequeue(timeout=LIMIT) for _ in range(100)] == ["a"] * 100
+    coord.request_stop()
+    coord.join(stop_grace_period_secs=LIMIT)
+
+
+def test_producer_arguments():
+    for strings in ([], "abc", ""):
+        with pytest.raises(ValueError, match="at least one string"):
+            string_input_producer(strings)
+    for epochs in (0, -1):
+        with pytest.raises(ValueError, match="num_epochs"):
+            string_input_producer(["a"], num_epochs=epochs)
+    assert string_input_producer(["a"]).queue.capacity == 32
