@@ -127,7 +127,8 @@ def _launched(environ: Mapping[str, str]) -> tuple[str, int, str, str] | None:
         if step < _SLURM_SPECIAL_STEPS:
             cure = (
                 "`srun --mpi=pmi2` and `srun --mpi=none` do this with Open MPI 5, without an "
-                "error: use mpirun inside the batch script (slurm/train.sbatch), or `srun --mpi=pmix`"
+                "error: use mpirun inside the batch script (slurm/train.sbatch), or "
+                "`srun --mpi=pmix`"
             )
             return "SLURM_STEP_NUM_TASKS", count, "srun", cure
     if "PMI_SIZE" in environ:
