@@ -107,4 +107,3 @@ def _private_communicator():
 
         _private.append(MPI.COMM_WORLD.Dup())
     return _private[0]
-
