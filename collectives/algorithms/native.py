@@ -56,7 +56,7 @@ def reduce_scatter(
     own = np.empty(bounds[t.rank + 1] - bounds[t.rank], work.dtype)
     counts = np.diff(bounds).tolist()
     t.wait([t.watch(t.mpi.Ireduce_scatter, work, own, counts, _op(op))], deadline)
-    _give_back(own, buffer[bounds[t.rank] : bounds[t.rank + 1]])
+    buffer[bounds[t.rank] : bounds[t.rank + 1]] = own
 
 
 def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline) -> None:
