@@ -103,7 +103,10 @@ def rank_main(arguments: list[str]) -> int:
         options = [o for o in options if not re.match("--junitxml", o)]
     return int(
         pytest.main(
-            ["tests/conformance", "-m", "mpi", "--with-mpi", "-p", "no:cacheprovider", *options]
+            [
+                *("tests/conformance", "-m", "mpi", "--with-mpi", "--color=no"),
+                *("-p", "no:cacheprovider", *options),
+            ]
         )
     )
 
