@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 from collectives.communicator import Communicator
+from collectives.compression import BF16, FP16, NONE, Compression
 from collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -21,6 +22,7 @@ from collectives.world import (
     allgather,
     allgather_object,
     allreduce,
+    alltoall,
     barrier,
     broadcast,
     broadcast_object,
@@ -34,6 +36,7 @@ from collectives.world import (
     rank,
     reduce,
     reduce_scatter,
+    scatter,
     shutdown,
     size,
 )
@@ -41,20 +44,25 @@ from collectives.world import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "BF16",
+    "FP16",
     "MAX",
     "MEAN",
     "MIN",
+    "NONE",
     "PRODUCT",
     "SUM",
     "CollectiveError",
     "CollectiveTimeout",
     "Communicator",
+    "Compression",
     "LaunchError",
     "MismatchError",
     "PeerFailure",
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "barrier",
     "broadcast",
     "broadcast_object",
@@ -68,6 +76,7 @@ __all__ = [
     "rank",
     "reduce",
     "reduce_scatter",
+    "scatter",
     "shutdown",
     "size",
 ]

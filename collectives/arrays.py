@@ -1,25 +1,131 @@
-"""What callers hand in, seen as flat host memory, and results handed back in their shape.
+"""What callers hand in, seen as host memory, and results handed back in their kind and shape.
 
 Algorithms work on one kind of thing only: a one-dimensional, contiguous, writable NumPy array.
-This module is the border: strides, read-only memory, scalars and `out=` end here.
+This module is the border: devices, other libraries, strides, read-only memory, numbers and `out=`
+end here. What is known of other libraries is in `collectives.devices`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "as_array", "check_out", "flat_copy", "is_float", "raw_bytes", "store"]
+from collectives import devices
+
+__all__ = [
+    "Array",
+    "Borrowed",
+    "as_array",
+    "borrow",
+    "borrow_out",
+    "check_out",
+    "flat_copy",
+    "is_float",
+    "raw_bytes",
+    "store",
+]
 
 Array = npt.NDArray[Any]
 
-# Kinds of NumPy dtypes that have an arithmetic meaning on every rank: bool, integers, floats,
-# complex. Objects, text, dates and records have no bytes that could be reduced.
-_NUMERIC_KINDS = "biufc"
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+# What has a rule for every operation (see `collectives.reduction`) and the same bytes on all
+# machines of a job, in native byte order. `q` and `Q` are int64 and uint64 under a second name.
+_DTYPES = frozenset([*map(np.dtype, "?bBhHiIlLqQefdFD"), _BFLOAT16])
+
+# What a library raises when it cannot show its elements: sparse, deleted, traced, on two devices.
+_REFUSALS = (AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class Borrowed(NamedTuple):
+    """A caller's array for the time of one call.
+
+    Attributes:
+        host: the elements in host memory, any strides, perhaps read-only, perhaps the caller's own
+            memory: to be read only.
+        target: host memory for a result of the same shape and dtype, which may be `host` itself;
+            None: the result goes to new memory.
+        give_back: makes of a host result, of any shape, what the caller gets: an array of the kind
+            and on the device of the one that was borrowed, or the caller's `out`.
+    """
+
+    host: Array
+    target: Array | None
+    give_back: Callable[[Array], Any]
+
+
+def borrow(x: Any, out: Any = None, *, operation: str) -> Borrowed:
+    """Bring an array of any kind to the host, and remember how a result goes back.
+
+    Args:
+        x: an array of NumPy, PyTorch, JAX, CuPy or another library (see `collectives.devices`), a
+            number, or a nested sequence of numbers. Any strides, on the host or on a device.
+        out: where the caller wants the result, of the shape and dtype of `x`, perhaps `x` itself.
+        operation: the caller's name, for the error message.
+
+    Returns:
+        What algorithms can read, see `Borrowed`. A result for a number or a sequence is a NumPy
+        array.
+
+    Raises:
+        TypeError: the elements cannot be read, their dtype is no number, or `out` cannot be written
+            or has another dtype.
+        ValueError: `out` has another shape, or is read-only.
+
+    Cost: memory is shared where the kind allows; arrays on a device are copied once, to pinned
+        memory.
+    """
+    if type(x) is np.ndarray and x.dtype in _DTYPES:  # 0.3 us; every other kind takes some us
+        loan = Borrowed(x, None, _unchanged)
+    else:
+        loan = _lend(x, operation)
+    if out is None:
+        return loan
+    target, write = borrow_out(out, loan.host.shape, loan.host.dtype, operation=operation)
+    if out is x and target is not None:
+        target = loan.host  # the same memory, and known to be: nothing has to be copied
+    elif out is x:
+        target = loan.target
+    return Borrowed(loan.host, target, write)
+
+
+def borrow_out(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, operation: str
+) -> tuple[Array | None, Callable[[Array], Any]]:
+    """Check that a caller's `out=` can take a result, and tell how it gets there.
+
+    Returns:
+        The memory of `out` where it is host memory that can be written, else None; and a function
+        that takes the finished result, in that memory or elsewhere, and returns `out`.
+
+    Raises:
+        TypeError: `out` is no array, is immutable, or has another dtype.
+        ValueError: `out` has another shape, or is read-only.
+    """
+    if type(out) is np.ndarray:
+        check_out(out, shape, dtype, operation=operation)
+        return out, _unchanged
+    memory = _recognise(out, operation)
+    if memory is None:
+        check_out(out, shape, dtype, operation=operation)
+        return np.asarray(out), lambda _: out
+    why = memory.why_constant()
+    if why is not None:
+        raise TypeError(
+            f"{operation}: out cannot be written, since {why}; leave `out` away and take the "
+            f"result (out: {_kind(out)})"
+        )
+    _check_fit(memory, shape, dtype, operation)
+
+    def give_back(result: Array) -> Any:
+        memory.write(result)
+        return out
+
+    return memory.elements() if memory.shared else None, give_back
 
 
 def as_array(x: Any, *, operation: str) -> Array:
@@ -33,22 +139,9 @@ def as_array(x: Any, *, operation: str) -> Array:
         An array that shares memory with `x` where `x` is an array already.
 
     Raises:
-        TypeError: `x` lives on a device, or its dtype is no number.
+        TypeError: the elements cannot be read, or their dtype is no number.
     """
-    if hasattr(x, "__cuda_array_interface__"):
-        raise TypeError(
-            f"{operation}: device arrays are not supported yet, expected a NumPy array, "
-            f"got {type(x).__module__}.{type(x).__name__}"
-        )
-    array = np.asarray(x)
-    if array.dtype.kind not in _NUMERIC_KINDS and array.dtype != _BFLOAT16:
-        raise TypeError(
-            f"{operation}: this dtype cannot be sent, expected bool, integers, floats or complex, "
-            f"got {array.dtype}"
-        )
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    return array
+    return borrow(x, operation=operation).host
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
@@ -57,18 +150,17 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, operation: str) -> None:
-    """Check that `out=` can take a result.
+    """Check that a NumPy `out=` can take a result.
 
     Raises:
         TypeError: `out` is no NumPy array or has another dtype.
         ValueError: `out` has another shape, or is read-only.
     """
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"{operation}: out is no NumPy array, got {type(out).__name__}")
-    if out.dtype != dtype:
-        raise TypeError(f"{operation}: out has the wrong dtype, expected {dtype}, got {out.dtype}")
-    if out.shape != shape:
-        raise ValueError(f"{operation}: out has the wrong shape, expected {shape}, got {out.shape}")
+    if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
+        raise TypeError(
+            f"{operation}: out is no tensor, no device array and no NumPy array, got {_kind(out)}"
+        )
+    _check_fit(out, shape, dtype, operation)
     if not out.flags.writeable:
         raise ValueError(f"{operation}: out is read-only")
 
@@ -109,3 +201,63 @@ def store(flat: Array, shape: tuple[int, ...], dtype: np.dtype[Any], out: Array 
 def raw_bytes(array: Array) -> Array:
     """View a contiguous array as bytes: shape (array.nbytes,), uint8, the same memory."""
     return array.reshape(-1).view(np.uint8)
+
+
+def _unchanged(result: Array) -> Array:
+    return result
+
+
+def _lend(x: Any, operation: str) -> Borrowed:
+    """Borrow what is no native NumPy array, for a call without `out`."""
+    memory = _recognise(x, operation)
+    if memory is not None:  # before anything is copied from a device
+        _check_dtype(memory.dtype, x, operation)
+    try:
+        host = np.asarray(x) if memory is None else memory.elements()
+    except _REFUSALS as error:
+        raise _unreadable(x, operation, error) from error
+    _check_dtype(host.dtype, x, operation)
+    if not host.dtype.isnative:
+        host = host.astype(host.dtype.newbyteorder("="))
+    if memory is None:
+        return Borrowed(host, None, _unchanged)
+    return Borrowed(host, host if memory.private else None, memory.wrap)
+
+
+def _recognise(x: Any, operation: str) -> devices.Foreign | None:
+    """Recognise an array of another library; None for what NumPy reads itself."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{operation}: a masked array would lose its mask, expected x.filled(...) or x.data"
+        )
+    if isinstance(x, (np.ndarray, np.generic)):  # speak all protocols, too
+        return None
+    try:
+        return devices.foreign(x)
+    except _REFUSALS as error:
+        raise _unreadable(x, operation, error) from error
+
+
+def _unreadable(x: Any, operation: str, error: Exception) -> TypeError:
+    return TypeError(f"{operation}: the elements of this {_kind(x)} cannot be read: {error}")
+
+
+def _kind(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
+
+
+def _check_dtype(dtype: np.dtype[Any], x: Any, operation: str) -> None:
+    if dtype not in _DTYPES and dtype.newbyteorder("=") not in _DTYPES:
+        raise TypeError(
+            f"{operation}: this dtype cannot be sent, expected bool, an integer, float16, "
+            f"bfloat16, float32, float64, complex64 or complex128, got {dtype} (x: {_kind(x)})"
+        )
+
+
+def _check_fit(
+    out: Array | devices.Foreign, shape: tuple[int, ...], dtype: np.dtype[Any], operation: str
+) -> None:
+    if out.dtype != dtype:
+        raise TypeError(f"{operation}: out has the wrong dtype, expected {dtype}, got {out.dtype}")
+    if out.shape != shape:
+        raise ValueError(f"{operation}: out has the wrong shape, expected {shape}, got {out.shape}")

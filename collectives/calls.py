@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
+from typing import Any
 
-from collectives import fingerprint, settings
+from collectives import fingerprint, selection, settings
+from collectives.algorithms import hierarchical, node
+from collectives.arrays import Array
 from collectives.errors import CollectiveError, MismatchError
+from collectives.selection import Layout
 from collectives.transport import Deadline, Transport
 
 __all__ = ["Call", "Calls"]
@@ -17,13 +24,25 @@ _SAMPLE_EVERY = 64
 
 
 class Calls:
-    """The calls made on one communicator, one after the other."""
+    """The calls made on one communicator, one after the other.
 
-    def __init__(self, transport: Transport, configuration: settings.Settings) -> None:
+    Args:
+        transport: the ranks.
+        leaders: for every rank an integer that is the same exactly for the ranks of one node.
+        configuration: the settings.
+    """
+
+    def __init__(
+        self, transport: Transport, leaders: Sequence[int], configuration: settings.Settings
+    ) -> None:
         self.transport = transport
         self.settings = configuration
+        self.layout = Layout(transport.size, len(set(leaders)))
+        self.levels = hierarchical.levels(transport, leaders)
         self.number = 0
         self.unusable: str | None = None
+        self._on_one_node = self.layout.num_nodes == 1 < transport.size
+        self._engine: node.Engine | None = None
 
     def enter(self, operation: str, timeout: float | None) -> Call:
         """Begin a call; use as a context manager.
@@ -32,16 +51,42 @@ class Calls:
             CollectiveError: the communicator was closed, or an earlier call on it failed.
             ValueError: the timeout is no time.
         """
+        self.check_usable(operation)
+        limit = self.settings.timeout if timeout is None else timeout
+        if not limit > 0:
+            raise ValueError(f"{operation}: timeout is no time, expected seconds > 0, got {limit}")
+        self.number += 1
+        return Call(self, operation, self.deadline(operation, limit))
+
+    def deadline(self, operation: str, limit: float) -> Deadline:
+        """Return a deadline that begins now."""
+        return Deadline(operation, limit, self.settings.stall_warning)
+
+    def check_usable(self, operation: str) -> None:
+        """Refuse to go on after a failure."""
         if self.unusable is not None:
             raise CollectiveError(
                 f"{operation}: this communicator is not usable any more, since {self.unusable} "
                 f"({self.where})"
             )
-        limit = self.settings.timeout if timeout is None else timeout
-        if not limit > 0:
-            raise ValueError(f"{operation}: timeout is no time, expected seconds > 0, got {limit}")
-        self.number += 1
-        return Call(self, operation, Deadline(operation, limit, self.settings.stall_warning))
+
+    def engine(self, deadline: Deadline) -> node.Engine | None:
+        """Return the node engine, None where messages have to serve.
+
+        It is made in the first call, in which all ranks take part, however it ends.
+        """
+        if self._on_one_node and self._engine is None:
+            try:
+                self._engine = node.start(self.transport, self.settings.shared_memory, deadline)
+            except BaseException as error:
+                self.failed(deadline.operation, error)
+                raise
+            self._on_one_node = self._engine is not None
+        return self._engine
+
+    def failed(self, operation: str, error: BaseException) -> None:
+        """Close the communicator to later calls: they would meet what is left of this one."""
+        self.unusable = f"{operation} failed: {type(error).__name__}: {error}"
 
     @property
     def where(self) -> str:
@@ -50,7 +95,7 @@ class Calls:
 
     @property
     def checked(self) -> bool:
-        """Whether the ranks compare their descriptions of the current call."""
+        """Whether the ranks compare their descriptions of the current call by messages."""
         if self.settings.check == "sample":
             return self.number <= _SAMPLE_FIRST or self.number % _SAMPLE_EVERY == 0
         return self.settings.check == "always"
@@ -59,31 +104,93 @@ class Calls:
 class Call:
     """A call under way.
 
-    The block in which it runs first looks at its arguments, then calls `agree` or `agree_on_rows`
-    once, and only then changes memory or sends data.
+    The block in which it runs first looks at its arguments and calls `describe`; then the ranks
+    agree, by `agree` or `agree_on_rows`, or while they meet in the node engine (`met`); only then
+    is memory changed or data sent.
     """
 
     def __init__(self, calls: Calls, operation: str, deadline: Deadline) -> None:
         self._calls = calls
         self._agreed = False
+        self._description: fingerprint.Description = {}
         self.operation = operation
         self.deadline = deadline
+        self.engine = calls.engine(deadline)
+        self.digest = 0
 
-    def agree(self, **fields: object) -> None:
-        """Check that all ranks make this call with the same fields.
+    def describe(self, **fields: object) -> None:
+        """Say what must be equal on all ranks."""
+        self._description = {"operation": self.operation, **fields}
+        if self.engine is None:
+            # The engine numbers its rounds itself.
+            self._description["call"] = self._calls.number
+        self.digest = fingerprint.digest(self._description)
+
+    def add(self, **fields: object) -> None:
+        """Add to what must be equal on all ranks."""
+        self._description |= fields
+        self.digest = fingerprint.digest(self._description)
+
+    @property
+    def description(self) -> fingerprint.Description:
+        """What must be equal on all ranks."""
+        return dict(self._description)
+
+    def agree(self) -> None:
+        """Check that all ranks make this call.
 
         Raises:
             MismatchError: they do not; the same error on all ranks.
         """
+        if self.engine is not None:
+            self.met(self.engine.agree(self.digest, self.deadline))
+            return
         self._agreed = True
         if self._calls.checked:
-            fingerprint.agree(self._calls.transport, self._described(fields), self.deadline)
+            fingerprint.agree(self._calls.transport, self.digest, self._description, self.deadline)
 
-    def agree_on_rows(self, rows: int, **fields: object) -> list[int]:
+    def agree_on_rows(self, rows: int) -> list[int]:
         """As `agree`, always, and return how many rows every rank brings."""
+        transport = self._calls.transport
+        if self.engine is not None:
+            facts = self.engine.exchange(rows, self.digest, self.deadline)
+            self.met(facts is not None)
+            assert facts is not None
+            return facts
         self._agreed = True
-        description = self._described(fields)
-        return fingerprint.agree_on_rows(self._calls.transport, description, rows, self.deadline)
+        return fingerprint.agree_on_rows(
+            transport, self.digest, self._description, rows, self.deadline
+        )
+
+    def shared_empty(self, nbytes: int) -> Array | None:
+        """Make memory that all ranks of the node can reach; None where there is none."""
+        directory = self._calls.settings.shared_memory
+        if self.engine is None or directory is None:
+            return None
+        return self.engine.shared_empty(nbytes, self._calls.transport, directory, self.deadline)
+
+    def by_messages(self, operation: str, algorithm: str, nbytes: int) -> Callable[..., Any]:
+        """Return the function that carries out an operation by messages, and knows the ranks.
+
+        Args:
+            operation: a key of `selection.ALGORITHMS`.
+            algorithm: its name there, or "auto".
+            nbytes: the size of the whole array, equal on all ranks.
+        """
+        calls = self._calls
+        name = selection.choose(operation, algorithm, nbytes, calls.layout)
+        ranks = calls.levels if name == "hierarchical" else calls.transport
+        return partial(selection.ALGORITHMS[operation][name], ranks)
+
+    def met(self, alike: bool) -> None:
+        """Take note of what the ranks found as they met in the node engine.
+
+        Raises:
+            MismatchError: they do not make the same call; the same error on all ranks.
+        """
+        self._agreed = True
+        if not alike:
+            fingerprint.raise_mismatch(self._calls.transport, self._description, self.deadline)
 
     def __enter__(self) -> Call:
         return self
@@ -99,17 +206,13 @@ class Call:
         if not self._agreed and isinstance(error, (TypeError, ValueError)):
             self._refuse(error)
             return
-        # Also after Ctrl-C: half an operation has been done, and the next would read its rest.
-        self._calls.unusable = f"{self.operation} failed: {type(error).__name__}: {error}"
+        self._calls.failed(self.operation, error)  # also after Ctrl-C
 
     def _refuse(self, error: Exception) -> None:
         """Let the other ranks know that this one will not take part; the error goes on as it is."""
+        self.describe(refused=f"{type(error).__name__}: {error}")
         try:
-            self.agree(refused=f"{type(error).__name__}: {error}")
-        except MismatchError:
-            pass
+            with contextlib.suppress(MismatchError):
+                self.agree()
         except CollectiveError as failure:
-            self._calls.unusable = f"{self.operation} failed: {failure}"
-
-    def _described(self, fields: fingerprint.Description) -> fingerprint.Description:
-        return {"operation": self.operation, "call": self._calls.number, **fields}
+            self._calls.failed(self.operation, failure)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import pickle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from collectives import arrays, reduction, selection, settings, topology
-from collectives.algorithms import tree
-from collectives.arrays import Array
+from collectives import arrays, operations, reduction, selection, settings, topology
+from collectives.arrays import Array, Borrowed
 from collectives.calls import Call, Calls
+from collectives.compression import NONE, Compression
+from collectives.plans import Plan
 from collectives.reduction import MEAN, Op
 from collectives.transport import MpiTransport, Transport
 
@@ -66,7 +69,8 @@ class Communicator:
         self._transport = transport
         self._leaders = list(leaders)
         self._nodes = topology.nodes(self._leaders, transport.rank)
-        self._calls = Calls(transport, configuration or settings.from_environment())
+        configuration = configuration or settings.from_environment()
+        self._calls = Calls(transport, self._leaders, configuration)
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"
@@ -103,27 +107,35 @@ class Communicator:
 
     def allreduce(
         self,
-        x: npt.ArrayLike,
+        x: Any,
         *,
         op: Op = MEAN,
-        out: Array | None = None,
+        out: Any = None,
         algorithm: str = "auto",
+        compression: Compression = NONE,
+        name: str | None = None,
         timeout: float | None = None,
-    ) -> Array:
+    ) -> Any:
         """Reduce the arrays of all ranks, and give every rank the result.
 
         As if all arrays were gathered and combined in a fixed order of ranks.
 
         Args:
-            x: shape (...), any dtype of the table in `collectives.reduction`; any strides.
+            x: shape (...), any dtype of the table in `collectives.reduction`; any strides. A NumPy,
+                PyTorch, JAX or CuPy array, a number or a nested list of numbers.
             op: how to combine; the default divides by the number of ranks.
-            out: where to put the result, may be `x` itself; shape and dtype of `x`.
-            algorithm: "auto", "ring", "tree" or "native".
+            out: where to put the result, may be `x` itself; a NumPy array or torch tensor of the
+                shape and dtype of `x`.
+            algorithm: "auto", "node", "ring", "tree" or "native".
+            compression: `FP16` or `BF16` let float32 and float64 arrays travel as 16 bits wherever
+                they travel as messages: rounded once, summed in float32, and the result rounded
+                once, however many ranks there are.
+            name: of the array, for compression with feedback.
             timeout: seconds.
 
         Returns:
-            `out`, or a new array of the shape and dtype of `x`; the same bits on all ranks
-            (with "native" as far as the MPI library does so).
+            `out`, or a new array of the kind, shape and dtype of `x`, on its device; the same bits
+            on all ranks (with "native" as far as the MPI library does so).
 
         Raises:
             TypeError: the op is not defined for the dtype.
@@ -141,23 +153,26 @@ class Communicator:
             True
         """
         with self._calls.enter("allreduce", timeout) as call:
-            array = self._reducible(call, x, op, out)
-            run = selection.choose("allreduce", algorithm, array.nbytes)
-            call.agree(op=op.value, dtype=array.dtype, shape=array.shape, algorithm=algorithm)
-            buffer = self._contribution(array, op, out)
-            run(self._transport, buffer, op, call.deadline)
-        return arrays.store(buffer, array.shape, array.dtype, out)
+            loan = self._reducible(call, x, op, out)
+            array = loan.host
+            codec = compression.codec(array.dtype, op, network=self.num_nodes > 1, name=name)
+            facts = {"op": op.value, "dtype": array.dtype, "shape": array.shape}
+            self._describe(call, algorithm, **facts, compression=compression)
+            result = np.empty(array.shape, array.dtype) if loan.target is None else loan.target
+            flat = _flat_target(result)
+            operations.allreduce(self._transport, call, _flat(array), flat, op, algorithm, codec)
+        return loan.give_back(_stored(flat, result))
 
     def reduce(
         self,
-        x: npt.ArrayLike,
+        x: Any,
         root: int = 0,
         *,
         op: Op = MEAN,
-        out: Array | None = None,
+        out: Any = None,
         algorithm: str = "auto",
         timeout: float | None = None,
-    ) -> Array | None:
+    ) -> Any:
         """Reduce the arrays of all ranks, and give the result to one.
 
         Arguments and errors as `allreduce`; `out` is used on the root only.
@@ -168,27 +183,27 @@ class Communicator:
         Cost: one message of S bytes per rank, ceil(log2 P) received by the root.
         """
         with self._calls.enter("reduce", timeout) as call:
-            target = out if self.rank == root else None
-            array = self._reducible(call, x, op, target)
-            run = selection.choose("reduce", algorithm, array.nbytes)
+            loan = self._reducible(call, x, op, out if self.rank == root else None)
+            array = loan.host
             self._check_root(call, root)
-            call.agree(
-                op=op.value, dtype=array.dtype, shape=array.shape, root=root, algorithm=algorithm
-            )
-            buffer = self._contribution(array, op, target)
-            run(self._transport, buffer, op, root, call.deadline)
-        if self.rank != root:
-            return None
-        return arrays.store(buffer, array.shape, array.dtype, out)
+            facts = {"op": op.value, "dtype": array.dtype, "shape": array.shape, "root": root}
+            self._describe(call, algorithm, **facts)
+            if self.rank != root:
+                operations.reduce(self._transport, call, _flat(array), None, op, root, algorithm)
+                return None
+            result = np.empty(array.shape, array.dtype) if loan.target is None else loan.target
+            flat = _flat_target(result)
+            operations.reduce(self._transport, call, _flat(array), flat, op, root, algorithm)
+        return loan.give_back(_stored(flat, result))
 
     def reduce_scatter(
         self,
-        x: npt.ArrayLike,
+        x: Any,
         *,
         op: Op = MEAN,
         algorithm: str = "auto",
         timeout: float | None = None,
-    ) -> Array:
+    ) -> Any:
         """Reduce the arrays of all ranks, and give each rank its share of the rows.
 
         Args:
@@ -208,28 +223,29 @@ class Communicator:
         Cost: "ring" P - 1 messages and (P - 1)/P S bytes sent per rank.
         """
         with self._calls.enter("reduce_scatter", timeout) as call:
-            array = self._reducible(call, x, op, None)
-            run = selection.choose("reduce_scatter", algorithm, array.nbytes)
+            loan = self._reducible(call, x, op, None)
+            array = loan.host
             if array.ndim == 0:
                 raise ValueError("reduce_scatter: a scalar has no rows, expected shape (n, ...)")
-            call.agree(op=op.value, dtype=array.dtype, shape=array.shape, algorithm=algorithm)
+            self._describe(call, algorithm, op=op.value, dtype=array.dtype, shape=array.shape)
             rows = topology.chunk_bounds(array.shape[0], self.size)
+            own = rows[self.rank + 1] - rows[self.rank]
+            result = np.empty((own, *array.shape[1:]), array.dtype)
             bounds = [row * _row_size(array.shape) for row in rows]
-            buffer = self._contribution(array, op, None)
-            run(self._transport, buffer, bounds, op, call.deadline)
-        own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
-        shape = (rows[self.rank + 1] - rows[self.rank], *array.shape[1:])
-        return own.reshape(shape).astype(array.dtype)
+            operations.reduce_scatter(
+                self._transport, call, _flat(array), result.reshape(-1), bounds, op, algorithm
+            )
+        return loan.give_back(result)
 
     def broadcast(
         self,
-        x: npt.ArrayLike,
+        x: Any,
         root: int = 0,
         *,
-        out: Array | None = None,
+        out: Any = None,
         algorithm: str = "auto",
         timeout: float | None = None,
-    ) -> Array:
+    ) -> Any:
         """Give every rank the root's array.
 
         Args:
@@ -249,24 +265,22 @@ class Communicator:
         Cost: ceil(log2 P) messages of S bytes sent by the root.
         """
         with self._calls.enter("broadcast", timeout) as call:
-            array = arrays.as_array(x, operation="broadcast")
-            run = selection.choose("broadcast", algorithm, array.nbytes)
+            loan = arrays.borrow(x, out, operation="broadcast")
+            array = loan.host
             self._check_root(call, root)
-            if out is not None:
-                arrays.check_out(out, array.shape, array.dtype, operation="broadcast")
-            call.agree(dtype=array.dtype, shape=array.shape, root=root, algorithm=algorithm)
-            buffer = arrays.flat_copy(array, out, array.dtype)
-            run(self._transport, buffer, root, call.deadline)
-        return arrays.store(buffer, array.shape, array.dtype, out)
+            self._describe(call, algorithm, dtype=array.dtype, shape=array.shape, root=root)
+            buffer = arrays.flat_copy(array, loan.target, array.dtype)
+            operations.broadcast(self._transport, call, buffer, root, algorithm)
+        return loan.give_back(arrays.store(buffer, array.shape, array.dtype, loan.target))
 
     def gather(
         self,
-        x: npt.ArrayLike,
+        x: Any,
         root: int = 0,
         *,
         algorithm: str = "auto",
         timeout: float | None = None,
-    ) -> Array | None:
+    ) -> Any:
         """Join the arrays of all ranks along their first axis on one rank.
 
         Args:
@@ -285,24 +299,17 @@ class Communicator:
             CollectiveTimeout: as `allreduce`.
         """
         with self._calls.enter("gather", timeout) as call:
-            array = np.atleast_1d(arrays.as_array(x, operation="gather"))
-            run = selection.choose("gather", algorithm, array.nbytes)
+            loan = arrays.borrow(x, operation="gather")
+            array = np.atleast_1d(loan.host)
             self._check_root(call, root)
-            rows = call.agree_on_rows(
-                array.shape[0],
-                dtype=array.dtype,
-                row=array.shape[1:],
-                root=root,
-                algorithm=algorithm,
-            )
-            own = np.ascontiguousarray(array).reshape(-1)
-            counts = [n * _row_size(array.shape) for n in rows]
-            result = run(self._transport, own, counts, root, call.deadline)
-        return None if result is None else result.reshape(sum(rows), *array.shape[1:])
+            row = array.shape[1:]
+            self._describe(call, algorithm, dtype=array.dtype, row=row, root=root)
+            rows = call.agree_on_rows(array.shape[0])
+            counts = [n * math.prod(row) for n in rows]
+            result = operations.gather(self._transport, call, _flat(array), counts, root, algorithm)
+        return None if result is None else loan.give_back(result.reshape(sum(rows), *row))
 
-    def allgather(
-        self, x: npt.ArrayLike, *, algorithm: str = "auto", timeout: float | None = None
-    ) -> Array:
+    def allgather(self, x: Any, *, algorithm: str = "auto", timeout: float | None = None) -> Any:
         """Join the arrays of all ranks along their first axis on every rank.
 
         Arguments and errors as `gather`, without a root; algorithms "auto", "ring" and "native".
@@ -313,24 +320,101 @@ class Communicator:
         Cost: "ring" P - 1 messages per rank, (P - 1)/P of the result's bytes.
         """
         with self._calls.enter("allgather", timeout) as call:
-            array = np.atleast_1d(arrays.as_array(x, operation="allgather"))
-            run = selection.choose("allgather", algorithm, array.nbytes)
-            rows = call.agree_on_rows(
-                array.shape[0], dtype=array.dtype, row=array.shape[1:], algorithm=algorithm
-            )
-            starts = np.cumsum([0, *rows])
-            result = np.empty((starts[-1], *array.shape[1:]), array.dtype)
-            result[starts[self.rank] : starts[self.rank + 1]] = array
-            bounds = (starts * _row_size(array.shape)).tolist()
-            run(self._transport, result.reshape(-1), bounds, call.deadline)
-        return result
+            loan = arrays.borrow(x, operation="allgather")
+            array = np.atleast_1d(loan.host)
+            row = array.shape[1:]
+            self._describe(call, algorithm, dtype=array.dtype, row=row)
+            rows = call.agree_on_rows(array.shape[0])
+            counts = [n * math.prod(row) for n in rows]
+            result = operations.allgather(self._transport, call, _flat(array), counts, algorithm)
+        return loan.give_back(result.reshape(sum(rows), *row))
+
+    def scatter(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        splits: Sequence[int] | None = None,
+        algorithm: str = "auto",
+        timeout: float | None = None,
+    ) -> Any:
+        """Share the rows of one rank's array among all ranks.
+
+        Args:
+            x: on the root shape (n, ...); not looked at elsewhere.
+            root: whose array.
+            splits: on the root, the rows of every rank, which add up to n; even shares if None,
+                the first `n % size` ranks getting one row more.
+            algorithm: "auto", "node", "tree" or "native".
+            timeout: seconds.
+
+        Returns:
+            A new array of shape (own rows, ...): of the kind of `x` on the root, a NumPy array
+            elsewhere.
+
+        Raises:
+            ValueError: no such root; on the root, a scalar, or splits that do not add up.
+            CollectiveTimeout: as `allreduce`.
+        """
+        with self._calls.enter("scatter", timeout) as call:
+            self._check_root(call, root)
+            loan = arrays.borrow(x, operation="scatter") if self.rank == root else None
+            rows = [] if loan is None else self._splits(call, loan.host, splits)
+            self._describe(call, algorithm, root=root)
+            # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
+            facts = None if loan is None else (loan.host.dtype.name, loan.host.shape[1:], rows)
+            dtype, row, rows = self._from_root(call, facts, root)
+            counts = [n * math.prod(row) for n in rows]
+            result = np.empty((rows[self.rank], *row), np.dtype(dtype))
+            send = None if loan is None else _flat(loan.host)
+            out = result.reshape(-1)
+            operations.scatter(self._transport, call, send, counts, root, out, algorithm)
+        return result if loan is None else loan.give_back(result)
+
+    def alltoall(
+        self,
+        x: Any,
+        *,
+        splits: Sequence[int] | None = None,
+        algorithm: str = "auto",
+        timeout: float | None = None,
+    ) -> Any:
+        """Give every rank some rows of this rank's array, and join what all ranks give to this one.
+
+        Args:
+            x: shape (n, ...); n may differ between ranks. The first rows go to rank 0, and so on.
+            splits: the rows for every rank, which add up to n; even shares if None.
+            algorithm: "auto", "node", "rotation" or "native".
+            timeout: seconds.
+
+        Returns:
+            A new array of shape (received rows, ...), of the kind of `x`, in the order of the
+            ranks that they came from.
+
+        Raises:
+            ValueError: a scalar, or splits that do not add up.
+            MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
+                ranks.
+            CollectiveTimeout: as `allreduce`.
+
+        Cost: P - 1 messages and (P - 1)/P S bytes sent per rank.
+        """
+        with self._calls.enter("alltoall", timeout) as call:
+            loan = arrays.borrow(x, operation="alltoall")
+            rows = self._splits(call, loan.host, splits)
+            row = loan.host.shape[1:]
+            self._describe(call, algorithm, dtype=loan.host.dtype, row=row)
+            counts = [n * math.prod(row) for n in rows]
+            result = operations.alltoall(self._transport, call, _flat(loan.host), counts, algorithm)
+        return loan.give_back(
+            result.reshape(-1, *row) if math.prod(row) else result.reshape(0, *row)
+        )
 
     def barrier(self, *, algorithm: str = "auto", timeout: float | None = None) -> None:
         """Return when every rank of the group has called this."""
         with self._calls.enter("barrier", timeout) as call:
-            run = selection.choose("barrier", algorithm, 0)
-            call.agree(algorithm=algorithm)
-            run(self._transport, call.deadline)
+            self._describe(call, algorithm)
+            operations.barrier(self._transport, call, algorithm)
 
     def broadcast_object(self, obj: T, root: int = 0, *, timeout: float | None = None) -> T:
         """Give every rank a copy of the root's Python object, by pickle.
@@ -343,16 +427,8 @@ class Communicator:
         """
         with self._calls.enter("broadcast_object", timeout) as call:
             self._check_root(call, root)
-            data = _pickled(obj) if self.rank == root else np.empty(0, np.uint8)
-            call.agree(root=root)
-            length = np.array([data.size])
-            tree.broadcast(self._transport, length, root, call.deadline)
-            if self.rank != root:
-                data = np.empty(length[0], np.uint8)
-            tree.broadcast(self._transport, data, root, call.deadline)
-        if self.rank == root:
-            return obj
-        copy: T = pickle.loads(data.data)
+            self._describe(call, "auto", root=root)
+            copy: T = self._from_root(call, obj, root)
         return copy
 
     def allgather_object(self, obj: T, *, timeout: float | None = None) -> list[T]:
@@ -366,6 +442,76 @@ class Communicator:
         ends = np.cumsum(lengths).tolist()
         parts = zip(ends, lengths.tolist(), strict=True)
         return [pickle.loads(joined[end - length : end].data) for end, length in parts]
+
+    def shared_empty(
+        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, *, timeout: float | None = None
+    ) -> Array:
+        """Make an array in memory that the ranks of a node share.
+
+        Reducing it in place (`out=` the array itself, or a plan) copies nothing: each rank combines
+        its chunk of all arrays and writes the result into all of them.
+
+        *Collective*: all ranks, with the same shape and dtype.
+
+        Args:
+            shape: of the array.
+            dtype: of the array.
+            timeout: seconds.
+
+        Returns:
+            This rank's own array, of zeros. It lives as long as the communicator; slices of it are
+            in shared memory, too. An ordinary array where ranks do not share memory.
+
+        Cost: the bytes of all ranks' arrays in `/dev/shm`, allocated at once.
+        """
+        wanted = np.dtype(dtype)
+        with self._calls.enter("shared_empty", timeout) as call:
+            dims = (shape,) if isinstance(shape, int) else tuple(shape)
+            if any(n < 0 for n in dims):
+                raise ValueError(f"shared_empty: a dimension is negative, got {dims}")
+            self._describe(call, "auto", shape=dims, dtype=wanted)
+            call.agree()
+            memory = call.shared_empty(math.prod(dims) * wanted.itemsize)
+        if memory is None:
+            return np.zeros(dims, wanted)
+        return memory.view(wanted).reshape(dims)
+
+    def plan_allreduce(self, x: Any, *, op: Op = MEAN, timeout: float | None = None) -> Plan:
+        """Resolve an all-reduce in place once, for a call that is made at every step.
+
+        *Collective*: all ranks, as `allreduce`. Arguments and errors as `allreduce(x, out=x)`.
+
+        Args:
+            x: shape (...), contiguous, writable; best from `shared_empty`.
+            op: how to combine.
+            timeout: seconds, of every later call.
+
+        Returns:
+            A function without arguments that reduces `x` in place and returns it.
+
+        Example:
+            >>> import collectives as cc
+            >>> comm = cc.init()
+            >>> gradient = comm.shared_empty(4, "float32")
+            >>> average = comm.plan_allreduce(gradient)
+            >>> gradient[:] = comm.rank
+            >>> average().tolist() == [(comm.size - 1) / 2] * 4
+            True
+        """
+        with self._calls.enter("plan_allreduce", timeout) as call:
+            host = self._reducible(call, x, op, None).host
+            array, _ = arrays.borrow_out(x, host.shape, host.dtype, operation=call.operation)
+            if array is None:
+                raise TypeError(
+                    "plan_allreduce: the array is not in host memory, where it could be reduced in "
+                    f"place, got {type(x).__module__}.{type(x).__name__}"
+                )
+            if not array.flags.c_contiguous:
+                raise ValueError("plan_allreduce: the array is not contiguous")
+            facts = {"op": op.value, "dtype": array.dtype, "shape": array.shape}
+            self._describe(call, "auto", **facts)
+            call.agree()
+        return Plan(self._calls, call, x, array.reshape(-1), op, timeout)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Make communicators of the ranks that name the same color.
@@ -406,19 +552,61 @@ class Communicator:
                 f"{call.operation}: no such root, expected 0 .. {self.size - 1}, got {root}"
             )
 
-    def _reducible(self, call: Call, x: npt.ArrayLike, op: Op, out: Array | None) -> Array:
+    def _reducible(self, call: Call, x: Any, op: Op, out: Any) -> Borrowed:
         """Check the arguments of a reduction."""
-        array = arrays.as_array(x, operation=call.operation)
-        reduction.check(op, array.dtype, operation=call.operation)
-        if out is not None:
-            arrays.check_out(out, array.shape, array.dtype, operation=call.operation)
-        return array
+        loan = arrays.borrow(x, out, operation=call.operation)
+        reduction.check(op, loan.host.dtype, operation=call.operation)
+        return loan
 
-    def _contribution(self, array: Array, op: Op, out: Array | None) -> Array:
-        """Copy this rank's array to where the reduction will happen."""
-        buffer = arrays.flat_copy(array, out, reduction.work_dtype(array.dtype))
-        reduction.prepare(buffer, op, self.size)
-        return buffer
+    def _from_root(self, call: Call, obj: Any, root: int) -> Any:
+        """Return the root's object, by pickle; itself on the root."""
+        data = _pickled(obj) if self.rank == root else np.empty(0, np.uint8)
+        length = np.array([data.size])
+        operations.broadcast(self._transport, call, length, root, "auto")
+        if self.rank != root:
+            data = np.empty(length[0], np.uint8)
+        operations.broadcast(self._transport, call, data, root, "auto")
+        return obj if self.rank == root else pickle.loads(data.data)
+
+    def _splits(self, call: Call, array: Array, splits: Sequence[int] | None) -> list[int]:
+        """Return the rows of an array for every rank."""
+        if array.ndim == 0:
+            raise ValueError(f"{call.operation}: a scalar has no rows, expected shape (n, ...)")
+        if splits is None:
+            bounds = topology.chunk_bounds(array.shape[0], self.size)
+            return [stop - start for start, stop in itertools.pairwise(bounds)]
+        rows = [operator.index(n) for n in splits]
+        if len(rows) != self.size or min(rows) < 0 or sum(rows) != array.shape[0]:
+            raise ValueError(
+                f"{call.operation}: splits do not fit, expected {self.size} numbers >= 0 that add "
+                f"up to {array.shape[0]} rows, got {rows}"
+            )
+        return rows
+
+    def _describe(self, call: Call, algorithm: str, **facts: object) -> None:
+        """Check the algorithm, and say what must be equal on all ranks."""
+        if call.operation in selection.ALGORITHMS:
+            selection.check(call.operation, algorithm, call.engine)
+        call.describe(**facts, algorithm=algorithm)
+
+
+def _flat(array: Array) -> Array:
+    """View an array as a flat one, or copy it into one where its strides do not allow that."""
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def _flat_target(result: Array) -> Array:
+    """Return flat memory for a result: its own if that is contiguous."""
+    if result.flags.c_contiguous:
+        return result.reshape(-1)
+    return np.empty(result.size, result.dtype)
+
+
+def _stored(flat: Array, result: Array) -> Array:
+    """Put what `_flat_target` returned into the result."""
+    if not result.flags.c_contiguous:
+        result[...] = flat.reshape(result.shape)
+    return result
 
 
 def _row_size(shape: tuple[int, ...]) -> int:

@@ -8,46 +8,53 @@ they differ the descriptions themselves are collected, so that every rank raises
 A rank whose own arguments are refused takes part with the refusal as its description. The others
 then raise an error that says so, where they would otherwise wait for a rank that never comes.
 
-Cost: 2 ceil(log2 P) messages of 16 bytes.
+Cost: about log2 P messages of 16 bytes.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
 
 from collectives import reduction
-from collectives.algorithms import ring, tree
+from collectives.algorithms import halving
 from collectives.errors import MismatchError
 from collectives.transport import Deadline, Transport
 
-__all__ = ["Description", "agree", "agree_on_rows", "differences"]
+__all__ = ["Description", "agree", "agree_on_rows", "differences", "digest", "raise_mismatch"]
 
-Description = Mapping[str, object]
+Description = dict[str, object]
 
 # Bytes of a description that are sent when ranks disagree; a longer one is cut.
 _TEXT_BYTES = 256
 
 
-def agree(transport: Transport, call: Description, deadline: Deadline) -> None:
+def agree(transport: Transport, own: int, call: Description, deadline: Deadline) -> None:
     """Return when all ranks describe their call alike.
+
+    Args:
+        transport: the ranks.
+        own: the digest of this rank's description.
+        call: the description, for the error.
+        deadline: the limit of every wait.
 
     Raises:
         MismatchError: they do not; the same error on all ranks, and no message is left under way.
     """
     if transport.size == 1:
         return
-    own = _hash(call)
     smallest = np.array([own, ~own], np.int64)  # min(~h) is ~max(h)
-    tree.allreduce(transport, smallest, reduction.MIN, deadline)
+    halving.allreduce(transport, smallest, reduction.MIN, deadline)
     if smallest[0] != ~smallest[1]:
-        _raise_mismatch(transport, call, deadline)
+        raise_mismatch(transport, call, deadline)
 
 
 def agree_on_rows(
-    transport: Transport, call: Description, rows: int, deadline: Deadline
+    transport: Transport, own: int, call: Description, rows: int, deadline: Deadline
 ) -> list[int]:
     """As `agree`, and tell how many rows every rank brings.
 
@@ -55,15 +62,15 @@ def agree_on_rows(
         The rows of all ranks, in rank order.
     """
     facts = np.zeros((transport.size, 2), np.int64)
-    facts[transport.rank] = _hash(call), rows
+    facts[transport.rank] = own, rows
     bounds = [2 * r for r in range(transport.size + 1)]
-    ring.allgather(transport, facts.reshape(-1), bounds, deadline)
+    halving.allgather(transport, facts.reshape(-1), bounds, deadline)
     if (facts[:, 0] != facts[0, 0]).any():
-        _raise_mismatch(transport, call, deadline)
+        raise_mismatch(transport, call, deadline)
     return [int(n) for n in facts[:, 1]]
 
 
-def differences(calls: Sequence[Description]) -> str:
+def differences(calls: Sequence[Mapping[str, object]]) -> str:
     """Say which fields differ, and on which ranks.
 
     Example:
@@ -71,6 +78,8 @@ def differences(calls: Sequence[Description]) -> str:
         'op is SUM on rank 0, MAX on rank 1'
     """
     fields = dict.fromkeys(name for call in calls for name in call)
+    if len({call.get("operation") for call in calls}) > 1:
+        fields = {"operation": None}  # the rest belongs to different operations
     texts = []
     for field in fields:
         ranks_of: dict[str, list[int]] = {}
@@ -82,12 +91,13 @@ def differences(calls: Sequence[Description]) -> str:
     return "; ".join(texts)
 
 
-def _raise_mismatch(transport: Transport, call: Description, deadline: Deadline) -> None:
+def raise_mismatch(transport: Transport, call: Description, deadline: Deadline) -> NoReturn:
+    """Collect the descriptions of all ranks, which differ, and raise the same error on all."""
     lines = np.zeros((transport.size, _TEXT_BYTES), np.uint8)
     text = _text(call).encode()[:_TEXT_BYTES]
     lines[transport.rank, : len(text)] = np.frombuffer(text, np.uint8)
     bounds = [_TEXT_BYTES * r for r in range(transport.size + 1)]
-    ring.allgather(transport, lines.reshape(-1), bounds, deadline)
+    halving.allgather(transport, lines.reshape(-1), bounds, deadline)
     calls = [_parse(line.tobytes().rstrip(b"\0").decode(errors="replace")) for line in lines]
     names = " / ".join(dict.fromkeys(str(call.get("operation", "?")) for call in calls))
     refused = {rank: call["refused"] for rank, call in enumerate(calls) if "refused" in call}
@@ -111,6 +121,12 @@ def _parse(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _hash(call: Description) -> int:
-    digest = hashlib.blake2b(_text(call).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+def digest(call: Description) -> int:
+    """Return 64 bits that tell descriptions apart."""
+    return _digest(tuple(call.items()))
+
+
+@functools.lru_cache(1024)  # a program makes the same few calls again and again
+def _digest(items: tuple[tuple[str, object], ...]) -> int:
+    hashed = hashlib.blake2b(_text(dict(items)).encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "little", signed=True)

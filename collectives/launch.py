@@ -71,6 +71,9 @@ def mpi_settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     - `osc ^ucx` silences an error message about a component that is not used.
     - `btl_tcp_links 2`: two sockets per peer let both directions of a link run at once; 16 MiB in
       each direction over 1 Gbit/s take 140 ms, where one socket needs 277 ms.
+    - `btl_tcp_eager_limit` 264 KiB: a slice of 256 KiB goes without asking the receiver first; the
+      ring reaches 91 to 96 % of a 1 Gbit/s line where it had 87 to 91 %, and 87 to 94 % instead of
+      68 to 86 % with 4 machines.
     - `mpi_yield_when_idle 1`, where ranks fill the cores of the node: a rank that waits leaves its
       core to the kernel's network work (1 MiB between nodes: 11 ms instead of 24 ms).
 
@@ -78,7 +81,11 @@ def mpi_settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:
         environ: the environment so far.
         cores: the number of cores of this node.
     """
-    wanted = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_links": "2"}
+    wanted = {
+        "OMPI_MCA_osc": "^ucx",
+        "OMPI_MCA_btl_tcp_links": "2",
+        "OMPI_MCA_btl_tcp_eager_limit": "270336",
+    }
     if int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")) >= cores:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return {name: value for name, value in wanted.items() if name not in environ}

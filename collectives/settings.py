@@ -5,6 +5,7 @@
 | `UNISONO_TIMEOUT` | seconds > 0 | 600 | how long one operation may wait for another rank |
 | `UNISONO_STALL_WARNING` | seconds > 0 | 60 | after how long a wait is reported in the log |
 | `UNISONO_CHECK` | off, sample, always | always | compare the ranks' calls before moving data |
+| `UNISONO_SHARED_MEMORY` | directory, or off | /dev/shm | where ranks of a node meet |
 | `UNISONO_ABORT_ON_EXCEPTION` | 0 or 1 | 1 | an uncaught exception on one rank ends the whole job |
 | `UNISONO_MPI_SETTINGS` | 0 or 1 | 1 | give Open MPI the settings listed in `launch.py` |
 """
@@ -31,6 +32,7 @@ class Settings:
     timeout: float = 600.0
     stall_warning: float = 60.0
     check: Check = "always"
+    shared_memory: str | None = "/dev/shm"
     abort_on_exception: bool = True
     mpi_settings: bool = True
 
@@ -50,6 +52,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
         timeout=_seconds(env, "UNISONO_TIMEOUT", default.timeout),
         stall_warning=_seconds(env, "UNISONO_STALL_WARNING", default.stall_warning),
         check=_check(env),
+        shared_memory=_directory(env, "UNISONO_SHARED_MEMORY", default.shared_memory),
         abort_on_exception=_switch(env, "UNISONO_ABORT_ON_EXCEPTION", default.abort_on_exception),
         mpi_settings=_switch(env, "UNISONO_MPI_SETTINGS", default.mpi_settings),
     )
@@ -73,6 +76,13 @@ def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:
     if text not in ("", "0", "1"):
         raise ValueError(f"settings: {name} is not a switch, expected 0 or 1, got {text!r}")
     return default if not text else text == "1"
+
+
+def _directory(env: Mapping[str, str], name: str, default: str | None) -> str | None:
+    text = env.get(name, "").strip()
+    if not text:
+        return default
+    return None if text == "off" else text
 
 
 def _check(env: Mapping[str, str]) -> Check:

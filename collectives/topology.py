@@ -11,15 +11,23 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 __all__ = [
+    "Doubling",
+    "HalvingStep",
     "Nodes",
+    "Rails",
     "RingStep",
     "Tree",
     "binomial_tree",
     "chunk_bounds",
+    "doubling",
+    "doubling_allgather",
+    "halving_reduce_scatter",
     "nodes",
+    "rails",
     "ring_allgather",
     "ring_neighbours",
     "ring_reduce_scatter",
+    "unwrapped",
 ]
 
 
@@ -44,9 +52,9 @@ class RingStep(NamedTuple):
     receive: int
 
 
-def ring_neighbours(rank: int, size: int) -> tuple[int, int]:
+def ring_neighbours(rank: int, size: int, distance: int = 1) -> tuple[int, int]:
     """Return the ranks to the left (received from) and to the right (sent to)."""
-    return (rank - 1) % size, (rank + 1) % size
+    return (rank - distance) % size, (rank + distance) % size
 
 
 def ring_reduce_scatter(rank: int, size: int) -> Iterator[RingStep]:
@@ -63,6 +71,106 @@ def ring_allgather(rank: int, size: int) -> Iterator[RingStep]:
     """Yield the `size - 1` steps that bring every rank's own chunk to all ranks."""
     for step in range(size - 1):
         yield RingStep(send=(rank - step) % size, receive=(rank - step - 1) % size)
+
+
+class HalvingStep(NamedTuple):
+    """One step of a halving: a run of `chunks` chunks goes to `dest`, another comes from `source`.
+
+    `send` and `receive` are the first chunks of the runs, which go on from chunk 0 after the last
+    chunk (see `unwrapped`).
+    """
+
+    dest: int
+    source: int
+    send: int
+    receive: int
+    chunks: int
+
+
+def halving_reduce_scatter(rank: int, size: int) -> Iterator[HalvingStep]:
+    """Yield the `ceil(log2(size))` steps after which chunk `rank` has all contributions.
+
+    Before a step a rank is in charge of the `reach` chunks from its own on. It gives the farther
+    half to the rank `distance` to the right, for whom they are the first ones, and stays in charge
+    of `distance = ceil(reach / 2)` chunks.
+
+    Example:
+        >>> [(step.dest, step.send, step.chunks) for step in halving_reduce_scatter(0, 5)]
+        [(3, 3, 2), (2, 2, 1), (1, 1, 1)]
+    """
+    reach = size
+    while reach > 1:
+        distance = (reach + 1) // 2
+        yield HalvingStep(
+            dest=(rank + distance) % size,
+            source=(rank - distance) % size,
+            send=(rank + distance) % size,
+            receive=rank,
+            chunks=reach - distance,
+        )
+        reach = distance
+
+
+def doubling_allgather(rank: int, size: int) -> Iterator[HalvingStep]:
+    """Yield the `ceil(log2(size))` steps that bring every rank's own chunk to all ranks.
+
+    They are those of `halving_reduce_scatter` in reverse order and direction.
+    """
+    for step in reversed(list(halving_reduce_scatter(rank, size))):
+        yield HalvingStep(
+            dest=step.source,
+            source=step.dest,
+            send=step.receive,
+            receive=step.send,
+            chunks=step.chunks,
+        )
+
+
+def unwrapped(first: int, count: int, size: int) -> list[range]:
+    """Cut a run of `count <= size` chunks (or ranks) from `first` on where it begins again at 0.
+
+    Example:
+        >>> unwrapped(3, 4, size=5)
+        [range(3, 5), range(0, 2)]
+    """
+    parts = [range(first, min(first + count, size)), range(first + count - size)]
+    return [part for part in parts if part]
+
+
+class Doubling(NamedTuple):
+    """A rank's part in a recursive doubling.
+
+    A rank with a `proxy` hands its contribution over before, gets the result after, and has no
+    partners. The others take in the contribution of their `guest`, if they have one, and exchange
+    everything with each partner in turn. Of two partners the one with the lower rank stands for
+    contributions that come first in the result's order.
+    """
+
+    proxy: int | None
+    guest: int | None
+    partners: tuple[int, ...]
+
+
+def doubling(rank: int, size: int) -> Doubling:
+    """Return the part of `rank` in a recursive doubling among `size` ranks.
+
+    The largest power of two of them takes part; each of the `size - 2^k` others, the odd ones of
+    the first ranks, has its left neighbour as proxy.
+
+    Example:
+        >>> [doubling(rank, 3) for rank in range(3)]  # doctest: +NORMALIZE_WHITESPACE
+        [Doubling(proxy=None, guest=1, partners=(2,)),
+         Doubling(proxy=0, guest=None, partners=()),
+         Doubling(proxy=None, guest=None, partners=(0,))]
+    """
+    active = 1 << (size.bit_length() - 1)
+    others = size - active
+    if rank < 2 * others and rank % 2:
+        return Doubling(rank - 1, None, ())
+    place = rank // 2 if rank < 2 * others else rank - others
+    places = [place ^ (1 << level) for level in range(active.bit_length() - 1)]
+    partners = tuple(2 * p if p < others else p + others for p in places)
+    return Doubling(None, rank + 1 if rank < 2 * others else None, partners)
 
 
 class Tree(NamedTuple):
@@ -128,3 +236,32 @@ def nodes(leaders: Sequence[int], rank: int) -> Nodes:
         node_rank=order.index(own),
         num_nodes=len(order),
     )
+
+
+class Rails(NamedTuple):
+    """Which ranks one rank works with on each level of a hierarchical operation.
+
+    `number` rails join the nodes: rail `i` has the ranks with local rank `i`, one per node. There
+    are as many as the smallest node has ranks.
+    """
+
+    number: int
+    node: tuple[int, ...]  # the ranks of the same node, by local rank
+    rail: tuple[int, ...] | None  # the ranks of the same rail, by node; None for those beyond
+
+
+def rails(leaders: Sequence[int], rank: int) -> Rails:
+    """Return the node and the rail of a rank; arguments as `nodes`.
+
+    Example:
+        >>> rails([0, 0, 2, 2, 2], rank=3)
+        Rails(number=2, node=(2, 3, 4), rail=(1, 3))
+    """
+    members: dict[int, list[int]] = {}
+    for other, leader in enumerate(leaders):
+        members.setdefault(leader, []).append(other)
+    node = members[leaders[rank]]
+    local_rank = node.index(rank)
+    number = min(map(len, members.values()))
+    rail = tuple(m[local_rank] for m in members.values()) if local_rank < number else None
+    return Rails(number, tuple(node), rail)

@@ -12,6 +12,7 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "barrier",
     "broadcast",
     "broadcast_object",
@@ -25,6 +26,7 @@ __all__ = [
     "rank",
     "reduce",
     "reduce_scatter",
+    "scatter",
     "shutdown",
     "size",
 ]
@@ -119,6 +121,8 @@ def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, 
 
 allreduce = _on_world(Communicator.allreduce)
 reduce = _on_world(Communicator.reduce)
+scatter = _on_world(Communicator.scatter)
+alltoall = _on_world(Communicator.alltoall)
 reduce_scatter = _on_world(Communicator.reduce_scatter)
 broadcast = _on_world(Communicator.broadcast)
 gather = _on_world(Communicator.gather)

@@ -44,8 +44,8 @@ class DistributedOptimizer:
     *Collective*: all ranks call `apply_gradients` with the same variables in the same order. All
     ranks compute the same bits, so their variables stay equal.
 
-    The gradients of one step travel as one buffer, laid out once, in float32, or in float64 where
-    any variable is float64.
+    The gradients of one step are one buffer, laid out once, in memory that the ranks of a node
+    share: there it is averaged without a copy. It is float32, or float64 where any variable is.
 
     Args:
         optimizer: what updates the variables, for example `strategies.Momentum(0.05)`.
@@ -124,7 +124,7 @@ class DistributedOptimizer:
         dtype = np.dtype(np.float64 if wide else np.float32)
         size = sum(value.size for value in values) + len(values) + _TAIL
         if self._buffer.size != size or self._buffer.dtype != dtype:
-            self._buffer = np.empty(size, dtype)
+            self._buffer = self.comm.shared_empty(size, dtype)
         return self._buffer
 
 

@@ -34,10 +34,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self.comm.rank == 0
 
     def _initial(self, value: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return self.comm.broadcast(value)
+        initial: npt.NDArray[Any] = self.comm.broadcast(value)
+        return initial
 
     def _sum(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return self.comm.allreduce(array, op=cc.SUM)
+        total: npt.NDArray[Any] = self.comm.allreduce(array, op=cc.SUM)
+        return total
 
     def _share(self, batch: Any) -> Any:
         return sharding.share(batch, self.comm.rank, self.comm.size)

@@ -14,6 +14,7 @@ import pytest
 
 import inprocess
 from collectives.communicator import from_mpi
+from collectives.selection import ALGORITHMS
 from collectives.settings import Settings
 
 WORLD_SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))
@@ -23,26 +24,56 @@ UNDER_MPI = os.environ.get("UNISONO_TEST_WORLD") == "mpi"
 TIMEOUT = 20.0
 
 
+def world_settings(shared):
+    """Settings for tests: short waits, with or without shared memory."""
+    return Settings(timeout=TIMEOUT, shared_memory="/dev/shm" if shared else None)
+
+
 class ThreadWorld(NamedTuple):
-    """Some ranks as threads."""
+    """Some ranks as threads, which meet in shared memory or exchange messages only."""
 
     size: int
     mode: str
+    shared: bool = False
+
+    @property
+    def name(self):
+        return f"{self.size}-{'shared' if self.shared else self.mode}"
+
+    def algorithms(self, operation):
+        """Names of the algorithms that an operation has in this world."""
+        names = [name for name in ALGORITHMS[operation] if name != "native"]
+        return [*names, *(["node"] if self.shared else []), "auto"]
 
     def run(self, function):
         """Call `function(comm)` on every rank; returns this process's results."""
-        return inprocess.run_ranks(self.size, function, self.mode, timeout=TIMEOUT)
+        settings = world_settings(self.shared)
+        return inprocess.run_ranks(self.size, function, self.mode, settings=settings)
 
 
-class MpiWorld:
+class MpiWorld(NamedTuple):
     """The ranks of the mpirun that runs pytest, of which this process is one."""
 
-    size = WORLD_SIZE
+    shared: bool
+    size: int = WORLD_SIZE
+
+    @property
+    def name(self):
+        return f"mpi-{'shared' if self.shared else 'messages'}"
+
+    def algorithms(self, operation):
+        """Names of the algorithms that an operation has in this world."""
+        return [
+            *ALGORITHMS[operation],
+            *(["node"] if self.shared and self.size > 1 else []),
+            "auto",
+        ]
 
     def run(self, function):
+        """Call `function(comm)` on this rank."""
         from mpi4py import MPI
 
-        comm = from_mpi(MPI.COMM_WORLD, Settings(timeout=TIMEOUT))
+        comm = from_mpi(MPI.COMM_WORLD, world_settings(self.shared))
         result = function(comm)
         comm.close()
         return [result]
@@ -55,16 +86,22 @@ _THREAD_WORLDS = [
     ThreadWorld(2, "synchronous"),
     ThreadWorld(3, "synchronous"),
     ThreadWorld(5, "synchronous"),
+    ThreadWorld(3, "eager", shared=True),
 ]
+_WORLDS = [MpiWorld(True), MpiWorld(False)] if UNDER_MPI else _THREAD_WORLDS
 
 
 def pytest_generate_tests(metafunc):
-    if "world" in metafunc.fixturenames:
-        if UNDER_MPI:
-            metafunc.parametrize("world", [MpiWorld()], ids=["mpi"])
-        else:
-            ids = [f"{world.size}-{world.mode}" for world in _THREAD_WORLDS]
-            metafunc.parametrize("world", _THREAD_WORLDS, ids=ids)
+    """Run a test in every world; one marked `algorithms(operation)` with each algorithm there."""
+    if "world" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("algorithms")
+    if marker is None:
+        metafunc.parametrize("world", _WORLDS, ids=[world.name for world in _WORLDS])
+    else:
+        pairs = [(world, name) for world in _WORLDS for name in world.algorithms(*marker.args)]
+        ids = [f"{world.name}-{name}" for world, name in pairs]
+        metafunc.parametrize(("world", "algorithm"), pairs, ids=ids)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,8 +1,9 @@
 """MPI's own collectives, through the same interface: the reference that the others are held to.
 
 They are called in their non-blocking form, so that a wait has a deadline here, too. They need an
-`MpiTransport`. Order of summation, and whether all ranks get the same bits, is up to the MPI
-library.
+`MpiTransport`, and refuse more than 2^31 - 1 elements of a reduction, or bytes of anything else,
+where the library is older than MPI 4. Order of summation, and whether all ranks get the same bits,
+is up to the MPI library.
 
 Source: MPI 3.1 standard, chapter 5.
 """
@@ -10,6 +11,7 @@ Source: MPI 3.1 standard, chapter 5.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,20 @@ from collectives import reduction
 from collectives.arrays import Array, raw_bytes
 from collectives.transport import Deadline, MpiTransport, Transport
 
-__all__ = ["allgather", "allreduce", "barrier", "broadcast", "gather", "reduce", "reduce_scatter"]
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+# The largest count of MPI 3.1, an int of C; libraries of MPI 4 take longer ones.
+_LARGEST_COUNT = 2**31 - 1
 
 
 def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: Deadline) -> None:
@@ -25,6 +40,7 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
     from mpi4py import MPI
 
     t = _of_mpi(transport)
+    _check_count("allreduce", buffer.size, "elements")
     work = _reducible(buffer)
     t.wait([t.watch(t.mpi.Iallreduce, MPI.IN_PLACE, work, _op(op))], deadline)
     _give_back(work, buffer)
@@ -37,6 +53,7 @@ def reduce(
     from mpi4py import MPI
 
     t = _of_mpi(transport)
+    _check_count("reduce", buffer.size, "elements")
     work = _reducible(buffer)
     send, receive = (MPI.IN_PLACE, work) if t.rank == root else (work, None)
     t.wait([t.watch(t.mpi.Ireduce, send, receive, _op(op), root)], deadline)
@@ -52,6 +69,7 @@ def reduce_scatter(
 ) -> None:
     """Reduce so that `buffer[bounds[rank]:bounds[rank + 1]]` is complete on this rank."""
     t = _of_mpi(transport)
+    _check_count("reduce_scatter", buffer.size, "elements")
     work = _reducible(buffer)
     own = np.empty(bounds[t.rank + 1] - bounds[t.rank], work.dtype)
     counts = np.diff(bounds).tolist()
@@ -62,6 +80,7 @@ def reduce_scatter(
 def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline) -> None:
     """Replace `buffer`, shape (n,), by the root's, in place."""
     t = _of_mpi(transport)
+    _check_count("broadcast", buffer.nbytes, "bytes")
     t.wait([t.watch(t.mpi.Ibcast, raw_bytes(buffer), root)], deadline)
 
 
@@ -72,6 +91,7 @@ def allgather(
     from mpi4py import MPI
 
     t = _of_mpi(transport)
+    _check_count("allgather", buffer.nbytes, "bytes")
     counts = (np.diff(bounds) * buffer.itemsize).tolist()
     starts = [at * buffer.itemsize for at in bounds[:-1]]
     receive = [raw_bytes(buffer), counts, starts, MPI.BYTE]
@@ -85,11 +105,56 @@ def gather(
     from mpi4py import MPI
 
     t = _of_mpi(transport)
+    _check_count("gather", sum(counts) * own.itemsize, "bytes")
     result = np.empty(sum(counts), own.dtype) if t.rank == root else None
     receive = None
     if result is not None:
         receive = [raw_bytes(result), [count * own.itemsize for count in counts], MPI.BYTE]
     t.wait([t.watch(t.mpi.Igatherv, raw_bytes(own), receive, root)], deadline)
+    return result
+
+
+def scatter(
+    transport: Transport,
+    buffer: Array | None,
+    counts: Sequence[int],
+    root: int,
+    dtype: np.dtype[Any],
+    deadline: Deadline,
+) -> Array:
+    """Give every rank its part of the root's buffer; arguments and result as `tree.scatter`."""
+    from mpi4py import MPI
+
+    t = _of_mpi(transport)
+    _check_count("scatter", sum(counts) * dtype.itemsize, "bytes")
+    own = np.empty(counts[t.rank], dtype)
+    send = None
+    if t.rank == root:
+        assert buffer is not None
+        send = [raw_bytes(buffer), [count * dtype.itemsize for count in counts], MPI.BYTE]
+    t.wait([t.watch(t.mpi.Iscatterv, send, raw_bytes(own), root)], deadline)
+    return own
+
+
+def alltoall(
+    transport: Transport,
+    send: Array,
+    send_counts: Sequence[int],
+    receive_counts: Sequence[int],
+    deadline: Deadline,
+) -> Array:
+    """Exchange a part with every rank; arguments and result as `rotation.alltoall`.
+
+    A rank whose own arrays are too long for the library raises alone, the others time out.
+    """
+    from mpi4py import MPI
+
+    t = _of_mpi(transport)
+    result = np.empty(sum(receive_counts), send.dtype)
+    _check_count("alltoall", max(send.nbytes, result.nbytes), "bytes")
+    outgoing = [raw_bytes(send), [n * send.itemsize for n in send_counts], MPI.BYTE]
+    incoming = [raw_bytes(result), [n * send.itemsize for n in receive_counts], MPI.BYTE]
+    t.wait([t.watch(t.mpi.Ialltoallv, outgoing, incoming)], deadline)
     return result
 
 
@@ -105,6 +170,16 @@ def _of_mpi(transport: Transport) -> MpiTransport:
             f"native: this algorithm needs MPI below it, got {type(transport).__name__}"
         )
     return transport
+
+
+def _check_count(operation: str, count: int, unit: str) -> None:
+    from mpi4py import MPI
+
+    if count > _LARGEST_COUNT and MPI.Get_version() < (4, 0):
+        raise ValueError(
+            f"{operation}: too long for this MPI library's own operation, expected at most "
+            f"{_LARGEST_COUNT} {unit}, got {count}; use another algorithm"
+        )
 
 
 def _reducible(buffer: Array) -> Array:

@@ -97,11 +97,11 @@ def test_wrong_use_on_one_rank_is_an_error_on_all(world, kind, call):
         (TypeError, "got object", lambda c: c.broadcast(np.array([None]))),
         (TypeError, "expected float64, got float32",
          lambda c: c.allreduce(np.zeros(2), out=np.zeros(2, "f4"))),
-        (TypeError, "no NumPy array, got list", lambda c: c.allreduce(np.zeros(2), out=[0, 0])),
+        (TypeError, "out .*list", lambda c: c.allreduce(np.zeros(2), out=[0, 0])),
         (ValueError, r"expected \(2,\), got \(3,\)",
          lambda c: c.allreduce(np.zeros(2), out=np.zeros(3))),
         (ValueError, "read-only", lambda c: c.allreduce(np.zeros(2), out=np.broadcast_to(0.0, 2))),
-        (ValueError, "expected one of auto ring tree native, got 'best'",
+        (ValueError, "expected one of auto node ring .*, got 'best'",
          lambda c: c.allreduce(np.zeros(2), algorithm="best")),
         (ValueError, "no such root, expected 0 ..", lambda c: c.gather([1], -1)),
         (ValueError, "timeout is no time", lambda c: c.barrier(timeout=0)),
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_come_is_named_and_ends_the_communicator(world):
     def check(comm):
         pair = comm.split(0 if comm.rank < 2 else None)
         if comm.rank == 0 and comm.size > 1:
-            words = r"barrier: no answer within 0\.2 s, still waiting for rank 1 to send"
+            words = r"barrier: no answer within 0\.2 s, still waiting for rank 1 to (send|enter)"
             with pytest.raises(cc.CollectiveTimeout, match=words):
                 pair.barrier(timeout=0.2)
             with pytest.raises(cc.CollectiveError, match="since barrier failed: CollectiveTimeout"):
@@ -140,7 +140,7 @@ def test_a_long_wait_is_reported_in_the_log(world, caplog):
                 pair.barrier(timeout=0.3)
             warnings = [r.getMessage() for r in caplog.records if "has waited" in r.getMessage()]
             assert len(warnings) == 1
-            assert warnings[0].startswith("[0/2] barrier has waited 0 s for rank 1 to send")
+            assert warnings[0].startswith("[0/2] barrier has waited 0 s for rank 1 to ")
         comm.barrier()
 
     world.run(check)

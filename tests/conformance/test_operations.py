@@ -9,8 +9,6 @@ import pytest
 
 import collectives as cc
 import oracle
-from collectives.selection import ALGORITHMS
-from conftest import UNDER_MPI
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
 
@@ -18,17 +16,12 @@ OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
 SHAPES = [(0,), (1,), (), (2,), (3,), (5,), (4, 3), (0, 4), (1023,), (200_001,)]
 
 
-def algorithms(operation):
-    names = [n for n in ALGORITHMS[operation] if UNDER_MPI or n != "native"]
-    return [*names, "auto"]
-
-
 def everyones(comm, shape, dtype):
     """The arrays of all ranks; the caller's own is number `comm.rank`."""
     return [oracle.data(rank, shape, dtype) for rank in range(comm.size)]
 
 
-@pytest.mark.parametrize("algorithm", algorithms("allreduce"))
+@pytest.mark.algorithms("allreduce")
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
 def test_allreduce_equals_the_reduction_of_all_arrays(world, algorithm, op):
     def check(comm):
@@ -44,7 +37,7 @@ def test_allreduce_equals_the_reduction_of_all_arrays(world, algorithm, op):
     world.run(check)
 
 
-@pytest.mark.parametrize("algorithm", algorithms("allreduce"))
+@pytest.mark.algorithms("allreduce")
 def test_allreduce_gives_the_same_bits_on_all_ranks_and_again(world, algorithm):
     def check(comm):
         x = oracle.data(comm.rank, (50_001,), np.dtype(np.float32))
@@ -108,7 +101,7 @@ def test_allreduce_takes_read_only_arrays_numbers_and_lists(world):
     world.run(check)
 
 
-@pytest.mark.parametrize("algorithm", algorithms("allreduce"))
+@pytest.mark.algorithms("allreduce")
 def test_infinities_and_nans_reach_every_rank(world, algorithm):
     def check(comm):
         for dtype in oracle.FLOATS:
@@ -132,7 +125,7 @@ def test_mean_does_not_overflow_where_it_fits(world):
     world.run(check)
 
 
-@pytest.mark.parametrize("algorithm", algorithms("reduce"))
+@pytest.mark.algorithms("reduce")
 def test_reduce_gives_the_result_to_every_root(world, algorithm):
     def check(comm):
         for root in range(comm.size):
@@ -148,7 +141,7 @@ def test_reduce_gives_the_result_to_every_root(world, algorithm):
     world.run(check)
 
 
-@pytest.mark.parametrize("algorithm", algorithms("broadcast"))
+@pytest.mark.algorithms("broadcast")
 def test_broadcast_copies_the_roots_bits(world, algorithm):
     def check(comm):
         for root in range(comm.size):
@@ -168,7 +161,7 @@ def test_broadcast_copies_the_roots_bits(world, algorithm):
 @pytest.mark.parametrize(
     "rows", [lambda r: 2, lambda r: r, lambda r: 3 if r == 0 else 0, lambda r: 0]
 )
-@pytest.mark.parametrize("algorithm", algorithms("gather"))
+@pytest.mark.algorithms("gather")
 def test_gather_joins_rows_in_rank_order_on_every_root(world, algorithm, rows):
     def check(comm):
         for root in range(comm.size):
@@ -187,7 +180,7 @@ def test_gather_joins_rows_in_rank_order_on_every_root(world, algorithm, rows):
 @pytest.mark.parametrize(
     "rows", [lambda r: 2, lambda r: r, lambda r: 3 if r == 0 else 0, lambda r: 0]
 )
-@pytest.mark.parametrize("algorithm", algorithms("allgather"))
+@pytest.mark.algorithms("allgather")
 def test_allgather_joins_rows_in_rank_order_on_every_rank(world, algorithm, rows):
     def check(comm):
         for dtype in oracle.DTYPES:
@@ -200,7 +193,7 @@ def test_allgather_joins_rows_in_rank_order_on_every_rank(world, algorithm, rows
     world.run(check)
 
 
-@pytest.mark.parametrize("algorithm", algorithms("reduce_scatter"))
+@pytest.mark.algorithms("reduce_scatter")
 def test_reduce_scatter_gives_each_rank_its_rows(world, algorithm):
     def check(comm):
         for count in (0, 1, comm.size, comm.size + 1, 100):
@@ -213,7 +206,7 @@ def test_reduce_scatter_gives_each_rank_its_rows(world, algorithm):
     world.run(check)
 
 
-@pytest.mark.parametrize("algorithm", algorithms("barrier"))
+@pytest.mark.algorithms("barrier")
 def test_nobody_leaves_a_barrier_before_the_last_has_entered(world, algorithm, tmp_path_factory):
     def check(comm):
         # Every rank leaves a mark before it enters; whoever is out must see all marks.
@@ -261,5 +254,50 @@ def test_a_closed_communicator_says_so(world):
         part.close()
         with pytest.raises(cc.CollectiveError, match="not usable any more, since it was closed"):
             part.barrier()
+
+    world.run(check)
+
+
+@pytest.mark.algorithms("scatter")
+def test_scatter_shares_the_roots_rows(world, algorithm):
+    def check(comm):
+        for root in range(comm.size):
+            for dtype in oracle.DTYPES:
+                for rows in (0, 1, 7, 20 * comm.size):
+                    x = oracle.data(0, (rows, 3), dtype) if comm.rank == root else None
+                    result = comm.scatter(x, root, algorithm=algorithm)
+                    assert result.dtype == dtype
+                    expected = np.array_split(oracle.data(0, (rows, 3), dtype), comm.size)
+                    np.testing.assert_array_equal(result, expected[comm.rank])
+            splits = [2 * r for r in range(comm.size)]
+            everything = np.arange(sum(splits))
+            x = everything if comm.rank == root else None
+            own = comm.scatter(x, root, splits=splits, algorithm=algorithm)
+            first = sum(splits[: comm.rank])
+            np.testing.assert_array_equal(own, everything[first : first + splits[comm.rank]])
+
+    world.run(check)
+
+
+@pytest.mark.algorithms("alltoall")
+def test_alltoall_exchanges_rows_between_all_pairs(world, algorithm):
+    def check(comm):
+        def sent(source, dest, dtype):
+            """The rows from one rank to another, a different number for every pair."""
+            return oracle.data(10 * source + dest, ((source + 2 * dest) % 4, 3), dtype)
+
+        for dtype in oracle.DTYPES:
+            parts = [sent(comm.rank, dest, dtype) for dest in range(comm.size)]
+            splits = [len(part) for part in parts]
+            x = np.concatenate(parts)
+            result = comm.alltoall(x, splits=splits, algorithm=algorithm)
+            assert result.dtype == dtype
+            expected = [sent(source, comm.rank, dtype) for source in range(comm.size)]
+            np.testing.assert_array_equal(result, np.concatenate(expected))
+        even = comm.alltoall(np.arange(2 * comm.size) + 100 * comm.rank, algorithm=algorithm)
+        expected = [
+            [100 * r + 2 * comm.rank, 100 * r + 2 * comm.rank + 1] for r in range(comm.size)
+        ]
+        np.testing.assert_array_equal(even, np.ravel(expected))
 
     world.run(check)

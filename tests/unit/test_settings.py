@@ -21,11 +21,12 @@ def test_every_variable_is_read():
             "UNISONO_TIMEOUT": "1.5",
             "UNISONO_STALL_WARNING": "7",
             "UNISONO_CHECK": "sample",
+            "UNISONO_SHARED_MEMORY": "off",
             "UNISONO_ABORT_ON_EXCEPTION": "0",
             "UNISONO_MPI_SETTINGS": "0",
         }
     )
-    assert read == settings.Settings(1.5, 7.0, "sample", False, False)
+    assert read == settings.Settings(1.5, 7.0, "sample", None, False, False)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -116,3 +117,113 @@ def test_nodes_are_numbered_by_their_lowest_rank():
         topology.Nodes(1, 3, 1, 2),
         topology.Nodes(2, 3, 1, 2),
     ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_cyclic_run_is_cut_where_it_begins_again(size):
+    for first in range(size):
+        for count in range(size + 1):
+            parts = topology.unwrapped(first, count, size)
+            assert all(parts), "an empty part"
+            assert [c for part in parts for c in part] == [(first + i) % size for i in range(count)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("steps", [topology.halving_reduce_scatter, topology.doubling_allgather])
+def test_every_halving_step_receives_what_the_source_sends_to_this_rank(steps, size):
+    schedules = [list(steps(rank, size)) for rank in range(size)]
+    for rank in range(size):
+        assert len(schedules[rank]) == math.ceil(math.log2(size))
+        assert sum(step.chunks for step in schedules[rank]) == size - 1
+        for number, step in enumerate(schedules[rank]):
+            theirs = schedules[step.source][number]
+            assert (theirs.dest, theirs.send, theirs.chunks) == (rank, step.receive, step.chunks)
+            sent = {(step.send + i) % size for i in range(step.chunks)}
+            received = {(step.receive + i) % size for i in range(step.chunks)}
+            assert not sent & received, "both happen at once"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_halving_brings_every_contribution_once_to_the_owner(size):
+    holds = [[{rank} for _ in range(size)] for rank in range(size)]
+    schedules = [list(topology.halving_reduce_scatter(rank, size)) for rank in range(size)]
+    for number in range(len(schedules[0])):
+        before = [[set(chunk) for chunk in chunks] for chunks in holds]
+        for rank in range(size):
+            step = schedules[rank][number]
+            for i in range(step.chunks):
+                chunk = (step.receive + i) % size
+                assert not holds[rank][chunk] & before[step.source][chunk]
+                holds[rank][chunk] |= before[step.source][chunk]
+    for rank in range(size):
+        assert holds[rank][rank] == set(range(size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_halving_never_touches_a_chunk_that_it_has_sent(size):
+    # The sends are waited for at the end only.
+    for rank in range(size):
+        sent = set()
+        for step in topology.halving_reduce_scatter(rank, size):
+            assert not sent & {(step.receive + i) % size for i in range(step.chunks)}
+            sent |= {(step.send + i) % size for i in range(step.chunks)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_doubling_allgather_brings_every_chunk_to_every_rank(size):
+    has = [{rank} for rank in range(size)]
+    schedules = [list(topology.doubling_allgather(rank, size)) for rank in range(size)]
+    for number in range(len(schedules[0])):
+        before = [set(chunks) for chunks in has]
+        for rank in range(size):
+            step = schedules[rank][number]
+            received = {(step.receive + i) % size for i in range(step.chunks)}
+            assert received <= before[step.source]
+            assert not received & before[rank], "received twice"
+            has[rank] |= received
+    assert all(chunks == set(range(size)) for chunks in has)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_doubling_combines_everything_once_and_alike_on_all_ranks(size):
+    parts = [topology.doubling(rank, size) for rank in range(size)]
+    value = [str(rank) for rank in range(size)]  # how the contributions were combined
+    for rank, part in enumerate(parts):
+        if part.guest is not None:
+            assert parts[part.guest].proxy == rank
+            value[rank] = f"({rank}+{part.guest})"
+        if part.proxy is not None:
+            assert parts[part.proxy].guest == rank
+            assert not part.partners
+    active = [rank for rank in range(size) if parts[rank].proxy is None]
+    assert len(active) == 1 << (size.bit_length() - 1)
+    for level in range(len(active).bit_length() - 1):
+        before = list(value)
+        for rank in active:
+            partner = parts[rank].partners[level]
+            assert parts[partner].partners[level] == rank
+            value[rank] = f"({before[min(rank, partner)]}+{before[max(rank, partner)]})"
+    assert len({value[rank] for rank in active}) == 1
+    order = [int(digits) for digits in re.findall(r"\d+", value[active[0]])]
+    assert order == list(range(size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_ranks_of_a_rail_agree_on_it_and_have_the_same_local_rank(size):
+    for leaders in ([0] * size, list(range(size)), [r // 2 for r in range(size)],
+                    [r % 3 for r in range(size)], [min(r, 2) for r in range(size)]):  # fmt: skip
+        rails = [topology.rails(leaders, rank) for rank in range(size)]
+        places = [topology.nodes(leaders, rank) for rank in range(size)]
+        smallest = min(place.local_size for place in places)
+        for rank in range(size):
+            assert rails[rank].number == smallest
+            assert rails[rank].node[places[rank].local_rank] == rank
+            assert len(rails[rank].node) == places[rank].local_size
+            if places[rank].local_rank >= smallest:
+                assert rails[rank].rail is None
+                continue
+            assert rails[rank].rail[places[rank].node_rank] == rank
+            assert len(rails[rank].rail) == places[rank].num_nodes
+            for other in rails[rank].rail:
+                assert rails[other].rail == rails[rank].rail
+                assert places[other].local_rank == places[rank].local_rank

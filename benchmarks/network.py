@@ -1,0 +1,183 @@
+"""All-reduce between machines, against MPI's own and against the rate of the link.
+
+    python benchmarks/network.py [--json FILE] [--rounds 3] [--mbit 1000]
+
+Needs root, iproute2 and Open MPI. The machines are network namespaces on this one
+(`tests/netns/namespaces.py`), their links shaped to the same rate in either direction; with a lower
+rate the cores that all of them share matter less. MPI's settings are fixed when a process starts,
+so every round starts a job with MPI's defaults, one in which it yields the core when idle (its
+default is to spin), and one with ours; within a job the rows take turns. A time is the slowest
+rank's, a figure the median over all repetitions of all rounds.
+
+The line time counts the bytes of the arrays alone. Headers take 4.4 % of a line with packets of
+1,500 bytes, so no program exceeds 96 % of its rate; and where ranks are placed by slot, a flat ring
+sends 7/6 of what a hierarchical all-reduce sends, so that no more than this can be won there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "netns")]
+
+MIB = 1 << 20
+
+# machines, ranks per machine, how ranks are dealt out, bytes, repetitions per round
+CASES = [
+    (2, 1, "slot", 16 * MIB, 5),
+    (4, 2, "slot", 16 * MIB, 3),
+    (4, 2, "node", 16 * MIB, 3),
+    (4, 2, "slot", MIB, 9),
+    (4, 2, "slot", MIB // 16, 15),
+    (4, 2, "slot", MIB // 256, 15),
+]
+
+# The jobs of a round: name of MPI's own operation in it -> environment.
+JOBS = {
+    "MPI, default": {"UNISONO_MPI_SETTINGS": "0"},
+    "MPI, yielding": {"UNISONO_MPI_SETTINGS": "0", "OMPI_MCA_mpi_yield_when_idle": "1"},
+    "MPI, our settings": {},
+}
+
+# Seconds of measuring after which a job makes no further repetition, and after which it is killed.
+ENOUGH_SECONDS = 15.0
+JOB_SECONDS = 120.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mbit", type=int, default=1000, help="rate of the links, Mbit/s")
+    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)  # what jobs are called with
+    options = parser.parse_args()
+    if options.rank:
+        name, nbytes, repetitions = options.rank
+        return rank_main(name, int(nbytes), int(repetitions))
+
+    from namespaces import NamespaceCluster, why_not
+
+    reason = why_not()
+    if reason is not None:
+        print(f"benchmarks/network.py: {reason}", file=sys.stderr)
+        return 1
+    results = []
+    for machines, per_machine, by, nbytes, repetitions in CASES:
+        times: dict[str, list[float]] = defaultdict(list)
+        with NamespaceCluster(machines) as cluster:
+            for _ in range(options.rounds):
+                for name, environment in JOBS.items():
+                    job = cluster.run(
+                        per_machine, __file__, "--rank", name, str(nbytes), str(repetitions),
+                        timeout=JOB_SECONDS, shape=f"{options.mbit}mbit", by=by, **environment,
+                    )  # fmt: skip
+                    if job.status != 0:
+                        print(job.stdout + job.stderr, file=sys.stderr)
+                        return 1
+                    for row, measured in json.loads(job.stdout).items():
+                        times[row] += measured
+        result = {
+            "machines": machines, "ranks_per_machine": per_machine, "placed_by": by,
+            "bytes": nbytes, "mbit": options.mbit,
+            "line_seconds": line_seconds(machines, nbytes, options.mbit),
+            "seconds": {name: statistics.median(values) for name, values in times.items()},
+            "all_seconds": dict(times),
+        }  # fmt: skip
+        results.append(result)
+        print(table(result), flush=True)
+    if options.json:
+        facts = {"machine": platform.platform(), "cores": os.cpu_count()}
+        options.json.write_text(json.dumps({**facts, "cases": results}, indent=1) + "\n")
+    return 0
+
+
+def line_seconds(machines: int, nbytes: int, mbit: int) -> float:
+    """The time in which the link carries what an all-reduce must at least send; no headers."""
+    return 2 * (machines - 1) / machines * nbytes / (mbit * 1e6 / 8)
+
+
+def table(result: dict[str, object]) -> str:
+    line = result["line_seconds"]
+    seconds = result["seconds"]
+    reference = "hierarchical" if result["ranks_per_machine"] > 1 else "ring"
+    rows = [
+        f"{result['machines']} machines x {result['ranks_per_machine']} ranks, placed by "
+        f"{result['placed_by']}, {result['bytes'] / 1024:g} KiB, {result['mbit']} Mbit/s; "
+        f"line time {1e3 * line:.2f} ms"
+    ]
+    for name, value in sorted(seconds.items(), key=lambda item: item[1]):
+        rows.append(
+            f"    {name:<22} {1e3 * value:9.2f} ms  {100 * line / value:5.1f} % of the line rate"
+            f"  {value / seconds[reference]:5.2f} x {reference}"
+        )
+    return "\n".join(rows)
+
+
+def rank_main(job: str, nbytes: int, repetitions: int) -> int:
+    """Time the rows of one job as one of its ranks; rank 0 prints the slowest ranks' times."""
+    import collectives as cc
+
+    comm = cc.init()
+    rows = rows_of(comm, job)
+    buffer = np.empty(nbytes // 4, np.float32)
+    times: dict[str, list[float]] = {name: [] for name in rows}
+    spent = 0.0  # as the slowest rank measures, so that all ranks stop together
+    for repetition in range(repetitions + 1):  # the first connects the ranks, and is not counted
+        if repetition > 1 and spent > ENOUGH_SECONDS:
+            break
+        for name, run in rows.items():
+            buffer[...] = 1
+            comm.barrier()
+            began = time.perf_counter()
+            run(buffer)
+            took = time.perf_counter() - began
+            assert (buffer == comm.size).all(), name
+            slowest = float(comm.allreduce(took, op=cc.MAX))
+            spent += slowest
+            if repetition:
+                times[name].append(slowest)
+    if comm.rank == 0:
+        print(json.dumps(times))
+    return 0
+
+
+def rows_of(comm, job: str):
+    """What is measured: name -> function that sums a buffer over all ranks, in place."""
+    from mpi4py import MPI
+
+    import collectives as cc
+    from collectives.algorithms import halving, hierarchical, ring
+    from collectives.transport import Deadline
+
+    def of_mpi(buffer):
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM)
+
+    if job != "MPI, our settings":
+        return {job: of_mpi}
+    transport = comm._transport
+    levels = hierarchical.levels(transport, comm._leaders)
+    rows = {
+        job: of_mpi,
+        "ring": lambda buffer: ring.allreduce(transport, buffer, cc.SUM, Deadline("", 60.0)),
+        "halving": lambda buffer: halving.allreduce(transport, buffer, cc.SUM, Deadline("", 60.0)),
+    }
+    if comm.local_size > 1:
+        rows["hierarchical"] = lambda buffer: hierarchical.allreduce(
+            levels, buffer, cc.SUM, Deadline("", 60.0)
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,312 @@
+"""The node engine: ranks of one node meet in shared memory, without a message.
+
+Each rank owns two slots of a segment and a header with two numbers: up to which round its slot is
+filled, and up to which round its result is ready. Everything else follows from these (see
+`collectives.rounds`, which does the work).
+
+    up to a few hundred KiB, one shot        larger, pipelined, for 2 ranks
+    (one wait, everybody adds everything)    (chunk a belongs to rank 0, b to rank 1)
+
+    rank 0            rank 1                 rank 0                     rank 1
+    x -> slot 0       y -> slot 1            b0 -> slot 0               a1 -> slot 1
+    FILLED            FILLED                 FILLED                     FILLED
+    slot 0 + slot 1   slot 0 + slot 1        a0 + slot 1 -> slot 0      slot 0 + b1 -> slot 1
+                                             READY (next b0 is there)   READY
+                                             take b from slot 1         take a from slot 0
+
+    arrays from `shared_empty`: rank 0 adds chunk a of both arrays and writes it to both, rank 1
+    chunk b; nothing is copied.
+
+Every call carries a hash of its description, compared by all ranks as they meet, for free.
+
+Cost per rank, S bytes, P ranks: one shot writes S and reads P S; pipelined reads each part of its
+chunk once and moves 2 S (P - 1)/P through the segment; shared reads and writes S in all. One wait,
+2 S / slot waits, two waits. Scratch: two slots per rank in the segment.
+
+Order: rank 0, 1, 2, ... for every element; the same bits on all ranks and in every run.
+
+Sources: S. Jain et al., "Framework for scalable intra-node collective operations using shared
+memory", SC18, section IV; J. Peng et al., "Optimizing MPI collectives on shared memory
+multi-cores", SC23, section 3.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from collectives import segment, topology
+from collectives.arrays import Array
+from collectives.reduction import Op
+from collectives.transport import Deadline, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Kernel = Callable[[int], int]
+
+__all__ = ["Engine", "Place", "Work", "start"]
+
+# Bytes of a slot. Two per rank stay in a core's level 2 cache together with what is read; with many
+# ranks a slot grows, so that a rank's piece of it keeps at least 16 KiB, up to 1 MiB.
+SLOT_BYTES = 1 << 18
+_PIECE_BYTES = 1 << 14
+_MOST_SLOT_BYTES = 1 << 20
+
+# Bytes up to which every rank adds everything itself, for 2 ranks; with more, the reading grows.
+ONE_SHOT_BYTES = 1 << 16
+
+_PAGE = 4096
+
+# Polls before a kernel returns: with a core for each rank about 30 us of spinning, then a few
+# hundred yields; with fewer cores a rank that spins only keeps the one it waits for from running.
+_SPINS, _SPINS_CROWDED, _YIELDS = 2000, 20, 200
+
+# Between calls of a kernel that still waits: nothing for the first while, then naps, so that a rank
+# that waits for a slow one leaves its core to others.
+_DROWSY_SECONDS, _NAP_SECONDS = 0.02, 0.0002
+
+
+class Work(NamedTuple):
+    """A call, ready to be driven: kernel, block, and the memory that the block points to."""
+
+    kernel: Kernel
+    block: Array
+    keep: tuple[Array, ...]
+
+
+class Place(NamedTuple):
+    """A place in shared memory: the number of the shared array, and the bytes before the place."""
+
+    number: int
+    offset: int
+
+
+class _Shared(NamedTuple):
+    memory: Array
+    bases: list[int]  # addresses of the ranks' parts
+    stride: int  # bytes of a part
+
+
+class _Absent:
+    """The message that nobody sends: a rank that has not entered a call."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def done(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        return f"rank {self._rank} to enter the call"
+
+
+def start(transport: Transport, directory: str | None, deadline: Deadline) -> Engine | None:
+    """Make the engine of a group of ranks on one node; *collective*.
+
+    Returns:
+        None on all ranks where there is no shared memory.
+    """
+    if transport.size == 1 or directory is None:
+        return None
+    from collectives import rounds
+
+    slot = max(SLOT_BYTES, min(_MOST_SLOT_BYTES, transport.size * _PIECE_BYTES))
+    headers = -(-transport.size * rounds.HEADER_BYTES // _PAGE) * _PAGE
+    memory = segment.create(transport, headers + transport.size * 2 * slot, directory, deadline)
+    return None if memory is None else Engine(transport, memory, headers, slot)
+
+
+class Engine:
+    """The operations of a group of ranks on one node.
+
+    Args:
+        transport: the ranks; serves for errors only.
+        memory: the segment: headers, then two slots per rank.
+        headers: bytes of the headers.
+        slot: bytes of a slot.
+    """
+
+    def __init__(self, transport: Transport, memory: Array, headers: int, slot: int) -> None:
+        from collectives import kernels, rounds
+
+        self._rounds = rounds
+        self._loops = kernels.loops
+        self.rank = transport.rank
+        self.size = transport.size
+        self._memory = memory
+        self._slot = slot
+        self._counter = np.zeros(1, np.int64)
+        self._scratch = np.empty(2 * rounds.TILE_BYTES, np.uint8)
+        self._shared: list[_Shared] = []
+        base = _address(memory)
+        crowded = self.size > (os.cpu_count() or 1)
+        self._template = np.zeros(rounds.WORDS, np.int64)
+        for word, value in (
+            (rounds.RANK, self.rank),
+            (rounds.SIZE, self.size),
+            (rounds.HEADERS, base),
+            (rounds.SLOTS, base + headers),
+            (rounds.SLOT_BYTES, slot),
+            (rounds.COUNTER, _address(self._counter)),
+            (rounds.SCRATCH, _address(self._scratch)),
+            (rounds.SPINS, _SPINS_CROWDED if crowded else _SPINS),
+            (rounds.YIELDS, _YIELDS),
+        ):
+            self._template[word] = value
+
+    def agree(self, digest: int, deadline: Deadline) -> bool:
+        """Wait for all ranks; tell whether they bring the same digest of their call."""
+        return self.publish(None, [], digest, deadline)
+
+    def exchange(self, number: int, digest: int, deadline: Deadline) -> list[int] | None:
+        """Return a number of every rank, in rank order; None if the digests differ."""
+        numbers = np.empty(self.size, np.int64)
+        wanted = [(rank, 0, numbers[rank : rank + 1]) for rank in range(self.size)]
+        own = np.array([number])
+        alike = self.publish(own, wanted, digest, deadline, own.nbytes)
+        return numbers.tolist() if alike else None
+
+    def allreduce(self, send: Array, out: Array, op: Op, digest: int, deadline: Deadline) -> bool:
+        """Reduce flat arrays into `out`, which may be `send`; False if the ranks disagree."""
+        return self.drive(self.plan_allreduce(send, out, op, digest), deadline)
+
+    def plan_allreduce(self, send: Array, out: Array, op: Op, digest: int) -> Work:
+        """Prepare an all-reduce; the work may be driven again and again."""
+        k = self._rounds
+        place = self.place_of(send) if _address(send) == _address(out) else None
+        bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
+        block = self._block(digest, send, out, op)
+        block[k.COUNT] = send.size
+        block[k.BOUNDS], block[k.TAKE] = _address(bounds), k.TAKE_ALL
+        if place is not None:
+            shared = self._shared[place.number]
+            table = np.array([base + place.offset for base in shared.bases], np.int64)
+            block[k.TABLE] = _address(table)
+            return Work(k.shared, block, (bounds, table, send))
+        if send.nbytes * (self.size - 1) <= ONE_SHOT_BYTES:
+            return Work(k.one_shot, block, (bounds, send, out))
+        return Work(k.pipelined, block, (bounds, send, out))
+
+    def shared_empty(
+        self, nbytes: int, transport: Transport, directory: str, deadline: Deadline
+    ) -> Array | None:
+        """Make memory that all ranks can reach; *collective*.
+
+        Returns:
+            shape (nbytes,), uint8: this rank's own part, which lives as long as the engine.
+        """
+        stride = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        memory = segment.create(transport, stride * self.size, directory, deadline)
+        if memory is None:
+            return None
+        bases = [_address(memory) + stride * rank for rank in range(self.size)]
+        self._shared.append(_Shared(memory, bases, stride))
+        return memory[stride * self.rank : stride * self.rank + nbytes]
+
+    def place_of(self, array: Array) -> Place | None:
+        """Say where in shared memory a flat array lies; None if it lies elsewhere."""
+        if not self._shared or not array.size:
+            return None
+        address = _address(array)
+        for number, shared in enumerate(self._shared):
+            offset = address - shared.bases[self.rank]
+            if offset >= 0 and offset + array.nbytes <= shared.stride:
+                return Place(number, offset)
+        return None
+
+    def reduce(
+        self, send: Array, out: Array | None, op: Op, root: int, digest: int, deadline: Deadline
+    ) -> bool:
+        """As `allreduce`, with the result on the root only; `out` is None elsewhere."""
+        k = self._rounds
+        bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
+        block = self._block(digest, send, out, op)
+        block[k.BOUNDS] = _address(bounds)
+        block[k.TAKE] = k.TAKE_ALL if self.rank == root else k.TAKE_NONE
+        work = Work(k.pipelined, block, (bounds,))
+        return self.drive(work, deadline)
+
+    def reduce_scatter(
+        self, send: Array, out: Array, bounds: Sequence[int], op: Op, digest: int,
+        deadline: Deadline,
+    ) -> bool:  # fmt: skip
+        """Reduce flat arrays, of which this rank takes chunk `rank` into `out`."""
+        k = self._rounds
+        table = np.array(bounds, np.int64)
+        block = self._block(digest, send, out, op)
+        block[k.OUT] -= (
+            bounds[self.rank] * send.itemsize
+        )  # the kernel counts from the array's start
+        block[k.BOUNDS], block[k.TAKE] = _address(table), k.TAKE_OWN
+        work = Work(k.pipelined, block, (table,))
+        return self.drive(work, deadline)
+
+    def publish(
+        self, stream: Array | None, wanted: Sequence[tuple[int, int, Array]], digest: int,
+        deadline: Deadline, longest: int = 0,
+    ) -> bool:  # fmt: skip
+        """Publish bytes, and copy parts of what others publish.
+
+        Args:
+            stream: this rank's flat array, None for no bytes.
+            wanted: (rank, first byte of its stream, where to put the bytes) for every part.
+            digest: of the call.
+            deadline: the limit of every wait.
+            longest: bytes of the longest stream of all ranks, equal on all of them.
+        """
+        k = self._rounds
+        rows = [(r, first, first + a.nbytes, _address(a)) for r, first, a in wanted if a.nbytes]
+        table = np.array(rows, np.int64).reshape(-1, 4)
+        block = self._block(digest, stream, None)
+        block[k.COUNT] = 0 if stream is None else stream.nbytes
+        block[k.TABLE], block[k.ROWS] = _address(table), len(rows)
+        block[k.ROUNDS] = max(1, -(-longest // self._slot))
+        return self.drive(Work(k.publish, block, (table,)), deadline)
+
+    def drive(self, work: Work, deadline: Deadline, status: int | None = None) -> bool:
+        """Go on with a call until it is done; False if the ranks disagree about it.
+
+        Args:
+            work: the call.
+            deadline: the limit of every wait.
+            status: what the kernel returned, if it has been called.
+
+        Raises:
+            CollectiveTimeout: a rank has not come in time.
+        """
+        kernel, address = work.kernel, _address(work.block)
+        if status is None:
+            status = kernel(address)
+        while status == self._rounds.WAITING:
+            self._pause(work.block, deadline)
+            status = kernel(address)
+        return status == self._rounds.DONE
+
+    def _pause(self, block: Array, deadline: Deadline) -> None:
+        """Look at the clock between two calls of a kernel that waits."""
+        deadline.check(self.rank, self.size, [_Absent(int(block[self._rounds.MISSING]))])
+        if deadline.waited > _DROWSY_SECONDS:
+            time.sleep(_NAP_SECONDS)
+
+    def _block(
+        self, digest: int, send: Array | None, out: Array | None, op: Op | None = None
+    ) -> Array:
+        """Describe a call as far as all kinds of calls are alike."""
+        block: Array = self._template.copy()
+        block[self._rounds.HASH] = digest
+        block[self._rounds.SEND] = 0 if send is None else _address(send)
+        block[self._rounds.OUT] = 0 if out is None else _address(out)
+        if op is not None and send is not None:
+            block[self._rounds.WIDTH] = send.itemsize
+            first = self._rounds.FILL
+            block[first : first + 4] = self._loops(send.dtype, op.value)
+        return block
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])

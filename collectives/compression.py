@@ -1,0 +1,212 @@
+"""Send floats as 16 bits: which arrays, between whom, and what becomes of the rounding errors.
+
+Compression is a permission to round, not a demand: float32 and float64 arrays travel as float16
+(`FP16`) or bfloat16 (`BF16`), all others as they are. What arrives is summed in float32, so that
+a number is rounded twice, whatever the number of ranks: as a contribution and as a result. A rank
+that is alone rounds, too, so that its program behaves as it will with others.
+
+| | largest | error of a rounding | below the normal numbers |
+| --- | --- | --- | --- |
+| `FP16` | 65504 | 2^-11, relative | under 2^-14: 2^-25, absolute |
+| `BF16` | 3.4e38, as float32 | 2^-8, relative | under 2^-126: 2^-134, absolute |
+
+Infinities and NaNs survive. A finite number that is too large for float16 becomes an infinity; it
+is never cut to the largest number, since a loss scaler has to see that the step is lost. MEAN
+divides before it rounds, so that it overflows only where the mean does, or comes within a rounding
+of the largest number.
+
+With feedback, the error of every rounding is kept and added to the next array of the same name, so
+that errors do not add up over the steps.
+
+Source: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic gradient
+descent with double-pass error-compensated compression", ICML 2019, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import ml_dtypes
+import numpy as np
+
+from collectives.arrays import Array
+from collectives.reduction import MEAN, SUM, Op
+
+__all__ = ["BF16", "FP16", "NONE", "Codec", "Compression", "Residuals", "Where"]
+
+Where = Literal["everywhere", "network"]
+
+_COMPRESSIBLE = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+class Residuals:
+    """What the roundings of one rank have left over, by name.
+
+    A name has two: that of the rank's contributions and that of the results which it rounds for
+    all. They belong to one communicator and to one scale of the numbers.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[str, str], Array] = {}
+
+    def array(self, name: str, part: str, count: int, dtype: np.dtype[Any]) -> Array:
+        """Return the residual that is changed in place: shape (count,), zeros at first.
+
+        Raises:
+            ValueError: the name stands for an array of another length or dtype.
+        """
+        known = self._arrays.get((name, part))
+        if known is None:
+            known = self._arrays[name, part] = np.zeros(count, dtype)
+        if known.size != count or known.dtype != dtype:
+            raise ValueError(
+                f"feedback: the residual belongs to another array, expected {known.size} elements "
+                f"of {known.dtype}, got {count} of {dtype} (name: {name}, part: {part})"
+            )
+        return known
+
+    def clear(self) -> None:
+        """Forget everything, as after a change of the loss scale or of the group of ranks."""
+        self._arrays.clear()
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How the array of one call is packed: the decision that a `Compression` has taken for it.
+
+    Attributes:
+        dtype: what travels, float16 or bfloat16.
+        name: of the array, for its residuals.
+        residuals: where rounding errors are kept, or None if they are forgotten.
+    """
+
+    dtype: np.dtype[Any]
+    name: str = ""
+    residuals: Residuals | None = None
+
+    def pack(self, source: Array, divisor: int = 1) -> Array:
+        """Return a rank's contribution, rounded.
+
+        Args:
+            source: shape (n,), float32 or float64, contiguous; it is not changed.
+            divisor: what it is divided by first.
+
+        Returns:
+            A new array of shape (n,) and the codec's dtype.
+        """
+        from collectives import packing
+
+        packed = np.empty(source.size, self.dtype)
+        packing.narrow(
+            source,
+            packed,
+            divisor=divisor,
+            residual=self._residual("contribution", source.size, source.dtype),
+        )
+        return packed
+
+    def unpack(self, packed: Array, out: Array) -> None:
+        """Fill `out`, shape (n,), float32 or float64, with a packed array."""
+        from collectives import packing
+
+        packing.widen(packed, out)
+
+    def result_residual(self, count: int, rank: int, size: int) -> Array | None:
+        """Return what is to be added to the `count` sums that this rank rounds for all."""
+        # Named after the group: how many they are is no fact on which all ranks would fail alike.
+        return self._residual(f"results of rank {rank} of {size}", count, np.dtype(np.float32))
+
+    def _residual(self, part: str, count: int, dtype: np.dtype[Any]) -> Array | None:
+        if self.residuals is None:
+            return None
+        return self.residuals.array(self.name, part, count, dtype)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How floats travel; one of `NONE`, `FP16`, `BF16`, or what their methods return.
+
+    Attributes:
+        dtype: what float32 and float64 arrays travel as, or None if as they are.
+        where: "everywhere", or "network" if only what goes between nodes is rounded.
+        residuals: where rounding errors are kept, or None if they are forgotten.
+
+    Example:
+        >>> str(FP16.on("network"))
+        'float16 on network'
+    """
+
+    dtype: np.dtype[Any] | None
+    where: Where = "everywhere"
+    residuals: Residuals | None = None
+
+    def __str__(self) -> str:
+        """Return the words by which ranks compare what they mean."""
+        where = "" if self.where == "everywhere" else f" on {self.where}"
+        feedback = "" if self.residuals is None else " with feedback"
+        return f"{self.dtype or 'none'}{where}{feedback}"
+
+    def on(self, where: Where) -> Compression:
+        """Return this compression for "everywhere" or for the "network" between nodes only.
+
+        Raises:
+            ValueError: no such place.
+        """
+        if where not in get_args(Where):
+            raise ValueError(
+                f"compression: no such place, expected one of {' '.join(get_args(Where))}, "
+                f"got {where!r}"
+            )
+        return dataclasses.replace(self, where=where)
+
+    def with_feedback(self) -> Compression:
+        """Return this compression with residuals of its own, all zero.
+
+        Keep the result for the whole training, and give every array a name: calls of one name add
+        what earlier ones have rounded away. One array of the size of the named one is kept on every
+        rank, and a P-th of that in float32 for the results.
+
+        Raises:
+            ValueError: this is `NONE`, which rounds nothing.
+        """
+        if self.dtype is None:
+            raise ValueError("compression: NONE rounds nothing, so that there is no feedback")
+        return dataclasses.replace(self, residuals=Residuals())
+
+    def codec(
+        self, dtype: np.dtype[Any], op: Op, *, network: bool, name: str | None = None
+    ) -> Codec | None:
+        """Decide how an array of one call travels.
+
+        Args:
+            dtype: of the array.
+            op: how it is reduced.
+            network: whether it goes between nodes.
+            name: of the array; needed for feedback.
+
+        Returns:
+            The codec, or None if the array travels as it is.
+
+        Raises:
+            ValueError: there is feedback, and no name or an op that adds nothing up. Also where the
+                array would travel as it is, so that a test on one node finds the mistake.
+        """
+        if self.residuals is not None and op not in (SUM, MEAN):
+            raise ValueError(
+                f"compression: feedback adds up errors, expected SUM or MEAN, got {op.value}"
+            )
+        if self.residuals is not None and name is None:
+            raise ValueError(
+                "compression: feedback keeps a residual for each name, expected name=, got None"
+            )
+        here = self.where == "everywhere" or network
+        if self.dtype is None or dtype not in _COMPRESSIBLE or not here:
+            return None
+        return Codec(self.dtype, name or "", self.residuals)
+
+
+NONE = Compression(None)
+FP16 = Compression(np.dtype(np.float16))
+BF16 = Compression(np.dtype(ml_dtypes.bfloat16))

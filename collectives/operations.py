@@ -1,0 +1,219 @@
+"""Every operation in its two ways: in the node engine, or by messages.
+
+All ranks of a group on one node meet in the engine; it compares their calls, takes arrays as they
+are, divides for MEAN and keeps 16-bit types in 32-bit sums by itself. By messages the call is
+compared first, the array copied to where the algorithm works, and the algorithm chosen by name.
+Arrays are flat and contiguous here, and arguments have been checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives import arrays, reduction, selection
+from collectives.algorithms import compressed, rotation
+from collectives.arrays import Array
+from collectives.calls import Call
+from collectives.compression import Codec
+from collectives.reduction import MEAN, Op
+from collectives.transport import Transport
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "alltoall",
+]
+
+
+def allreduce(
+    transport: Transport, call: Call, send: Array, out: Array, op: Op, algorithm: str,
+    codec: Codec | None = None,
+) -> None:  # fmt: skip
+    """Reduce `send` over all ranks into `out`, which may be `send`.
+
+    A codec says how the array travels by messages; shared memory moves it as it is.
+    """
+    engine = selection.engine_for(call.engine, algorithm)
+    if engine is not None:
+        if place := engine.place_of(send):
+            call.add(memory=f"shared array {place.number} + {place.offset} bytes")
+        call.met(engine.allreduce(send, out, op, call.digest, call.deadline))
+        return
+    run = call.by_messages("allreduce", algorithm, send.nbytes)
+    call.agree()
+    if codec is not None:
+        divisor = transport.size if op is MEAN else 1
+        compressed.allreduce(
+            transport, out, op, call.deadline, codec=codec, contribution=send, divisor=divisor
+        )
+        return
+    if algorithm == "auto" and _is_half(send) and send.nbytes > selection.FEW_ROUNDS_BYTES:
+        buffer = arrays.flat_copy(send, out, send.dtype)
+        divisor = transport.size if op is MEAN else 1
+        compressed.allreduce_16(transport, buffer, op, call.deadline, divisor=divisor)
+    else:
+        buffer = _contribution(send, out, op, transport.size)
+        run(buffer, op, call.deadline)
+    arrays.store(buffer, out.shape, out.dtype, out)
+
+
+def reduce(
+    transport: Transport, call: Call, send: Array, out: Array | None, op: Op, root: int,
+    algorithm: str,
+) -> None:  # fmt: skip
+    """Reduce `send` over all ranks into the root's `out`; None elsewhere."""
+    engine = selection.engine_for(call.engine, algorithm)
+    if engine is not None:
+        call.met(engine.reduce(send, out, op, root, call.digest, call.deadline))
+        return
+    run = call.by_messages("reduce", algorithm, send.nbytes)
+    call.agree()
+    buffer = _contribution(send, out, op, transport.size)
+    run(buffer, op, root, call.deadline)
+    if out is not None:
+        arrays.store(buffer, out.shape, out.dtype, out)
+
+
+def reduce_scatter(
+    transport: Transport, call: Call, send: Array, out: Array, bounds: Sequence[int], op: Op,
+    algorithm: str,
+) -> None:  # fmt: skip
+    """Reduce `send` over all ranks, of which this one takes chunk `rank` into `out`."""
+    engine = selection.engine_for(call.engine, algorithm)
+    if engine is not None:
+        call.met(engine.reduce_scatter(send, out, bounds, op, call.digest, call.deadline))
+        return
+    run = call.by_messages("reduce_scatter", algorithm, send.nbytes)
+    call.agree()
+    buffer = _contribution(send, None, op, transport.size)
+    run(buffer, bounds, op, call.deadline)
+    out[...] = buffer[bounds[transport.rank] : bounds[transport.rank + 1]]
+
+
+def broadcast(transport: Transport, call: Call, buffer: Array, root: int, algorithm: str) -> None:
+    """Replace `buffer` by the root's."""
+    engine = selection.engine_for(call.engine, algorithm)
+    if engine is not None:
+        own = transport.rank == root
+        wanted = [] if own else [(root, 0, buffer)]
+        stream = buffer if own else None
+        call.met(engine.publish(stream, wanted, call.digest, call.deadline, buffer.nbytes))
+        return
+    run = call.by_messages("broadcast", algorithm, buffer.nbytes)
+    call.agree()
+    run(buffer, root, call.deadline)
+
+
+def gather(
+    transport: Transport, call: Call, own: Array, counts: Sequence[int], root: int, algorithm: str
+) -> Array | None:
+    """Join the ranks' arrays on the root; the counts have been agreed on."""
+    engine = selection.engine_for(call.engine, algorithm)
+    if engine is None:
+        run = call.by_messages("gather", algorithm, sum(counts) * own.itemsize)
+        result: Array | None = run(own, counts, root, call.deadline)
+        return result
+    joined = np.empty(sum(counts), own.dtype) if transport.rank == root else None
+    wanted = [] if joined is None else _joined(joined, counts)
+    longest = max(counts) * own.itemsize
+    call.met(engine.publish(own, wanted, call.digest, call.deadline, longest))
+    return joined
+
+
+def allgather(
+    transport: Transport, call: Call, own: Array, counts: Sequence[int], algorithm: str
+) -> Array:
+    """Join the ranks' arrays on all ranks; the counts have been agreed on."""
+    joined = np.empty(sum(counts), own.dtype)
+    engine = selection.engine_for(call.engine, algorithm)
+    if engine is not None:
+        longest = max(counts) * own.itemsize
+        wanted = _joined(joined, counts)
+        call.met(engine.publish(own, wanted, call.digest, call.deadline, longest))
+        return joined
+    run = call.by_messages("allgather", algorithm, joined.nbytes)
+    bounds = [0, *np.cumsum(counts).tolist()]
+    joined[bounds[transport.rank] : bounds[transport.rank + 1]] = own
+    run(joined, bounds, call.deadline)
+    return joined
+
+
+def scatter(
+    transport: Transport, call: Call, send: Array | None, counts: Sequence[int], root: int,
+    out: Array, algorithm: str,
+) -> None:  # fmt: skip
+    """Give every rank its part of the root's array; the counts are known to all."""
+    engine = selection.engine_for(call.engine, algorithm)
+    if engine is None:
+        run = call.by_messages("scatter", algorithm, sum(counts) * out.itemsize)
+        call.agree()
+        out[...] = run(send, counts, root, out.dtype, call.deadline)
+        return
+    first = sum(counts[: transport.rank]) * out.itemsize
+    longest = sum(counts) * out.itemsize
+    call.met(engine.publish(send, [(root, first, out)], call.digest, call.deadline, longest))
+
+
+def alltoall(
+    transport: Transport, call: Call, send: Array, counts: Sequence[int], algorithm: str
+) -> Array:
+    """Give every rank its part of this rank's array, and return this rank's parts of all arrays."""
+    engine = selection.engine_for(call.engine, algorithm)
+    starts = [0, *np.cumsum(counts).tolist()]
+    # What every rank has for every other: the first element, how many, and how many in all.
+    own = np.array([[starts[r], counts[r], starts[-1]] for r in range(transport.size)], np.int64)
+    facts = np.empty((transport.size, 3), np.int64)
+    if engine is None:
+        call.agree()
+        threes = [3] * transport.size
+        flat = rotation.alltoall(transport, own.reshape(-1), threes, threes, call.deadline)
+        received = flat.reshape(-1, 3)[:, 1].tolist()
+        result: Array = call.by_messages("alltoall", algorithm, send.nbytes)(
+            send, counts, received, call.deadline
+        )
+        return result
+    mine = 3 * own.itemsize * transport.rank
+    rows = [(rank, mine, facts[rank]) for rank in range(transport.size)]
+    call.met(engine.publish(own.reshape(-1), rows, call.digest, call.deadline, own.nbytes))
+    joined = np.empty(int(facts[:, 1].sum()), send.dtype)
+    bounds = [0, *np.cumsum(facts[:, 1]).tolist()]
+    wanted = [
+        (rank, int(facts[rank, 0]) * send.itemsize, joined[bounds[rank] : bounds[rank + 1]])
+        for rank in range(transport.size)
+    ]
+    longest = int(facts[:, 2].max()) * send.itemsize
+    call.met(engine.publish(send, wanted, call.digest, call.deadline, longest))
+    return joined
+
+
+def barrier(transport: Transport, call: Call, algorithm: str) -> None:
+    """Wait for all ranks."""
+    call.agree()
+    if selection.engine_for(call.engine, algorithm) is None:  # in the engine, to agree is to wait
+        call.by_messages("barrier", algorithm, 0)(call.deadline)
+
+
+def _is_half(array: Array) -> bool:
+    """Tell whether the array holds 16-bit floats, which travel as they are and are added wider."""
+    return reduction.work_dtype(array.dtype) != array.dtype
+
+
+def _contribution(send: Array, out: Array | None, op: Op, size: int) -> Array:
+    """Copy a rank's array to where messages are made of it."""
+    buffer = arrays.flat_copy(send, out, reduction.work_dtype(send.dtype))
+    reduction.prepare(buffer, op, size)
+    return buffer
+
+
+def _joined(joined: Array, counts: Sequence[int]) -> list[tuple[int, int, Array]]:
+    """Say which rank's bytes go where in the joined array."""
+    bounds = [0, *np.cumsum(counts).tolist()]
+    return [(rank, 0, joined[bounds[rank] : bounds[rank + 1]]) for rank in range(len(counts))]

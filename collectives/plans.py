@@ -1,0 +1,96 @@
+"""A reduction in place that is resolved once and called at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collectives import fingerprint, operations
+from collectives.arrays import Array
+from collectives.calls import Call, Calls
+from collectives.reduction import Op
+
+__all__ = ["Plan"]
+
+
+class Plan:
+    """Reduces one array in place, again and again; made by `Communicator.plan_allreduce`.
+
+    Calling it is *collective*, and one of the communicator's calls: all ranks make the same calls
+    in the same order. In the node engine everything is resolved when the plan is made, and a call
+    costs little more than the exchange itself.
+
+    Args:
+        calls: those of the communicator.
+        call: the one that made the plan.
+        array: what the caller gave, and gets back.
+        flat: its memory, shape (n,).
+        op: how to combine.
+        timeout: seconds, None for the setting.
+
+    Raises (when called):
+        MismatchError: the ranks do not make the same call; on all ranks.
+        CollectiveTimeout: as `Communicator.allreduce`.
+    """
+
+    __slots__ = (
+        "_address",
+        "_calls",
+        "_engine",
+        "_facts",
+        "_flat",
+        "_kernel",
+        "_op",
+        "_timeout",
+        "_work",
+        "array",
+    )
+
+    def __init__(
+        self, calls: Calls, call: Call, array: Any, flat: Array, op: Op, timeout: float | None
+    ) -> None:
+        self.array = array
+        self._flat = flat
+        self._calls = calls
+        self._op = op
+        self._timeout = timeout
+        self._facts = {**call.description, "operation": "planned allreduce"}
+        self._engine = call.engine
+        self._kernel = None
+        if self._engine is not None:
+            if place := self._engine.place_of(flat):
+                self._facts["memory"] = f"shared array {place.number} + {place.offset} bytes"
+            digest = fingerprint.digest(self._facts)
+            self._work = self._engine.plan_allreduce(flat, flat, op, digest)
+            self._kernel = self._work.kernel
+            self._address = self._work.block.__array_interface__["data"][0]
+
+    def __call__(self) -> Any:
+        """Reduce the array over all ranks, in place, and return it."""
+        if self._kernel is None:
+            return self._by_messages()
+        if self._calls.unusable is not None:
+            self._calls.check_usable("allreduce")
+        if status := self._kernel(self._address):
+            self._go_on(status)
+        return self.array
+
+    def _go_on(self, status: int) -> None:
+        """Wait for the others, or say in what they differ."""
+        assert self._engine is not None
+        limit = self._calls.settings.timeout if self._timeout is None else self._timeout
+        deadline = self._calls.deadline("allreduce", limit)
+        try:
+            alike = self._engine.drive(self._work, deadline, status)
+        except BaseException as error:
+            self._calls.failed("allreduce", error)
+            raise
+        if not alike:
+            fingerprint.raise_mismatch(self._calls.transport, self._facts, deadline)
+
+    def _by_messages(self) -> Any:
+        flat = self._flat
+        with self._calls.enter("allreduce", self._timeout) as call:
+            facts = {k: v for k, v in self._facts.items() if k not in ("operation", "call")}
+            call.describe(**facts, planned=True)
+            operations.allreduce(self._calls.transport, call, flat, flat, self._op, "auto")
+        return self.array

@@ -1,0 +1,69 @@
+"""Compressed all-reduces through the communicator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import oracle
+
+
+@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16], ids=str)
+@pytest.mark.parametrize("op", [cc.SUM, cc.MEAN, cc.MIN, cc.MAX], ids=lambda op: op.value)
+def test_a_compressed_allreduce_rounds_twice_whatever_the_size(world, compression, op):
+    def check(comm):
+        for shape in [(), (0,), (1,), (7, 3), (70_001,)]:
+            arrays = [oracle.data(r, shape, np.dtype(np.float32)) for r in range(comm.size)]
+            x = arrays[comm.rank]
+            before = x.copy()
+            result = comm.allreduce(x, op=op, compression=compression)
+            exact, _ = oracle.reduced(arrays, op)
+            eps = 2.0**-10 if compression is cc.FP16 else 2.0**-7
+            magnitude = np.sum(np.abs(arrays), axis=0) / (comm.size if op is cc.MEAN else 1)
+            assert (np.abs(result - exact) <= eps * (magnitude + np.abs(exact))).all()
+            assert result.dtype == np.float32
+            np.testing.assert_array_equal(x, before)
+            everyones = comm.allgather(result.reshape(1, -1))
+            np.testing.assert_array_equal(
+                everyones, np.broadcast_to(result.reshape(-1), everyones.shape)
+            )
+
+    world.run(check)
+
+
+def test_other_dtypes_travel_as_they_are(world):
+    def check(comm):
+        for dtype in (np.int32, np.complex64, np.float16):
+            arrays = [oracle.data(r, (40,), np.dtype(dtype)) for r in range(comm.size)]
+            result = comm.allreduce(arrays[comm.rank], op=cc.SUM, compression=cc.FP16)
+            oracle.assert_close(result, arrays, cc.SUM)
+
+    world.run(check)
+
+
+def test_another_compression_on_one_rank_is_an_error_on_all(world):
+    def check(comm):
+        if comm.size == 1:
+            return
+        compression = cc.BF16 if comm.rank == 1 else cc.FP16
+        with pytest.raises(cc.MismatchError, match="compression is "):
+            comm.allreduce(np.ones(3, np.float32), compression=compression)
+        with pytest.raises(ValueError, match="name"):
+            comm.allreduce(np.ones(3, np.float32), compression=cc.FP16.with_feedback())
+
+    world.run(check)
+
+
+def test_feedback_makes_up_for_the_roundings(world):
+    def check(comm):
+        compression = cc.FP16.with_feedback()
+        x = np.full(5, 1 / 3 + comm.rank, np.float32)
+        total = np.zeros(5)
+        for _ in range(100):
+            total += comm.allreduce(x, op=cc.MEAN, compression=compression, name="x")
+        exact = np.mean([1 / 3 + r for r in range(comm.size)])
+        # What is left is the last step's rounding of contributions and of the result.
+        np.testing.assert_allclose(total, 100 * exact, rtol=0, atol=4 * comm.size * 2.0**-11)
+
+    world.run(check)

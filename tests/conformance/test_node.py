@@ -1,0 +1,184 @@
+"""The node engine: ranks that meet in shared memory, in plans, and in any order of calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import inprocess
+import oracle
+from collectives.algorithms import node
+from collectives.settings import Settings
+
+OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
+
+# Around the limits of one shot, of a piece, and of several rounds of pieces.
+COUNTS = [0, 1, 3, 12, 1000, 16_384, 16_385, 70_001, 300_007]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
+def test_plans_reduce_in_place_again_and_again(world, op):
+    def check(comm):
+        for dtype in oracle.DTYPES:
+            if not oracle.is_defined(op, dtype):
+                continue
+            for count in COUNTS if dtype == np.float32 else [1, 1031]:
+                arrays = [oracle.data(rank, (count,), dtype) for rank in range(comm.size)]
+                for x in (np.empty(count, dtype), comm.shared_empty(count, dtype)):
+                    plan = comm.plan_allreduce(x, op=op)
+                    for _ in range(2):
+                        x[...] = arrays[comm.rank]
+                        assert plan() is x
+                        oracle.assert_close(x, arrays, op)
+
+    world.run(check)
+
+
+def test_shared_arrays_are_reduced_in_place_in_whole_or_in_part(world):
+    def check(comm):
+        x = comm.shared_empty((300, 7), np.float64)
+        assert not x.any()
+        x[...] = comm.rank + 1
+        assert comm.allreduce(x, op=cc.SUM, out=x) is x
+        total = comm.size * (comm.size + 1) / 2
+        np.testing.assert_array_equal(x, total)
+        part = x[10:20]
+        part[...] = comm.rank
+        comm.allreduce(part, op=cc.MAX, out=part)
+        np.testing.assert_array_equal(x[10:20], comm.size - 1)
+        np.testing.assert_array_equal(x[:10], total)
+        np.testing.assert_array_equal(comm.allreduce(x[20:], op=cc.MIN), total)
+
+    world.run(check)
+
+
+def test_calls_of_all_kinds_and_sizes_follow_each_other_without_a_trace(world):
+    # Slots are filled again two rounds later: a rank that is late must still find what it needs.
+    def check(comm):
+        random = np.random.default_rng(5)  # the same on all ranks
+        own = np.random.default_rng(comm.rank)
+        shared = comm.shared_empty(40_000, np.float32)
+        for _ in range(150):
+            count = int(random.choice([1, 40, 5000, 40_000, 200_000]))
+            kind = random.integers(6)
+            root = int(random.integers(comm.size))
+            busy = own.standard_normal(own.integers(1, 20_000))  # ranks come at different times
+            busy.sort()
+            arrays = [oracle.data(r, (count,), np.dtype(np.float32)) for r in range(comm.size)]
+            x = arrays[comm.rank]
+            if kind == 0:
+                oracle.assert_close(comm.allreduce(x, op=cc.SUM), arrays, cc.SUM)
+            elif kind == 1:
+                np.testing.assert_array_equal(comm.broadcast(x, root), arrays[root])
+            elif kind == 2:
+                np.testing.assert_array_equal(comm.allgather(x), np.concatenate(arrays))
+            elif kind == 3:
+                result = comm.reduce_scatter(x, op=cc.MEAN)
+                parts = [np.array_split(a, comm.size)[comm.rank] for a in arrays]
+                oracle.assert_close(result, parts, cc.MEAN)
+            elif kind == 4:
+                y = shared[: min(count, shared.size)]
+                y[...] = x[: y.size]
+                oracle.assert_close(
+                    comm.allreduce(y, op=cc.SUM, out=y), [a[: y.size] for a in arrays], cc.SUM
+                )
+            else:
+                result = comm.reduce(x, root, op=cc.MAX)
+                if comm.rank == root:
+                    oracle.assert_close(result, arrays, cc.MAX)
+
+    world.run(check)
+
+
+def test_a_plan_meets_only_the_same_plan(world):
+    def check(comm):
+        if comm.size == 1:
+            return
+        x = np.ones(4)
+        plan = comm.plan_allreduce(x, op=cc.SUM)
+        call = comm.barrier if comm.rank == 1 else plan
+        with pytest.raises(cc.MismatchError, match="operation is"):
+            call()
+        np.testing.assert_array_equal(x, 1)
+        np.testing.assert_array_equal(plan(), comm.size)
+
+    world.run(check)
+
+
+def test_plans_refuse_what_cannot_be_reduced_in_place(world):
+    def check(comm):
+        with pytest.raises(ValueError, match="not contiguous"):
+            comm.plan_allreduce(np.zeros((4, 4))[:, 1])
+        with pytest.raises(ValueError, match="read-only"):
+            comm.plan_allreduce(np.broadcast_to(1.0, 3))
+        with pytest.raises(TypeError, match="mean of integers"):
+            comm.plan_allreduce(np.zeros(3, int))
+        with pytest.raises(ValueError, match=r"dimension is negative, got \(-1,\)"):
+            comm.shared_empty(-1, float)
+        part = comm.split(0)
+        x = np.ones(3)
+        plan = part.plan_allreduce(x)
+        part.close()
+        if comm.size > 1:
+            with pytest.raises(cc.CollectiveError, match="since it was closed"):
+                plan()
+
+    world.run(check)
+
+
+def test_only_ranks_that_share_memory_have_the_node_algorithm(world):
+    def check(comm):
+        if world_shares(comm):
+            assert comm.allreduce(1, op=cc.SUM, algorithm="node") == comm.size
+        else:
+            with pytest.raises(ValueError, match="'node' needs two or more ranks"):
+                comm.allreduce(1, op=cc.SUM, algorithm="node")
+
+    def world_shares(comm):
+        return world.shared and comm.size > 1
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("directory", ["/nowhere", "/proc"])
+def test_without_shared_memory_messages_serve_and_the_reason_is_logged_once(directory, caplog):
+    def check(comm):
+        return [float(comm.allreduce(comm.rank, op=cc.SUM)) for _ in range(3)]
+
+    with caplog.at_level(logging.WARNING):
+        settings = Settings(timeout=20, shared_memory=directory)
+        assert inprocess.run_ranks(3, check, settings=settings) == [[3.0] * 3] * 3
+    told = [r.getMessage() for r in caplog.records if "no shared memory" in r.getMessage()]
+    assert len(told) == 1
+    assert directory in told[0]
+
+
+def test_too_little_shared_memory_is_noticed_before_it_is_used(caplog, monkeypatch):
+    monkeypatch.setattr(node, "SLOT_BYTES", 1 << 50)
+    monkeypatch.setattr(node, "_MOST_SLOT_BYTES", 1 << 50)
+    before = set(os.listdir("/dev/shm"))
+    settings = Settings(timeout=20, shared_memory="/dev/shm")
+    total = inprocess.run_ranks(2, lambda c: int(c.allreduce(1, op=cc.SUM)), settings=settings)
+    assert total == [2, 2]
+    assert "no shared memory on this node" in caplog.text
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_rank_that_never_comes_to_a_plan_is_named(world):
+    def check(comm):
+        pair = comm.split(0 if comm.rank < 2 else None)
+        if comm.size > 1 and comm.rank < 2:
+            plan = pair.plan_allreduce(np.ones(2), timeout=0.2)
+            if comm.rank == 0:
+                words = r"within 0\.2 s, still waiting for rank 1"
+                with pytest.raises(cc.CollectiveTimeout, match=words):
+                    plan()
+                with pytest.raises(cc.CollectiveError, match="CollectiveTimeout"):
+                    plan()
+        comm.barrier()
+
+    world.run(check)

@@ -1,0 +1,43 @@
+"""Every operation on device arrays, as one rank of an MPI job; an error where one is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import cupy
+import numpy as np
+
+import collectives as cc
+
+
+def check(comm: cc.Communicator, make, read) -> None:
+    """Compare the operations on `make(array)` with those on NumPy arrays."""
+    for count in (0, 1, 1000, 300_001):
+        values = np.random.default_rng(comm.rank).random((count, 2), np.float32)
+        x = make(values)
+        for run in (
+            lambda a: comm.allreduce(a),
+            lambda a: comm.allreduce(a, op=cc.MAX, algorithm="ring"),
+            lambda a: comm.broadcast(a, comm.size - 1),
+            lambda a: comm.allgather(a),
+            lambda a: comm.reduce_scatter(a, op=cc.SUM),
+        ):
+            result = run(x)
+            assert type(result) is type(x), type(result)
+            np.testing.assert_array_equal(read(result), run(values))
+
+
+def main() -> None:
+    comm = cc.init()
+    cupy.cuda.Device(comm.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
+    check(comm, cupy.asarray, cupy.asnumpy)
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        if torch.cuda.is_available():
+            check(comm, lambda a: torch.from_numpy(a).cuda(), lambda t: t.cpu().numpy())
+    print("all as expected", flush=True)
+    cc.shutdown()
+
+
+main()

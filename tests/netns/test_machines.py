@@ -1,0 +1,243 @@
+"""Several machines as network namespaces: one world, right results, a cable that is pulled."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from launcher import ROOT
+from namespaces import NamespaceCluster, why_not
+from requirements import require
+
+pytestmark = pytest.mark.netns
+
+CHECK = Path(__file__).with_name("check_algorithms.py")
+RUN_SECONDS = 60.0
+POLL_SECONDS = 0.02
+
+
+@pytest.fixture(scope="module")
+def two_machines():
+    """Machines m1 and m2."""
+    reason = why_not()
+    if reason is not None:
+        require("netns", reason)
+    with NamespaceCluster(2) as cluster:
+        yield cluster
+
+
+def until(what, true, seconds=RUN_SECONDS):
+    """Wait until `true()`; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not after {seconds:g} s: {what}"
+        time.sleep(POLL_SECONDS)
+
+
+WHO = """
+import platform
+import collectives as cc
+
+comm = cc.init()
+places = comm.allgather([[comm.rank, comm.node_rank, comm.local_rank, comm.local_size]])
+names = comm.allgather_object(platform.node())
+if comm.rank == 0:
+    print(comm.size, comm.num_nodes, places.tolist(), names)
+"""
+
+
+def test_two_machines_with_two_ranks_are_one_world(two_machines, tmp_path):
+    program = tmp_path / "who.py"
+    program.write_text(WHO)
+    result = two_machines.run(2, program, timeout=RUN_SECONDS)
+    places = [[0, 0, 0, 2], [1, 0, 1, 2], [2, 1, 0, 2], [3, 1, 1, 2]]
+    assert result.stdout.strip() == f"4 2 {places} ['m1', 'm1', 'm2', 'm2']", result
+    result = two_machines.run(2, program, timeout=RUN_SECONDS, by="node")
+    assert result.stdout.strip().endswith("['m1', 'm2', 'm1', 'm2']"), result
+
+
+@pytest.mark.parametrize(
+    ("ranks", "by"), [((1, 1), "slot"), ((2, 2), "node"), ((2, 1), "slot"), ((1, 3), "slot")]
+)
+def test_all_algorithms_are_right_between_machines(two_machines, ranks, by):
+    tests = f"{ROOT / 'tests'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    result = two_machines.run(ranks, CHECK, timeout=RUN_SECONDS, by=by, PYTHONPATH=tests)
+    assert result.status == 0, result
+    right = sorted(re.findall(r"rank (\d) of \d on node \d of 2: all right", result.stdout))
+    assert right == [str(rank) for rank in range(sum(ranks))], result
+
+
+RATE = """
+import time
+import numpy as np
+import collectives as cc
+
+comm = cc.init()
+x = np.ones(1 << 20, np.float32)
+comm.barrier()
+began = time.perf_counter()
+comm.allreduce(x, op=cc.SUM, out=x, algorithm="ring")
+if comm.rank == 0:
+    print(time.perf_counter() - began)
+"""
+
+
+def test_a_shaped_link_carries_no_more_than_its_rate_in_either_direction(two_machines, tmp_path):
+    program = tmp_path / "rate.py"
+    program.write_text(RATE)
+    before = two_machines.sent_bytes("m1")
+    result = two_machines.run(1, program, timeout=RUN_SECONDS, shape="100mbit")
+    # Each rank sends 4 MiB and receives as much; the first 256 KiB may go at once.
+    assert float(result.stdout) > ((4 << 20) - (256 << 10)) / (100e6 / 8), result
+    assert two_machines.sent_bytes("m1") - before > 4 << 20
+
+
+PULLED = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+import collectives as cc
+
+comm = cc.init()
+folder = Path(sys.argv[1])
+
+def await_file(name):
+    deadline = time.monotonic() + 30
+    while not (folder / name).exists():
+        assert time.monotonic() < deadline, name
+        time.sleep(0.01)
+
+comm.barrier()
+start_send = comm._transport._start_send
+messages = 0
+
+def pull_the_cable_after_some_messages(data, dest):
+    global messages
+    messages += 1
+    if messages == 10:
+        (folder / "in the middle").touch()
+        await_file("pulled")
+    return start_send(data, dest)
+
+if comm.rank == 1:
+    comm._transport._start_send = pull_the_cable_after_some_messages
+try:
+    comm.allreduce(np.ones(1 << 24, np.float32), op=cc.SUM, algorithm="ring", timeout=3)
+    text = "no error"
+except cc.CollectiveTimeout as error:
+    text = str(error)
+(folder / f"part {comm.rank}").write_text(text)
+(folder / f"part {comm.rank}").rename(folder / f"rank {comm.rank}")
+# What was under way stays under way: MPI could not end in order.
+os._exit(0)
+"""
+
+
+def test_a_pulled_cable_is_a_timeout_on_both_sides_that_names_the_other(two_machines, tmp_path):
+    program = tmp_path / "pulled.py"
+    program.write_text(PULLED)
+
+    def exists(name):
+        return (tmp_path / name).exists()
+
+    with ThreadPoolExecutor() as pool:
+        job = pool.submit(
+            two_machines.run, 1, program, tmp_path, timeout=RUN_SECONDS, shape="1gbit",
+            UNISONO_CHECK="off",
+        )  # fmt: skip
+        try:
+            until("ten messages", lambda: exists("in the middle") or job.done())
+            two_machines.connect("m2", False)
+            (tmp_path / "pulled").touch()
+            until("both ranks' errors", lambda: exists("rank 0") and exists("rank 1"))
+        finally:
+            two_machines.connect("m2", True)
+        job.result()
+    for rank, other in ((0, 1), (1, 0)):
+        text = (tmp_path / f"rank {rank}").read_text()
+        assert text.startswith("allreduce: no answer within 3 s, still waiting for"), text
+        assert f"waiting for rank {other} to" in text
+        assert f"(rank {rank} of 2)" in text
+
+
+HOLD = """
+import fcntl, sys, time
+
+lock = open(sys.argv[1], "w")
+fcntl.flock(lock, fcntl.LOCK_SH)  # alive as long as this is held
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+def is_free(lock):
+    """Whether no process holds the lock."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_a_job_that_takes_too_long_is_killed_on_all_machines(two_machines, tmp_path):
+    program = tmp_path / "hold.py"
+    program.write_text(HOLD)
+    with pytest.raises(AssertionError, match=r"did not end within 3\.0 s\n(locked\s+){2}"):
+        two_machines.run(1, program, tmp_path / "lock", timeout=3.0)
+    until("all processes are gone", lambda: is_free(tmp_path / "lock"))
+
+
+CLUSTER_OF_KILLED_TESTS = """
+import os, sys
+from namespaces import NamespaceCluster
+
+with NamespaceCluster(2) as cluster:
+    print(os.readlink(f"/proc/{cluster._keeper.pid}/ns/net"), flush=True)
+    cluster.run(1, *sys.argv[1:], timeout=600)
+"""
+
+
+@pytest.mark.usefixtures("two_machines")  # for its skip
+def test_killed_tests_leave_nothing_behind(tmp_path):
+    program, lock = tmp_path / "hold.py", tmp_path / "lock"
+    program.write_text(HOLD)
+    lock.touch()
+    paths = [str(ROOT / "tests"), str(Path(__file__).parent)]
+    tests = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER_OF_KILLED_TESTS, program, lock],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    with tests:
+        namespace = tests.stdout.readline().strip()
+        assert namespace.startswith("net:[")
+        until("the job runs", lambda: not is_free(lock))
+        tests.kill()
+    until("all processes are gone", lambda: is_free(lock))
+    until("the namespace is gone", lambda: namespace not in namespaces_in_use())
+
+
+def namespaces_in_use():
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found.add(os.readlink(link))
+        except OSError:  # it ended just now
+            continue
+    return found
+
+
+def test_nothing_of_the_machine_is_changed(two_machines):
+    assert not Path("/run/machines").exists()
+    assert "10.77.0." not in Path("/etc/hosts").read_text()
+    devices = {name for name in os.listdir("/sys/class/net") if name.startswith(("switch", "port"))}
+    assert not devices
