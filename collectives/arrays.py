@@ -23,10 +23,13 @@ __all__ = [
     "borrow",
     "borrow_out",
     "check_out",
+    "flat",
     "flat_copy",
+    "flat_target",
     "is_float",
     "raw_bytes",
     "store",
+    "stored",
 ]
 
 Array = npt.NDArray[Any]
@@ -196,6 +199,25 @@ def store(flat: Array, shape: tuple[int, ...], dtype: np.dtype[Any], out: Array 
     if not np.shares_memory(shaped, out):
         out[...] = shaped
     return out
+
+
+def flat(array: Array) -> Array:
+    """View an array as a flat one, or copy it into one where its strides do not allow that."""
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def flat_target(result: Array) -> Array:
+    """Return flat memory for a result: its own if that is contiguous."""
+    if result.flags.c_contiguous:
+        return result.reshape(-1)
+    return np.empty(result.size, result.dtype)
+
+
+def stored(memory: Array, result: Array) -> Array:
+    """Put what was computed in the memory that `flat_target` gave into the result."""
+    if not result.flags.c_contiguous:
+        result[...] = memory.reshape(result.shape)
+    return result
 
 
 def raw_bytes(array: Array) -> Array:

@@ -8,10 +8,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from collectives import fingerprint, selection, settings
+from collectives import board, fingerprint, recorder, selection, settings
 from collectives.algorithms import hierarchical, node
 from collectives.arrays import Array
-from collectives.errors import CollectiveError, MismatchError
+from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError, PeerFailure
 from collectives.selection import Layout
 from collectives.transport import Deadline, Transport
 
@@ -30,12 +30,20 @@ class Calls:
         transport: the ranks.
         leaders: for every rank an integer that is the same exactly for the ranks of one node.
         configuration: the settings.
+        name: of the communicator, in flight records.
     """
 
     def __init__(
-        self, transport: Transport, leaders: Sequence[int], configuration: settings.Settings
+        self,
+        transport: Transport,
+        leaders: Sequence[int],
+        configuration: settings.Settings,
+        name: str,
     ) -> None:
         self.transport = transport
+        self.name = name
+        self.recorder = recorder.Recorder(name, transport.rank, transport.size)
+        self.board: board.Board | None = None
         self.settings = configuration
         self.layout = Layout(transport.size, len(set(leaders)))
         self.levels = hierarchical.levels(transport, leaders)
@@ -56,11 +64,36 @@ class Calls:
         if not limit > 0:
             raise ValueError(f"{operation}: timeout is no time, expected seconds > 0, got {limit}")
         self.number += 1
-        return Call(self, operation, self.deadline(operation, limit))
+        return Call(self, operation, limit)
 
     def deadline(self, operation: str, limit: float) -> Deadline:
         """Return a deadline that begins now."""
-        return Deadline(operation, limit, self.settings.stall_warning)
+        return Deadline(operation, limit, self.settings.stall_warning, self._missing)
+
+    def begin(self, operation: str) -> recorder.Record:
+        """Record that an operation begins, where other ranks of the node can see it."""
+        record = self.recorder.begin(self.number, operation)
+        if self.board is not None:
+            self.board.enter(record)
+        return record
+
+    def end(self, record: recorder.Record, error: BaseException | None) -> None:
+        """Record that it ends; write all records to a file if a rank was missing or dead."""
+        record.end(error)
+        if self.board is not None:
+            self.board.leave(record)
+        if isinstance(error, (CollectiveTimeout, PeerFailure)):
+            recorder.write(f"{record.operation}: {type(error).__name__}")
+
+    def close(self) -> None:
+        """Refuse later calls, and give back what the node engine holds."""
+        self.unusable = "it was closed"
+        if self._engine is not None:
+            self._engine.close()
+
+    def _missing(self) -> str:
+        """Say what the ranks that have not come did last, where that is known."""
+        return "" if self.board is None else self.board.missing()
 
     def check_usable(self, operation: str) -> None:
         """Refuse to go on after a failure."""
@@ -82,6 +115,8 @@ class Calls:
                 self.failed(deadline.operation, error)
                 raise
             self._on_one_node = self._engine is not None
+            if self._engine is not None:
+                self.board = board.Board(self._engine.notes, self.transport.rank)
         return self._engine
 
     def failed(self, operation: str, error: BaseException) -> None:
@@ -109,17 +144,19 @@ class Call:
     is memory changed or data sent.
     """
 
-    def __init__(self, calls: Calls, operation: str, deadline: Deadline) -> None:
+    def __init__(self, calls: Calls, operation: str, limit: float) -> None:
         self._calls = calls
         self._agreed = False
         self._description: fingerprint.Description = {}
         self.operation = operation
-        self.deadline = deadline
-        self.engine = calls.engine(deadline)
+        self.deadline = calls.deadline(operation, limit)
+        self.engine = calls.engine(self.deadline)
         self.digest = 0
+        self._record = calls.begin(operation)
 
     def describe(self, **fields: object) -> None:
         """Say what must be equal on all ranks."""
+        self._record.fields = fields
         self._description = {"operation": self.operation, **fields}
         if self.engine is None:
             # The engine numbers its rounds itself.
@@ -201,14 +238,19 @@ class Call:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._calls.end(self._record, error)
         if error is None or isinstance(error, MismatchError):
             return
-        if not self._agreed and isinstance(error, (TypeError, ValueError)):
+        if not self._agreed and self._is_refusal(error):
             self._refuse(error)
             return
         self._calls.failed(self.operation, error)  # also after Ctrl-C
 
-    def _refuse(self, error: Exception) -> None:
+    def _is_refusal(self, error: BaseException) -> bool:
+        """Whether the error concerns this rank's own arguments, or its memory for them."""
+        return isinstance(error, Exception) and not isinstance(error, CollectiveError)
+
+    def _refuse(self, error: BaseException) -> None:
         """Let the other ranks know that this one will not take part; the error goes on as it is."""
         self.describe(refused=f"{type(error).__name__}: {error}")
         try:

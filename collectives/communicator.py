@@ -5,27 +5,25 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import pickle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from collectives import arrays, operations, reduction, selection, settings, topology
+from collectives import arrays, composites, operations, reduction, selection, settings, topology
 from collectives.arrays import Array, Borrowed
 from collectives.calls import Call, Calls
 from collectives.compression import NONE, Compression
 from collectives.plans import Plan
 from collectives.reduction import MEAN, Op
+from collectives.requests import Progress, asynchronous
 from collectives.transport import MpiTransport, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["Communicator", "from_mpi"]
-
-T = TypeVar("T")
 
 
 def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> Communicator:
@@ -58,6 +56,7 @@ class Communicator:
         transport: moves arrays between the ranks.
         leaders: for every rank an integer that is the same exactly for the ranks of one node.
         configuration: the settings, from the environment if None.
+        name: in flight records.
     """
 
     def __init__(
@@ -65,12 +64,16 @@ class Communicator:
         transport: Transport,
         leaders: Sequence[int],
         configuration: settings.Settings | None = None,
+        name: str = "world",
     ) -> None:
         self._transport = transport
         self._leaders = list(leaders)
         self._nodes = topology.nodes(self._leaders, transport.rank)
         configuration = configuration or settings.from_environment()
-        self._calls = Calls(transport, self._leaders, configuration)
+        self._calls = Calls(transport, self._leaders, configuration, name)
+        self._progress = Progress(self._duplicate)
+        self._splits_made = 0
+        self._memory = np.empty(0, np.uint8)
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"
@@ -159,9 +162,11 @@ class Communicator:
             facts = {"op": op.value, "dtype": array.dtype, "shape": array.shape}
             self._describe(call, algorithm, **facts, compression=compression)
             result = np.empty(array.shape, array.dtype) if loan.target is None else loan.target
-            flat = _flat_target(result)
-            operations.allreduce(self._transport, call, _flat(array), flat, op, algorithm, codec)
-        return loan.give_back(_stored(flat, result))
+            flat = arrays.flat_target(result)
+            operations.allreduce(
+                self._transport, call, arrays.flat(array), flat, op, algorithm, codec
+            )
+        return loan.give_back(arrays.stored(flat, result))
 
     def reduce(
         self,
@@ -189,12 +194,14 @@ class Communicator:
             facts = {"op": op.value, "dtype": array.dtype, "shape": array.shape, "root": root}
             self._describe(call, algorithm, **facts)
             if self.rank != root:
-                operations.reduce(self._transport, call, _flat(array), None, op, root, algorithm)
+                operations.reduce(
+                    self._transport, call, arrays.flat(array), None, op, root, algorithm
+                )
                 return None
             result = np.empty(array.shape, array.dtype) if loan.target is None else loan.target
-            flat = _flat_target(result)
-            operations.reduce(self._transport, call, _flat(array), flat, op, root, algorithm)
-        return loan.give_back(_stored(flat, result))
+            flat = arrays.flat_target(result)
+            operations.reduce(self._transport, call, arrays.flat(array), flat, op, root, algorithm)
+        return loan.give_back(arrays.stored(flat, result))
 
     def reduce_scatter(
         self,
@@ -233,7 +240,7 @@ class Communicator:
             result = np.empty((own, *array.shape[1:]), array.dtype)
             bounds = [row * _row_size(array.shape) for row in rows]
             operations.reduce_scatter(
-                self._transport, call, _flat(array), result.reshape(-1), bounds, op, algorithm
+                self._transport, call, arrays.flat(array), result.reshape(-1), bounds, op, algorithm
             )
         return loan.give_back(result)
 
@@ -306,7 +313,9 @@ class Communicator:
             self._describe(call, algorithm, dtype=array.dtype, row=row, root=root)
             rows = call.agree_on_rows(array.shape[0])
             counts = [n * math.prod(row) for n in rows]
-            result = operations.gather(self._transport, call, _flat(array), counts, root, algorithm)
+            result = operations.gather(
+                self._transport, call, arrays.flat(array), counts, root, algorithm
+            )
         return None if result is None else loan.give_back(result.reshape(sum(rows), *row))
 
     def allgather(self, x: Any, *, algorithm: str = "auto", timeout: float | None = None) -> Any:
@@ -326,7 +335,9 @@ class Communicator:
             self._describe(call, algorithm, dtype=array.dtype, row=row)
             rows = call.agree_on_rows(array.shape[0])
             counts = [n * math.prod(row) for n in rows]
-            result = operations.allgather(self._transport, call, _flat(array), counts, algorithm)
+            result = operations.allgather(
+                self._transport, call, arrays.flat(array), counts, algorithm
+            )
         return loan.give_back(result.reshape(sum(rows), *row))
 
     def scatter(
@@ -363,10 +374,10 @@ class Communicator:
             self._describe(call, algorithm, root=root)
             # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
             facts = None if loan is None else (loan.host.dtype.name, loan.host.shape[1:], rows)
-            dtype, row, rows = self._from_root(call, facts, root)
+            dtype, row, rows = composites.from_root(self, call, facts, root)
             counts = [n * math.prod(row) for n in rows]
             result = np.empty((rows[self.rank], *row), np.dtype(dtype))
-            send = None if loan is None else _flat(loan.host)
+            send = None if loan is None else arrays.flat(loan.host)
             out = result.reshape(-1)
             operations.scatter(self._transport, call, send, counts, root, out, algorithm)
         return result if loan is None else loan.give_back(result)
@@ -405,7 +416,9 @@ class Communicator:
             row = loan.host.shape[1:]
             self._describe(call, algorithm, dtype=loan.host.dtype, row=row)
             counts = [n * math.prod(row) for n in rows]
-            result = operations.alltoall(self._transport, call, _flat(loan.host), counts, algorithm)
+            result = operations.alltoall(
+                self._transport, call, arrays.flat(loan.host), counts, algorithm
+            )
         return loan.give_back(
             result.reshape(-1, *row) if math.prod(row) else result.reshape(0, *row)
         )
@@ -416,32 +429,10 @@ class Communicator:
             self._describe(call, algorithm)
             operations.barrier(self._transport, call, algorithm)
 
-    def broadcast_object(self, obj: T, root: int = 0, *, timeout: float | None = None) -> T:
-        """Give every rank a copy of the root's Python object, by pickle.
-
-        Pickle runs code of its choice when it is read: use this among ranks of one job only,
-        never for data that came from elsewhere.
-
-        Returns:
-            `obj` itself on the root, a copy elsewhere.
-        """
-        with self._calls.enter("broadcast_object", timeout) as call:
-            self._check_root(call, root)
-            self._describe(call, "auto", root=root)
-            copy: T = self._from_root(call, obj, root)
-        return copy
-
-    def allgather_object(self, obj: T, *, timeout: float | None = None) -> list[T]:
-        """Give every rank the Python objects of all ranks, in rank order, by pickle.
-
-        See `broadcast_object` about pickle.
-        """
-        data = _pickled(obj)
-        lengths = self.allgather(np.array([data.size]), timeout=timeout)
-        joined = self.allgather(data, timeout=timeout)
-        ends = np.cumsum(lengths).tolist()
-        parts = zip(ends, lengths.tolist(), strict=True)
-        return [pickle.loads(joined[end - length : end].data) for end, length in parts]
+    broadcast_object = composites.broadcast_object
+    allgather_object = composites.allgather_object
+    grouped_allreduce = composites.grouped_allreduce
+    sparse_allreduce = composites.sparse_allreduce
 
     def shared_empty(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, *, timeout: float | None = None
@@ -528,16 +519,66 @@ class Communicator:
         mine = np.array([[-1 if color is None else color, key]])
         chosen = self.allgather(mine)
         part = self._transport.split(color, key)
+        self._splits_made += 1
         if part is None:
             return None
         members = [r for r in range(self.size) if chosen[r, 0] == color]
         members.sort(key=lambda r: (chosen[r, 1], r))
-        return Communicator(part, [self._leaders[r] for r in members], self._calls.settings)
+        leaders = [self._leaders[r] for r in members]
+        return Communicator(
+            part, leaders, self._calls.settings, f"{self._calls.name}.{self._splits_made}"
+        )
+
+    def group(self, ranks: Sequence[int]) -> Communicator | None:
+        """Make a communicator of some ranks, numbered in the order given.
+
+        *Collective*: all ranks of this communicator, also those that are not listed.
+
+        Args:
+            ranks: each at most once.
+
+        Returns:
+            The new group's communicator, None on ranks that are not listed.
+
+        Raises:
+            ValueError: a rank does not exist, or is listed twice.
+        """
+        listed = [operator.index(r) for r in ranks]
+        if len(set(listed)) != len(listed) or not set(listed) <= set(range(self.size)):
+            raise ValueError(
+                f"group: expected ranks 0 .. {self.size - 1}, each at most once, got {listed}"
+            )
+        member = self.rank in listed
+        return self.split(0 if member else None, listed.index(self.rank) if member else 0)
+
+    def _bucket(self, nbytes: int) -> Array:
+        """Return memory for arrays that are packed together; *collective* where it has to grow."""
+        if self._memory.size < nbytes:
+            self._memory = self.shared_empty(max(nbytes, 2 * self._memory.size), np.uint8)
+        return self._memory[:nbytes]
+
+    def _duplicate(self) -> Communicator:
+        """Make the private communicator of the asynchronous operations; *collective*."""
+        duplicate = self.split(0, self.rank)
+        assert duplicate is not None
+        return duplicate
+
+    allreduce_async = asynchronous(allreduce)
+    reduce_async = asynchronous(reduce)
+    reduce_scatter_async = asynchronous(reduce_scatter)
+    broadcast_async = asynchronous(broadcast)
+    gather_async = asynchronous(gather)
+    allgather_async = asynchronous(allgather)
+    scatter_async = asynchronous(scatter)
+    alltoall_async = asynchronous(alltoall)
+    barrier_async = asynchronous(barrier)
+    grouped_allreduce_async = asynchronous(grouped_allreduce)
 
     def close(self) -> None:
         """Release the communicator; *collective*. Closing twice is harmless."""
+        self._progress.close()
         if self._calls.unusable is None:
-            self._calls.unusable = "it was closed"
+            self._calls.close()
             self._transport.close()
 
     def __enter__(self) -> Communicator:
@@ -557,16 +598,6 @@ class Communicator:
         loan = arrays.borrow(x, out, operation=call.operation)
         reduction.check(op, loan.host.dtype, operation=call.operation)
         return loan
-
-    def _from_root(self, call: Call, obj: Any, root: int) -> Any:
-        """Return the root's object, by pickle; itself on the root."""
-        data = _pickled(obj) if self.rank == root else np.empty(0, np.uint8)
-        length = np.array([data.size])
-        operations.broadcast(self._transport, call, length, root, "auto")
-        if self.rank != root:
-            data = np.empty(length[0], np.uint8)
-        operations.broadcast(self._transport, call, data, root, "auto")
-        return obj if self.rank == root else pickle.loads(data.data)
 
     def _splits(self, call: Call, array: Array, splits: Sequence[int] | None) -> list[int]:
         """Return the rows of an array for every rank."""
@@ -590,29 +621,6 @@ class Communicator:
         call.describe(**facts, algorithm=algorithm)
 
 
-def _flat(array: Array) -> Array:
-    """View an array as a flat one, or copy it into one where its strides do not allow that."""
-    return np.ascontiguousarray(array).reshape(-1)
-
-
-def _flat_target(result: Array) -> Array:
-    """Return flat memory for a result: its own if that is contiguous."""
-    if result.flags.c_contiguous:
-        return result.reshape(-1)
-    return np.empty(result.size, result.dtype)
-
-
-def _stored(flat: Array, result: Array) -> Array:
-    """Put what `_flat_target` returned into the result."""
-    if not result.flags.c_contiguous:
-        result[...] = flat.reshape(result.shape)
-    return result
-
-
 def _row_size(shape: tuple[int, ...]) -> int:
     """Return the number of elements of one row of an array."""
     return math.prod(shape[1:])
-
-
-def _pickled(obj: object) -> Array:
-    return np.frombuffer(bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), np.uint8)

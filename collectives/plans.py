@@ -79,11 +79,16 @@ class Plan:
         assert self._engine is not None
         limit = self._calls.settings.timeout if self._timeout is None else self._timeout
         deadline = self._calls.deadline("allreduce", limit)
+        record = self._calls.begin("planned allreduce")
+        failure = None
         try:
             alike = self._engine.drive(self._work, deadline, status)
         except BaseException as error:
+            failure = error
             self._calls.failed("allreduce", error)
             raise
+        finally:
+            self._calls.end(record, failure)
         if not alike:
             fingerprint.raise_mismatch(self._calls.transport, self._facts, deadline)
 

@@ -20,7 +20,7 @@ import numpy as np
 from collectives.arrays import Array
 from collectives.transport import Deadline, Transport
 
-__all__ = ["create"]
+__all__ = ["create", "first_problem", "from_rank_0"]
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ def create(transport: Transport, nbytes: int, directory: str, deadline: Deadline
         except OSError as error:
             problem = str(error)
     try:
-        path = _from_rank_0(transport, path, deadline)
+        path = from_rank_0(transport, path, deadline)
         if transport.rank != 0 and path:
             try:
                 memory = _open(path, nbytes)
             except OSError as error:
                 problem = str(error)
-        problem = _first_problem(transport, problem, deadline)
+        problem = first_problem(transport, problem, deadline)
     finally:
         if transport.rank == 0 and path:
             Path(path).unlink()
@@ -95,7 +95,8 @@ def _map(descriptor: int, nbytes: int) -> Array:
     return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
 
 
-def _from_rank_0(transport: Transport, text: str, deadline: Deadline) -> str:
+def from_rank_0(transport: Transport, text: str, deadline: Deadline) -> str:
+    """Return rank 0's text, of at most 256 bytes, on all ranks."""
     line = _encoded(text)
     if transport.rank == 0:
         for rank in range(1, transport.size):
@@ -105,7 +106,7 @@ def _from_rank_0(transport: Transport, text: str, deadline: Deadline) -> str:
     return _decoded(line)
 
 
-def _first_problem(transport: Transport, problem: str, deadline: Deadline) -> str:
+def first_problem(transport: Transport, problem: str, deadline: Deadline) -> str:
     """Return the problem of the lowest rank that has one, on all ranks."""
     first = problem
     line = _encoded(problem)
@@ -116,7 +117,7 @@ def _first_problem(transport: Transport, problem: str, deadline: Deadline) -> st
                 first = f"rank {rank}: {_decoded(line)}"
     else:
         transport.send(line, 0, deadline)
-    return _from_rank_0(transport, first, deadline)
+    return from_rank_0(transport, first, deadline)
 
 
 def _encoded(text: str) -> Array:

@@ -6,6 +6,7 @@
 | `UNISONO_STALL_WARNING` | seconds > 0 | 60 | after how long a wait is reported in the log |
 | `UNISONO_CHECK` | off, sample, always | always | compare the ranks' calls before moving data |
 | `UNISONO_SHARED_MEMORY` | directory, or off | /dev/shm | where ranks of a node meet |
+| `UNISONO_RECORDER_DIR` | directory | unisono-recorder-JOB | where flight records go |
 | `UNISONO_ABORT_ON_EXCEPTION` | 0 or 1 | 1 | an uncaught exception on one rank ends the whole job |
 | `UNISONO_MPI_SETTINGS` | 0 or 1 | 1 | give Open MPI the settings listed in `launch.py` |
 """
@@ -33,6 +34,7 @@ class Settings:
     stall_warning: float = 60.0
     check: Check = "always"
     shared_memory: str | None = "/dev/shm"
+    recorder_dir: str | None = None
     abort_on_exception: bool = True
     mpi_settings: bool = True
 
@@ -53,6 +55,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
         stall_warning=_seconds(env, "UNISONO_STALL_WARNING", default.stall_warning),
         check=_check(env),
         shared_memory=_directory(env, "UNISONO_SHARED_MEMORY", default.shared_memory),
+        recorder_dir=env.get("UNISONO_RECORDER_DIR", "").strip() or None,
         abort_on_exception=_switch(env, "UNISONO_ABORT_ON_EXCEPTION", default.abort_on_exception),
         mpi_settings=_switch(env, "UNISONO_MPI_SETTINGS", default.mpi_settings),
     )

@@ -5,30 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from collectives import launch, settings
+from collectives import launch, recorder, settings
 from collectives.communicator import Communicator, from_mpi
 
 __all__ = [
     "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
+    "allreduce_async",
     "alltoall",
+    "alltoall_async",
     "barrier",
+    "barrier_async",
     "broadcast",
+    "broadcast_async",
     "broadcast_object",
     "gather",
+    "gather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_async",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
     "node_rank",
     "num_nodes",
+    "plan_allreduce",
     "rank",
     "reduce",
+    "reduce_async",
     "reduce_scatter",
+    "reduce_scatter_async",
     "scatter",
+    "scatter_async",
+    "shared_empty",
     "shutdown",
     "size",
+    "sparse_allreduce",
 ]
 
 P = ParamSpec("P")
@@ -53,6 +67,7 @@ def init() -> Communicator:
         configuration = settings.from_environment()
         mpi_world = launch.start_mpi(configuration)
         _world = from_mpi(mpi_world, configuration)
+        recorder.install(_world.rank, _world.size, configuration.recorder_dir)
         if configuration.abort_on_exception:
             launch.abort_on_exception(mpi_world)
     return _world
@@ -130,3 +145,17 @@ allgather = _on_world(Communicator.allgather)
 barrier = _on_world(Communicator.barrier)
 broadcast_object = _on_world(Communicator.broadcast_object)
 allgather_object = _on_world(Communicator.allgather_object)
+allreduce_async = _on_world(Communicator.allreduce_async)
+reduce_async = _on_world(Communicator.reduce_async)
+reduce_scatter_async = _on_world(Communicator.reduce_scatter_async)
+broadcast_async = _on_world(Communicator.broadcast_async)
+gather_async = _on_world(Communicator.gather_async)
+allgather_async = _on_world(Communicator.allgather_async)
+scatter_async = _on_world(Communicator.scatter_async)
+alltoall_async = _on_world(Communicator.alltoall_async)
+barrier_async = _on_world(Communicator.barrier_async)
+grouped_allreduce = _on_world(Communicator.grouped_allreduce)
+grouped_allreduce_async = _on_world(Communicator.grouped_allreduce_async)
+sparse_allreduce = _on_world(Communicator.sparse_allreduce)
+shared_empty = _on_world(Communicator.shared_empty)
+plan_allreduce = _on_world(Communicator.plan_allreduce)

@@ -111,9 +111,6 @@ class ThreadTransport(Transport):
             with self.group.lock:
                 self.group.lock.wait_for(lambda seen=seen: self.group.events != seen, timeout=0.05)
 
-    def _abandon(self):
-        pass
-
     def split(self, color, key):
         number = self.number_of_splits
         self.number_of_splits += 1

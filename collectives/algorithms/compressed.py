@@ -41,7 +41,7 @@ from collectives.compression import Codec
 from collectives.reduction import Op
 from collectives.transport import Deadline, Message, Transport
 
-__all__ = ["allreduce", "allreduce_16"]
+__all__ = ["Exchange", "allreduce", "allreduce_16", "exchanges"]
 
 # Elements of one slice: 256 KiB, as on a ring, and less where many ranks would need much scratch.
 SLICE_ELEMENTS = 1 << 17

@@ -32,6 +32,7 @@ multi-cores", SC23, section 3.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -39,8 +40,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from collectives import segment, topology
+from collectives import liveness, segment, topology
 from collectives.arrays import Array
+from collectives.errors import PeerFailure
 from collectives.reduction import Op
 from collectives.transport import Deadline, Transport
 
@@ -57,6 +59,9 @@ SLOT_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 14
 _MOST_SLOT_BYTES = 1 << 20
 
+# Bytes for the note of a rank's last call (`collectives.board`).
+NOTE_BYTES = 128
+
 # Bytes up to which every rank adds everything itself, for 2 ranks; with more, the reading grows.
 ONE_SHOT_BYTES = 1 << 16
 
@@ -66,9 +71,10 @@ _PAGE = 4096
 # hundred yields; with fewer cores a rank that spins only keeps the one it waits for from running.
 _SPINS, _SPINS_CROWDED, _YIELDS = 2000, 20, 200
 
-# Between calls of a kernel that still waits: nothing for the first while, then naps, so that a rank
-# that waits for a slow one leaves its core to others.
-_DROWSY_SECONDS, _NAP_SECONDS = 0.02, 0.0002
+# Between calls of a kernel that still waits: nothing for the first while, then naps that grow with
+# the wait, so that a rank that waits for a slow one leaves its core to others, and now and then a
+# look for ranks that have died.
+_DROWSY_SECONDS, _MOST_NAP_SECONDS, _LOOK_SECONDS = 0.02, 0.005, 0.1
 
 
 class Work(NamedTuple):
@@ -116,9 +122,35 @@ def start(transport: Transport, directory: str | None, deadline: Deadline) -> En
     from collectives import rounds
 
     slot = max(SLOT_BYTES, min(_MOST_SLOT_BYTES, transport.size * _PIECE_BYTES))
-    headers = -(-transport.size * rounds.HEADER_BYTES // _PAGE) * _PAGE
+    headers = -(-transport.size * (rounds.HEADER_BYTES + NOTE_BYTES) // _PAGE) * _PAGE
     memory = segment.create(transport, headers + transport.size * 2 * slot, directory, deadline)
-    return None if memory is None else Engine(transport, memory, headers, slot)
+    if memory is None:
+        return None
+    return Engine(transport, memory, headers, slot, _signs_of_life(transport, directory, deadline))
+
+
+def _signs_of_life(
+    transport: Transport, directory: str, deadline: Deadline
+) -> liveness.Liveness | None:
+    """Let every rank see which others have died; None on all ranks where that is not possible."""
+    path, own, problem = "", None, ""
+    if transport.rank == 0:
+        with contextlib.suppress(OSError):
+            path = liveness.create(directory)
+    try:
+        path = segment.from_rank_0(transport, path, deadline)
+        try:
+            own = liveness.Liveness(path, transport.rank, transport.size) if path else None
+        except OSError as error:
+            problem = str(error)
+        problem = segment.first_problem(transport, problem, deadline)
+    finally:
+        if transport.rank == 0 and path:
+            os.unlink(path)
+    if own is not None and problem:
+        own.close()
+        return None
+    return own
 
 
 class Engine:
@@ -126,16 +158,25 @@ class Engine:
 
     Args:
         transport: the ranks; serves for errors only.
-        memory: the segment: headers, then two slots per rank.
-        headers: bytes of the headers.
+        memory: the segment: headers, notes of the ranks' last calls, then two slots per rank.
+        headers: bytes in front of the slots.
         slot: bytes of a slot.
+        living: tells which ranks have died.
     """
 
-    def __init__(self, transport: Transport, memory: Array, headers: int, slot: int) -> None:
+    def __init__(
+        self, transport: Transport, memory: Array, headers: int, slot: int,
+        living: liveness.Liveness | None,
+    ) -> None:  # fmt: skip
         from collectives import kernels, rounds
 
         self._rounds = rounds
         self._loops = kernels.loops
+        self._transport = transport
+        self._living = living
+        self._looked = 0.0  # when somebody last looked for the dead
+        first = transport.size * rounds.HEADER_BYTES
+        self.notes = memory[first : first + transport.size * NOTE_BYTES]
         self.rank = transport.rank
         self.size = transport.size
         self._memory = memory
@@ -290,8 +331,27 @@ class Engine:
     def _pause(self, block: Array, deadline: Deadline) -> None:
         """Look at the clock between two calls of a kernel that waits."""
         deadline.check(self.rank, self.size, [_Absent(int(block[self._rounds.MISSING]))])
-        if deadline.waited > _DROWSY_SECONDS:
-            time.sleep(_NAP_SECONDS)
+        if deadline.waited < _DROWSY_SECONDS:
+            return
+        now = time.monotonic()
+        if now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            self._look_for_the_dead(deadline.operation)
+        time.sleep(min(_MOST_NAP_SECONDS, deadline.waited / 64))
+
+    def _look_for_the_dead(self, operation: str) -> None:
+        """Raise `PeerFailure` if a rank has died, however the job was launched."""
+        self._transport.look_around(operation)
+        dead = [] if self._living is None else self._living.dead()
+        if dead:
+            liveness.limit_exit()
+            names = f"rank {dead[0]}" if len(dead) == 1 else f"ranks {' '.join(map(str, dead))}"
+            raise PeerFailure(f"{operation}: {names} died (rank {self.rank} of {self.size})")
+
+    def close(self) -> None:
+        """Take back this rank's sign of life."""
+        if self._living is not None:
+            self._living.close()
 
     def _block(
         self, digest: int, send: Array | None, out: Array | None, op: Op | None = None

@@ -22,11 +22,12 @@ def test_every_variable_is_read():
             "UNISONO_STALL_WARNING": "7",
             "UNISONO_CHECK": "sample",
             "UNISONO_SHARED_MEMORY": "off",
+            "UNISONO_RECORDER_DIR": "records",
             "UNISONO_ABORT_ON_EXCEPTION": "0",
             "UNISONO_MPI_SETTINGS": "0",
         }
     )
-    assert read == settings.Settings(1.5, 7.0, "sample", None, False, False)
+    assert read == settings.Settings(1.5, 7.0, "sample", None, "records", False, False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,234 @@
+"""Operations made of others, as methods of `Communicator`: objects, many arrays, sparse rows."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from collectives import arrays, operations, reduction
+from collectives.arrays import Array
+from collectives.calls import Call
+from collectives.compression import NONE, Compression
+from collectives.reduction import MEAN, SUM, Op
+
+if TYPE_CHECKING:
+    from collectives.communicator import Communicator
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "from_root",
+    "grouped_allreduce",
+    "sparse_allreduce",
+]
+
+T = TypeVar("T")
+
+# Arrays in a bucket begin at multiples of this many bytes: a cache line.
+_ALIGNMENT = 64
+
+
+def broadcast_object(
+    self: Communicator, obj: T, root: int = 0, *, timeout: float | None = None
+) -> T:
+    """Give every rank a copy of the root's Python object, by pickle.
+
+    Pickle runs code of its choice when it is read: use this among ranks of one job only, never for
+    data that came from elsewhere.
+
+    Returns:
+        `obj` itself on the root, a copy elsewhere.
+    """
+    with self._calls.enter("broadcast_object", timeout) as call:
+        self._check_root(call, root)
+        call.describe(root=root)
+        copy: T = from_root(self, call, obj, root)
+    return copy
+
+
+def allgather_object(self: Communicator, obj: T, *, timeout: float | None = None) -> list[T]:
+    """Give every rank the Python objects of all ranks, in rank order, by pickle.
+
+    See `broadcast_object` about pickle.
+    """
+    data = _pickled(obj)
+    lengths = self.allgather(np.array([data.size]), timeout=timeout)
+    joined = self.allgather(data, timeout=timeout)
+    ends = np.cumsum(lengths).tolist()
+    parts = zip(ends, lengths.tolist(), strict=True)
+    return [pickle.loads(joined[end - length : end].data) for end, length in parts]
+
+
+def grouped_allreduce(
+    self: Communicator,
+    xs: Sequence[Any],
+    *,
+    op: Op = MEAN,
+    compression: Compression = NONE,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Reduce many arrays at once, as if `allreduce` were called for each.
+
+    They are packed into one bucket, which lies in shared memory where there is one and is kept for
+    the next call, and reduced by one call for each dtype among them.
+
+    Args:
+        xs: arrays of any kinds, shapes and dtypes; the same shapes and dtypes on all ranks.
+        op: how to combine, defined for all of the dtypes.
+        compression: as for `allreduce`, without feedback.
+        timeout: seconds.
+
+    Returns:
+        One new array for each of `xs`, of its kind, shape and dtype. Those of NumPy are views of
+        one piece of memory.
+
+    Raises:
+        TypeError: the op is not defined for a dtype.
+        MismatchError: ranks differ in number, shapes or dtypes; on all ranks.
+
+    Cost: two copies of all arrays beside the reduction; a bucket of all their bytes is kept.
+    """
+    with self._calls.enter("grouped_allreduce", timeout) as call:
+        loans = [arrays.borrow(x, operation=call.operation) for x in xs]
+        for loan in loans:
+            reduction.check(op, loan.host.dtype, operation=call.operation)
+        kinds = [(loan.host.dtype.name, loan.host.shape) for loan in loans]
+        call.describe(op=op.value, count=len(xs), arrays=_shortened(kinds), compression=compression)
+        call.agree()
+    # By dtype, so that each dtype is one array of the bucket.
+    order = sorted(range(len(loans)), key=lambda i: (loans[i].host.dtype.name, i))
+    places, spans, total = _layout([loans[i].host for i in order])
+    bucket = self._bucket(total)
+    for i, place in zip(order, places, strict=True):
+        host = loans[i].host
+        bucket[place : place + host.nbytes].view(host.dtype).reshape(host.shape)[...] = host
+    for dtype, (start, stop) in spans.items():
+        part = bucket[start:stop].view(dtype)
+        self.allreduce(part, op=op, out=part, compression=compression, timeout=timeout)
+    results = bucket[:total].copy()
+    given: list[Any] = [None] * len(loans)
+    for i, place in zip(order, places, strict=True):
+        host = loans[i].host
+        own = results[place : place + host.nbytes].view(host.dtype).reshape(host.shape)
+        given[i] = loans[i].give_back(own)
+    return given
+
+
+def sparse_allreduce(
+    self: Communicator,
+    indices: Any,
+    values: Any,
+    *,
+    num_rows: int | None = None,
+    op: Op = MEAN,
+    timeout: float | None = None,
+) -> tuple[Array, Any]:
+    """Reduce rows of a large array of which each rank has only a few.
+
+    As if every rank put its rows into an array of zeros, rows of one index added up, and these
+    arrays were reduced; of the result, the rows that any rank named are returned.
+
+    Args:
+        indices: shape (k,), integers >= 0; k may differ between ranks, an index may be repeated.
+        values: shape (k, ...), the rows, float or complex for MEAN.
+        num_rows: rows of the large array. If given, it is reduced as a whole where that moves fewer
+            bytes.
+        op: SUM or MEAN, which divides by the number of ranks.
+        timeout: seconds.
+
+    Returns:
+        (indices, rows): the sorted indices without repetition, int64, and the rows, of the kind of
+        `values`; the same on all ranks.
+
+    Raises:
+        ValueError: shapes do not fit, or an index is out of range; on all ranks.
+        TypeError: indices are no integers, or the op is another.
+
+    Cost: the rows of all ranks on each rank, or 2 (P - 1)/P bytes of the large array.
+    """
+    with self._calls.enter("sparse_allreduce", timeout) as call:
+        loan = arrays.borrow(values, operation=call.operation)
+        rows = loan.host
+        where = arrays.as_array(indices, operation=call.operation)
+        if op not in (SUM, MEAN):
+            raise TypeError(f"sparse_allreduce: expected SUM or MEAN, got {op}")
+        reduction.check(op, rows.dtype, operation=call.operation)
+        if where.dtype.kind not in "iu" and where.size:
+            raise TypeError(f"sparse_allreduce: indices are no integers, got {where.dtype}")
+        if where.ndim != 1 or rows.ndim < 1 or len(where) != len(rows):
+            raise ValueError(
+                f"sparse_allreduce: expected an index for every row, got shapes {where.shape} and "
+                f"{rows.shape}"
+            )
+        if where.size and (where.min() < 0 or (num_rows is not None and where.max() >= num_rows)):
+            raise ValueError(
+                f"sparse_allreduce: an index is out of range, expected 0 .. "
+                f"{'any' if num_rows is None else num_rows - 1}, got {where.min()} .. {where.max()}"
+            )
+        call.describe(op=op.value, dtype=rows.dtype, row=rows.shape[1:], num_rows=num_rows)
+        total = sum(call.agree_on_rows(len(where)))
+    where = where.astype(np.int64)
+    row_bytes = rows[:0].nbytes if rows.size == 0 else rows.nbytes // len(rows)
+    row_bytes = max(row_bytes, rows.dtype.itemsize)
+    if num_rows is not None and total * (row_bytes + 8) > 2 * num_rows * row_bytes:
+        named = np.zeros(num_rows, bool)
+        named[where] = True
+        large = np.zeros((num_rows, *rows.shape[1:]), rows.dtype)
+        np.add.at(large, where, rows)
+        named = self.allreduce(named, op=reduction.MAX, timeout=timeout)
+        large = self.allreduce(large, op=op, out=large, timeout=timeout)
+        found = np.flatnonzero(named)
+        return found, loan.give_back(large[found])
+    all_indices = self.allgather(where, timeout=timeout)
+    all_rows = self.allgather(np.ascontiguousarray(rows), timeout=timeout)
+    found, place = np.unique(all_indices, return_inverse=True)
+    summed = np.zeros((len(found), *rows.shape[1:]), reduction.work_dtype(rows.dtype))
+    np.add.at(summed, place, all_rows)  # in the order of the ranks
+    if op is MEAN:
+        summed /= self.size
+    return found, loan.give_back(summed.astype(rows.dtype))
+
+
+def from_root(self: Communicator, call: Call, obj: Any, root: int) -> Any:
+    """Return the root's object, by pickle; itself on the root. Part of a call that is described."""
+    own = self.rank == root
+    data = _pickled(obj) if own else np.empty(0, np.uint8)
+    length = np.array([data.size])
+    operations.broadcast(self._transport, call, length, root, "auto")
+    if not own:
+        data = np.empty(length[0], np.uint8)
+    operations.broadcast(self._transport, call, data, root, "auto")
+    return obj if own else pickle.loads(data.data)
+
+
+def _layout(hosts: Sequence[Array]) -> tuple[list[int], dict[np.dtype[Any], tuple[int, int]], int]:
+    """Place arrays, sorted by dtype, in a bucket.
+
+    Returns:
+        The first byte of each array, first and last byte of each dtype, and all bytes.
+    """
+    places: list[int] = []
+    spans: dict[np.dtype[Any], tuple[int, int]] = {}
+    at = 0
+    for host in hosts:
+        if host.dtype not in spans:
+            at = -(-at // _ALIGNMENT) * _ALIGNMENT
+            spans[host.dtype] = (at, at)
+        places.append(at)
+        at += host.nbytes
+        spans[host.dtype] = (spans[host.dtype][0], at)
+    return places, spans, at
+
+
+def _shortened(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """Describe arrays in a line that is short, and another for others."""
+    text = " ".join(f"{name}{list(shape)}" for name, shape in kinds)
+    return f"{zlib.crc32(text.encode()):08x} {text}"
+
+
+def _pickled(obj: object) -> Array:
+    return np.frombuffer(bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), np.uint8)

@@ -1,0 +1,276 @@
+"""A flight recorder: what each communicator did last, written to a file when something goes wrong.
+
+Every communicator keeps its last operations in memory: number, operation, op, dtype, shape, root,
+when it began and ended, how, and the line of the program that called it. Each rank writes them as
+JSON, together with the stacks of all its threads, when an operation has timed out or a rank has
+died, and on SIGUSR2 (`kill -USR2`, `scancel --signal=USR2`): compare the ranks' files, and the one
+whose numbers stay behind is the one that the others wait for.
+
+Cost: under 1 us per operation, 256 records per communicator; they refer to no array.
+"""
+
+from __future__ import annotations
+
+import _thread
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+__all__ = ["Record", "Recorder", "Site", "call_site", "default_directory", "install", "write"]
+
+log = logging.getLogger(__name__)
+
+CAPACITY = 256
+
+# Frames of these modules are ours; the first one outside is where the user called.
+_OURS = ("collectives.", "strategies.")
+
+# Wall-clock time of the zero of the monotonic clock, so that records need one clock only.
+_EPOCH = time.time() - time.monotonic()
+
+
+class Site(NamedTuple):
+    """A place in a program, kept as it is found; the line is looked up when somebody asks."""
+
+    code: CodeType
+    instruction: int
+
+    @property
+    def file(self) -> str:
+        """The path of the source file."""
+        return self.code.co_filename
+
+    @property
+    def line(self) -> int:
+        """The number of the line, 0 where it is not known."""
+        for begin, end, line in self.code.co_lines():
+            if begin <= self.instruction < end:
+                return line or 0
+        return 0
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+class _Given(threading.local):
+    """A call site that stands for the calls that this thread makes for another one."""
+
+    site: Site | None = None
+
+
+given = _Given()
+
+
+def call_site() -> Site:
+    """Return where the innermost call into our packages comes from."""
+    return given.site or Site(*_caller())
+
+
+def _caller() -> tuple[CodeType, int]:
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith(_OURS) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
+_NO_FIELDS: Mapping[str, object] = {}
+
+
+class Record:
+    """One operation; times are seconds of the monotonic clock, `caller` is a `Site` unnamed."""
+
+    __slots__ = ("began", "caller", "ended", "fields", "number", "operation", "state")
+
+    def __init__(self, number: int, operation: str) -> None:
+        self.number = number
+        self.operation = operation
+        self.fields = _NO_FIELDS
+        self.caller = given.site or _caller()
+        self.ended: float | None = None
+        self.state = "running"
+        self.began = time.monotonic()
+
+    @property
+    def site(self) -> Site:
+        """Where the operation was called."""
+        return Site(*self.caller)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Note that the operation is over, and how it failed if it did."""
+        self.ended = time.monotonic()
+        self.state = "done" if error is None else f"{type(error).__name__}: {error}"
+
+    def __str__(self) -> str:
+        return f"{self.operation} #{self.number} at {self.site}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return everything as values that JSON knows."""
+        ended = self.ended
+        return {
+            "number": self.number,
+            "operation": self.operation,
+            **{name: _plain(value) for name, value in self.fields.items()},
+            "state": self.state,
+            "began": _clock(self.began),
+            "ended": None if ended is None else _clock(ended),
+            "seconds": (time.monotonic() if ended is None else ended) - self.began,
+            "monotonic": self.began,
+            "site": f"{self.site.file}:{self.site.line}",
+        }
+
+
+class Recorder:
+    """The last operations of one communicator.
+
+    Args:
+        name: what the communicator is called in the file.
+        rank: this rank in the communicator.
+        size: number of its ranks.
+    """
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.records: deque[Record] = deque(maxlen=CAPACITY)
+        _recorders.add(self)
+
+    def begin(self, number: int, operation: str) -> Record:
+        """Note that an operation begins; the caller fills in `fields` when they are known."""
+        record = Record(number, operation)
+        self.records.append(record)
+        return record
+
+    def facts(self) -> dict[str, Any]:
+        """Return everything as values that JSON knows."""
+        operations = [record.facts() for record in list(self.records)]
+        return {
+            "name": self.name, "rank": self.rank, "size": self.size, "operations": operations,
+        }  # fmt: skip
+
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """Write the operations of this communicator as JSON."""
+        Path(path).write_text(json.dumps(self.facts(), indent=1))
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+class _Process(NamedTuple):
+    rank: int
+    size: int
+    directory: Path
+
+
+_process: _Process | None = None
+
+
+def install(rank: int, size: int, directory: str | None = None) -> None:
+    """From now on, write files: on `write`, and on SIGUSR2.
+
+    The signal is left alone outside the main thread, and where the program has a handler already.
+
+    Args:
+        rank: number of this process in the world; part of the file's name.
+        size: number of processes.
+        directory: where the files go; `default_directory()` if None. It is made when the first file
+            is written, and a relative path counts from today's working directory.
+    """
+    global _process
+    place = Path(default_directory(os.environ, size) if directory is None else directory)
+    _process = _Process(rank, size, place.absolute())
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, _on_signal)
+
+
+def default_directory(environ: Mapping[str, str], size: int) -> str:
+    """Return a name that all ranks of a job share and no other job has.
+
+    Args:
+        environ: the environment; the launcher's number of the job is in it, if there is one.
+        size: number of processes; without a launcher's number they share their parent's.
+    """
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE"):
+        if environ.get(name):
+            return "unisono-recorder-" + re.sub(r"[^A-Za-z0-9.]+", "-", environ[name])
+    return f"unisono-recorder-{os.getppid() if size > 1 else os.getpid()}"
+
+
+def write(reason: str) -> Path | None:
+    """Write what all communicators of this process did last, over what was written before.
+
+    Args:
+        reason: why, in the file and in the log.
+
+    Returns:
+        The file; None where `install` was not called, or the file could not be written, which is
+        logged: the failure that led here must not be hidden by a second one.
+    """
+    process = _process
+    if process is None:
+        return None
+    path = process.directory / f"rank-{process.rank}.json"
+    try:
+        process.directory.mkdir(parents=True, exist_ok=True)
+        # Complete or not there: the process may be about to be killed.
+        beside = path.with_suffix(f".{threading.get_ident()}.tmp")
+        beside.write_text(json.dumps(_everything(process, reason), indent=1))
+        beside.replace(path)
+    except OSError as error:
+        log.warning("[%d/%d] no flight record: %s", process.rank, process.size, error)
+        return None
+    log.warning("[%d/%d] flight record after %s: %s", process.rank, process.size, reason, path)
+    return path
+
+
+def _on_signal(number: int, frame: object) -> None:
+    # A thread of its own: the signal may have come while the main thread held a lock, such as that
+    # of a log handler. `threading` has locks of its own, so the thread is started without it.
+    _thread.start_new_thread(write, (signal.Signals(number).name,))
+
+
+def _everything(process: _Process, reason: str) -> dict[str, Any]:
+    names = {thread.ident: thread.name for thread in list(threading.enumerate())}
+    own = threading.get_ident()
+    return {
+        "rank": process.rank,
+        "size": process.size,
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "reason": reason,
+        "written": _clock(time.monotonic()),
+        "communicators": [recorder.facts() for recorder in list(_recorders)],
+        "threads": {
+            f"{names.get(ident, 'thread')} ({ident})": traceback.format_stack(frame)
+            for ident, frame in sys._current_frames().items()
+            if ident != own or ident == threading.main_thread().ident
+        },
+    }
+
+
+def _clock(monotonic: float) -> str:
+    """Format a time as UTC with microseconds."""
+    seconds = _EPOCH + monotonic
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds % 1 * 1e6):06d}Z"
+
+
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return list(value) if isinstance(value, tuple) else str(value)

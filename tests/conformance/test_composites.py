@@ -1,0 +1,101 @@
+"""Operations made of others: many arrays at once, sparse rows, groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import oracle
+
+SHAPES = [(3, 4), (0,), (), (1,), (70_001,), (5, 0), (17,)]
+
+
+@pytest.mark.parametrize("op", [cc.SUM, cc.MEAN, cc.MAX], ids=lambda op: op.value)
+def test_grouped_allreduce_equals_one_allreduce_for_each(world, op):
+    dtypes = [d for d in oracle.DTYPES if oracle.is_defined(op, d)]
+
+    def check(comm):
+        for shapes in (SHAPES, SHAPES[:2], []):
+            kinds = [(s, dtypes[i % len(dtypes)]) for i, s in enumerate(shapes)]
+            everyones = [[oracle.data(r, s, d) for s, d in kinds] for r in range(comm.size)]
+            own = everyones[comm.rank]
+            results = comm.grouped_allreduce(own, op=op)
+            again = comm.grouped_allreduce(own, op=op)
+            assert len(results) == len(kinds)
+            for i, result in enumerate(results):
+                oracle.assert_close(result, [arrays[i] for arrays in everyones], op)
+                np.testing.assert_array_equal(result, again[i])
+
+    world.run(check)
+
+
+def test_groups_that_differ_are_one_error_on_all(world):
+    def check(comm):
+        if comm.size == 1:
+            return
+        shapes = [(2,), (4,)] if comm.rank == 1 else [(2,), (3,)]
+        with pytest.raises(cc.MismatchError, match="arrays is"):
+            comm.grouped_allreduce([np.zeros(s) for s in shapes])
+        with pytest.raises((TypeError, cc.MismatchError)):
+            comm.grouped_allreduce([np.zeros(2), np.zeros(2, int if comm.rank == 1 else float)])
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("num_rows", [None, 6, 1000])
+@pytest.mark.parametrize("op", [cc.SUM, cc.MEAN], ids=lambda op: op.value)
+def test_sparse_allreduce_adds_rows_of_equal_index(world, op, num_rows):
+    def check(comm):
+        def rows_of(rank):
+            random = np.random.default_rng(rank)
+            count = 0 if rank == 1 else 4 + rank
+            return random.integers(0, 6, count), random.standard_normal((count, 3))
+
+        large = np.zeros((6, 3))
+        named = set()
+        for rank in range(comm.size):
+            indices, values = rows_of(rank)
+            np.add.at(large, indices, values / (comm.size if op is cc.MEAN else 1))
+            named |= set(indices.tolist())
+        own_indices, own_values = rows_of(comm.rank)
+        indices, values = comm.sparse_allreduce(own_indices, own_values, num_rows=num_rows, op=op)
+        assert indices.tolist() == sorted(named)
+        np.testing.assert_allclose(values, large[sorted(named)], rtol=1e-12, atol=1e-12)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "call"),
+    [
+        (ValueError, "index for every", lambda c: c.sparse_allreduce([1, 2], np.ones((1, 2)))),
+        (ValueError, "out of range", lambda c: c.sparse_allreduce([-1], np.ones((1, 2)))),
+        (ValueError, "out of range", lambda c: c.sparse_allreduce([7], np.ones(1), num_rows=7)),
+        (TypeError, "no integers", lambda c: c.sparse_allreduce([0.5], np.ones(1))),
+        (TypeError, "SUM or MEAN", lambda c: c.sparse_allreduce([0], np.ones(1), op=cc.MAX)),
+        (ValueError, "each at most once", lambda c: c.group([0, 0])),
+        (ValueError, "splits do not fit", lambda c: c.alltoall(np.zeros(3), splits=[1] * 9)),
+    ],
+)  # fmt: skip
+def test_wrong_use_says_what_was_expected(world, kind, words, call):
+    def check(comm):
+        with pytest.raises(kind, match=words):
+            call(comm)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+def test_a_group_numbers_its_ranks_in_the_order_given(world):
+    def check(comm):
+        wanted = [comm.size - 1, *range(comm.size - 1)]
+        whole = comm.group(wanted)
+        assert wanted[whole.rank] == comm.rank
+        even = comm.group(range(0, comm.size, 2))
+        assert (even is None) == bool(comm.rank % 2)
+        if even is not None:
+            assert even.allgather(comm.rank).tolist() == list(range(0, comm.size, 2))
+
+    world.run(check)

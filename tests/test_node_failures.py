@@ -1,0 +1,83 @@
+"""Ranks that die or stop while the others wait for them in shared memory, where nobody sends."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+
+import pytest
+
+from launcher import mpirun
+
+PROGRAM = """
+import os, signal, sys, time
+import numpy as np
+import collectives as cc
+
+comm = cc.init()
+plan = comm.plan_allreduce(comm.shared_empty(1000, np.float32))
+plan()
+kind, what = sys.argv[1:3]
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+began = time.monotonic()
+try:
+    plan() if what == "plan" else comm.allreduce(np.ones(100_000), timeout=2)
+except cc.CollectiveError as error:
+    seconds = time.monotonic() - began
+    print(f"rank {comm.rank} after {seconds:.3f} s {type(error).__name__}: {error}", flush=True)
+try:
+    comm.barrier()
+except cc.CollectiveError as error:
+    print(f"rank {comm.rank} then {error}", flush=True)
+if kind == "stop" and comm.rank == 0:
+    comm._transport.mpi.Abort(3)  # the stopped rank would never end
+"""
+
+
+def run(tmp_path, *arguments, options=(), **extra):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    extra["UNISONO_RECORDER_DIR"] = str(tmp_path / "records")
+    return mpirun(3, program, *arguments, options=options, timeout=60, **extra)
+
+
+@pytest.mark.parametrize("what", ["plan", "call"])
+def test_a_killed_rank_is_a_peer_failure_on_the_others_at_once(tmp_path, what):
+    result = run(tmp_path, "kill", what, options=("--with-ft", "ulfm"))
+    for rank in (0, 2):
+        (line,) = [t for t in result.stdout.splitlines() if t.startswith(f"rank {rank} after ")]
+        assert "PeerFailure: " in line, result
+        assert f"rank 1 died (rank {rank} of 3)" in line
+        assert float(line.split()[3]) < 2
+        assert f"rank {rank} then barrier: this communicator is not usable" in result.stdout
+        record = json.loads((tmp_path / "records" / f"rank-{rank}.json").read_text())
+        assert "PeerFailure" in json.dumps(record)
+
+
+def test_a_stopped_rank_is_named_with_what_it_did_last(tmp_path):
+    result = run(tmp_path, "stop", "call")
+    line = next(t for t in result.stdout.splitlines() if t.startswith("rank 0 after "))
+    assert "CollectiveTimeout: allreduce: no answer within 2 s, still waiting for rank 1" in line
+    assert "rank 1 left plan_allreduce" in line
+
+
+def test_nothing_stays_in_shared_memory_when_all_ranks_are_killed(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+        import os, signal
+        import numpy as np
+        import collectives as cc
+        comm = cc.init()
+        x = comm.shared_empty(1 << 20, np.float32)
+        comm.allreduce(x, out=x)
+        comm.split(comm.rank % 2).barrier()
+        print("ready", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """)
+    )
+    result = mpirun(3, program, timeout=60)
+    assert "ready" in result.stdout
+    assert [name for name in os.listdir("/dev/shm") if name.startswith("unisono")] == []

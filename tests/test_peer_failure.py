@@ -1,0 +1,288 @@
+"""Ranks that are killed, stopped or interrupted, each in an mpirun of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from launcher import environment, mpirun, mpirun_path, run
+
+# Messages only: without shared memory a rank of the node is as far away as one of another node.
+MESSAGES = {"UNISONO_SHARED_MEMORY": "off"}
+
+# Seconds within which the survivors of a killed rank have to know.
+KNOWN_WITHIN = 2.0
+
+FAULT_TOLERANT = ("--with-ft", "ulfm")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fault_tolerant_mpi():
+    """These tests kill ranks and look at the survivors, so the MPI library must let them live."""
+    version = run([mpirun_path(), "--version"], timeout=30).stdout
+    if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
+        pytest.skip("fault tolerance needs Open MPI 5")
+
+
+HEAD = """
+    import os, signal, sys, threading, time
+    import numpy as np
+    import collectives as cc
+
+    def die():
+        # One clock for all processes of the machine.
+        print("died at", time.monotonic(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def survive(function):
+        try:
+            while True:
+                function()
+        except cc.PeerFailure as error:
+            now = time.monotonic()
+            print(f"rank {comm.rank} of {comm.size} knew at {now}: {error}", flush=True)
+
+    comm = cc.init()
+"""
+
+
+def program(tmp_path, text):
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(HEAD) + textwrap.dedent(text))
+    return file
+
+
+def check_that_survivors_knew(result, size, victim, operation):
+    """Every survivor must have named the victim in time."""
+    died = float(re.search(r"died at (\S+)", result.stdout)[1])
+    for rank in set(range(size)) - {victim}:
+        # A survivor that was slow to hear may find that others have ended meanwhile.
+        words = rf"rank {rank} of {size} knew at (\S+): {operation}: ranks? (?:\d )*{victim} .*died"
+        told = re.search(words + rf" \(rank {rank} of {size}\)", result.stdout)
+        assert told, result
+        assert float(told[1]) - died < KNOWN_WITHIN
+
+
+@pytest.mark.parametrize(
+    ("victim", "algorithm"), [(0, "tree"), (3, "tree"), (1, "ring"), (2, "native")]
+)
+def test_a_killed_rank_is_named_on_all_others_and_the_program_goes_on(tmp_path, victim, algorithm):
+    text = f"""
+        x = np.ones(100_000)
+        for step in range(3):
+            comm.allreduce(x, algorithm="{algorithm}")
+        if comm.rank == {victim}:
+            die()
+        survive(lambda: comm.allreduce(x, algorithm="{algorithm}"))
+        try:
+            comm.barrier()
+        except cc.CollectiveError as error:
+            print(f"rank {{comm.rank}} then: {{error}}", flush=True)
+    """
+    file = program(tmp_path, text)
+    result = mpirun(4, file, timeout=60, options=FAULT_TOLERANT, **MESSAGES)
+    check_that_survivors_knew(result, 4, victim, "allreduce")
+    then = "barrier: this communicator is not usable any more, since allreduce failed: PeerFailure"
+    assert result.stdout.count(then) == 3
+
+
+def test_a_rank_that_waits_for_a_living_one_learns_of_another_ones_death(tmp_path):
+    # Rank 0 waits for rank 1, which is busy, so nobody is there to tell it about rank 2.
+    text = """
+        from collectives.transport import Deadline, MpiTransport
+        from mpi4py import MPI
+        transport = MpiTransport(MPI.COMM_WORLD)
+        buffer = np.zeros(8)
+        if comm.rank == 2:
+            die()
+        elif comm.rank == 1:
+            open("busy", "w").close()
+            while not os.path.exists("known"):
+                time.sleep(0.01)
+        else:
+            survive(lambda: transport.receive(buffer, 1, Deadline("receive", 30)))
+            open("known", "w").close()
+    """
+    file = program(tmp_path, text)
+    result = mpirun(3, file, timeout=60, cwd=tmp_path, options=FAULT_TOLERANT, **MESSAGES)
+    died = float(re.search(r"died at (\S+)", result.stdout)[1])
+    told = re.search(r"rank 0 of 3 knew at (\S+): receive: rank 2 died", result.stdout)
+    assert told, result
+    assert float(told[1]) - died < KNOWN_WITHIN
+
+
+def test_two_ranks_killed_at_once(tmp_path):
+    text = """
+        comm.barrier()
+        if comm.rank in (0, 2):
+            die()
+        survive(comm.barrier)
+    """
+    result = mpirun(4, program(tmp_path, text), timeout=60, options=FAULT_TOLERANT, **MESSAGES)
+    for rank in (1, 3):
+        assert re.search(
+            rf"rank {rank} of 4 knew at \S+: barrier: ranks? (0|2|0 2) died", result.stdout
+        )
+
+
+def test_a_group_without_the_dead_rank_goes_on(tmp_path):
+    text = """
+        part = comm.split(0 if comm.rank < 2 else 1)
+        if comm.rank == 3:
+            die()
+        if comm.rank == 2:
+            survive(part.barrier)
+        else:
+            survive(comm.barrier)
+            print("sum", part.allreduce(1, op=cc.SUM), flush=True)
+    """
+    result = mpirun(4, program(tmp_path, text), timeout=60, options=FAULT_TOLERANT, **MESSAGES)
+    assert result.stdout.count("sum 2") == 2, result
+    assert "rank 2 of 4 knew" in result.stdout
+
+
+def test_a_request_raises_when_a_rank_is_killed(tmp_path):
+    text = """
+        from collectives.requests import Progress
+        progress = Progress(lambda: comm.split(0, comm.rank))
+        progress.submit("barrier", lambda c: c.barrier()).wait(30)
+        if comm.rank == 1:
+            die()
+        request = progress.submit("barrier", lambda c: c.barrier())
+        survive(lambda: request.wait(30))
+    """
+    result = mpirun(3, program(tmp_path, text), timeout=60, options=FAULT_TOLERANT, **MESSAGES)
+    check_that_survivors_knew(result, 3, 1, "barrier")
+
+
+def test_a_job_ends_and_names_a_request_that_the_other_rank_never_starts(tmp_path):
+    text = """
+        from collectives.requests import Progress
+        progress = Progress(lambda: comm.split(0, comm.rank))
+        progress.submit("barrier", lambda c: c.barrier()).wait(30)
+        if comm.rank == 0:
+            request = progress.submit("barrier_async", lambda c: c.barrier())
+    """
+    result = mpirun(2, program(tmp_path, text), timeout=60, **MESSAGES)
+    assert result.status == 0, result
+    told = "1 request not done when their communicator was closed: barrier_async at program.py:"
+    assert result.stderr.count(told) == 1, result
+
+
+def test_memory_of_a_message_that_nobody_waits_for_any_more_is_kept(tmp_path):
+    text = """
+        import gc, weakref
+        from collectives.transport import Deadline, MpiTransport
+        from mpi4py import MPI
+        transport = MpiTransport(MPI.COMM_WORLD)
+        array = np.zeros(8)
+        left = weakref.ref(array)
+        try:
+            transport.receive(array, 0, Deadline("receive", 0.1))
+        except cc.CollectiveTimeout:
+            pass
+        transport.close()  # does not wait
+        del array, transport
+        gc.collect()
+        print("kept", left() is not None)
+    """
+    assert mpirun(1, program(tmp_path, text), timeout=60).stdout == "kept True\n"
+
+
+@pytest.mark.parametrize("options", [(), FAULT_TOLERANT], ids=["plain", "fault tolerant"])
+def test_a_stopped_rank_is_named_by_the_deadline_and_the_job_ends(tmp_path, options):
+    text = """
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        comm.barrier(timeout=1 if comm.rank == 0 else 20)  # rank 0 waits for rank 1
+    """
+    began = time.monotonic()
+    result = mpirun(3, program(tmp_path, text), timeout=60, options=options, **MESSAGES)
+    assert time.monotonic() - began < 30
+    assert result.status != 0
+    assert "CollectiveTimeout: barrier: no answer within 1 s" in result.stderr, result
+    assert re.search(r"still waiting for rank 1 to send \d+ bytes \(rank 0 of 3\)", result.stderr)
+
+
+def test_an_exception_ends_a_fault_tolerant_job_too(tmp_path):
+    text = """
+        comm.barrier()
+        if comm.rank == 1:
+            raise KeyError("on rank 1")
+        comm.barrier()
+    """
+    result = mpirun(3, program(tmp_path, text), timeout=60, options=FAULT_TOLERANT, **MESSAGES)
+    assert result.status != 0
+    assert result.stderr.count("[1/3] KeyError: 'on rank 1'") == 1, result
+
+
+def test_ctrl_c_interrupts_a_wait_and_ends_the_communicator(tmp_path):
+    text = """
+        comm.barrier()
+        if comm.rank == 0:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            began = time.monotonic()
+            try:
+                comm.barrier()
+            except KeyboardInterrupt:
+                print("after", time.monotonic() - began, flush=True)
+            try:
+                comm.barrier()
+            except cc.CollectiveError as error:
+                print(error, flush=True)
+            open("interrupted", "w").close()
+        while not os.path.exists("interrupted"):
+            time.sleep(0.01)
+    """
+    result = mpirun(2, program(tmp_path, text), timeout=60, cwd=tmp_path, **MESSAGES)
+    assert 0.4 < float(re.search(r"after (\S+)", result.stdout)[1]) < 3, result
+    assert "since barrier failed: KeyboardInterrupt" in result.stdout
+
+
+def test_ctrl_c_at_the_terminal_ends_the_job(tmp_path):
+    text = """
+        comm.barrier()
+        print("waiting", flush=True)
+        if comm.rank == 0:
+            comm.barrier()
+        threading.Event().wait(50)
+    """
+    command = [mpirun_path(), "-np", "2", sys.executable, str(program(tmp_path, text))]
+    process = subprocess.Popen(
+        command, env=environment(**MESSAGES), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline() == "waiting\n"
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=20)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+
+
+def test_a_rank_that_waits_leaves_its_core_to_others(tmp_path):
+    text = """
+        comm.barrier()
+        if comm.rank == 0:
+            time.sleep(3)  # this rank is slow
+            comm.barrier()
+        else:
+            used = []
+            timer = threading.Timer(0.05, lambda: used.append(time.process_time()))
+            timer.start()
+            began = time.monotonic()
+            comm.barrier()
+            print("share", (time.process_time() - used[0]) / (time.monotonic() - began))
+    """
+    result = mpirun(2, program(tmp_path, text), timeout=60, **MESSAGES)
+    assert float(re.search(r"share (\S+)", result.stdout)[1]) <= 0.05, result

@@ -1,0 +1,259 @@
+"""What is recorded of operations, and when and where it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from collectives import board, recorder
+from collectives.board import Board
+from collectives.errors import CollectiveTimeout
+from collectives.recorder import Recorder, default_directory
+from launcher import run
+
+LIMIT = 20.0
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Let this process write to a folder of its own; returns the folder."""
+    monkeypatch.setattr(recorder, "_process", None)
+    before = signal.getsignal(signal.SIGUSR2)
+    recorder.install(3, 8, str(tmp_path / "records"))
+    yield tmp_path / "records"
+    signal.signal(signal.SIGUSR2, before)
+
+
+def wait_for(condition):
+    give_up = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_a_record_says_what_when_where_and_how_it_ended(tmp_path):
+    mine = Recorder("world", 1, 4)
+    before = time.time()
+    good = mine.begin(7, "allreduce")
+    line = sys._getframe().f_lineno - 1
+    good.fields = {"op": "SUM", "dtype": np.dtype("float32"), "shape": (2, 3), "root": 0}
+    good.end()
+    mine.begin(8, "barrier").end(CollectiveTimeout("rank 2 is silent"))
+    mine.begin(9, "gather")
+    mine.dump(tmp_path / "dump.json")
+
+    facts = json.loads((tmp_path / "dump.json").read_text())
+    assert (facts["name"], facts["rank"], facts["size"]) == ("world", 1, 4)
+    first, second, third = facts["operations"]
+    expected = {
+        "number": 7, "operation": "allreduce", "op": "SUM", "dtype": "float32", "shape": [2, 3],
+        "root": 0, "state": "done", "site": f"{__file__}:{line}",
+    }  # fmt: skip
+    assert expected.items() <= first.items()
+    assert 0 <= first["seconds"] < LIMIT
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", first["began"])
+    assert first["began"][:16] in (
+        time.strftime("%Y-%m-%dT%H:%M", time.gmtime(t)) for t in (before, time.time())
+    )
+    assert second["state"] == "CollectiveTimeout: rank 2 is silent"
+    assert (third["state"], third["ended"]) == ("running", None)
+
+
+def test_the_last_256_operations_are_kept():
+    mine = Recorder("world", 0, 1)
+    for number in range(1000):
+        mine.begin(number, "barrier").end()
+    assert [record.number for record in mine.records] == list(range(1000 - 256, 1000))
+
+
+def test_the_call_site_is_the_first_frame_outside_of_our_packages():
+    inner = {"call_site": recorder.call_site, "__name__": "collectives.somewhere"}
+    exec("def inside():\n return call_site()\n", inner)
+    outer = {**inner, "__name__": "strategies.somewhere"}
+    exec("def outside():\n return inside()\n", outer)
+    site = outer["outside"]()
+    line = sys._getframe().f_lineno - 1
+    assert (site.file, site.line) == (__file__, line)
+    assert str(site) == f"test_recorder.py:{line}"
+
+
+def test_a_thread_may_record_for_another_one():
+    site = recorder.call_site()
+    seen = []
+
+    def body():
+        recorder.given.site = site
+        seen.append(Recorder("world", 0, 1).begin(1, "barrier").site)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join(LIMIT)
+    assert seen == [site]
+    assert recorder.given.site is None
+
+
+def test_recording_costs_little():
+    mine = Recorder("world", 0, 1)
+    seconds = []
+    for _ in range(200):
+        began = time.perf_counter()
+        for number in range(100):
+            mine.begin(number, "barrier").end()
+        seconds.append((time.perf_counter() - began) / 100)
+    # 0.9 us where it was measured; the limit leaves room for slower machines.
+    assert min(seconds) < 5e-6
+
+
+def test_nothing_is_written_before_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(recorder, "_process", None)
+    monkeypatch.chdir(tmp_path)
+    assert recorder.write("a test") is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_write_makes_one_file_for_all_communicators_of_the_process(installed, caplog):
+    world, part = Recorder("world", 3, 8), Recorder("part", 1, 2)
+    world.begin(1, "split").end()
+    part.begin(1, "barrier")
+    path = recorder.write("a test")
+    assert path == installed / "rank-3.json"
+    facts = json.loads(path.read_text())
+    assert (facts["rank"], facts["size"], facts["reason"]) == (3, 8, "a test")
+    named = {one["name"]: one for one in facts["communicators"]}
+    assert named["part"]["operations"][0]["operation"] == "barrier"
+    assert any("in test_write_makes_one_file" in "".join(s) for s in facts["threads"].values())
+    assert str(path) in caplog.text
+    recorder.write("another test")
+    assert [file.name for file in installed.iterdir()] == ["rank-3.json"]
+
+
+def test_a_file_that_cannot_be_written_is_logged_and_no_error(installed, caplog):
+    installed.parent.joinpath("records").write_text("a file where the folder should be")
+    assert recorder.write("a test") is None
+    assert "[3/8] no flight record" in caplog.text
+
+
+def test_sigusr2_writes_the_file_also_while_a_lock_of_the_log_is_held(installed):
+    for handler in recorder.logging.getLogger().handlers:
+        handler.acquire()
+    try:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        time.sleep(0)  # the handler runs between two lines of the main thread
+    finally:
+        for handler in recorder.logging.getLogger().handlers:
+            handler.release()
+    path = installed / "rank-3.json"
+    wait_for(path.exists)
+    assert json.loads(path.read_text())["reason"] == "SIGUSR2"
+
+
+def test_a_handler_of_the_program_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(recorder, "_process", None)
+    seen = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: seen.append(1))
+    try:
+        recorder.install(0, 1, str(tmp_path))
+        os.kill(os.getpid(), signal.SIGUSR2)
+        wait_for(lambda: seen)
+        assert not list(tmp_path.iterdir())
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_install_outside_the_main_thread_leaves_the_signal_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(recorder, "_process", None)
+    before = signal.getsignal(signal.SIGUSR2)
+    thread = threading.Thread(target=recorder.install, args=(0, 1, str(tmp_path)))
+    thread.start()
+    thread.join(LIMIT)
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert recorder.write("a test") == tmp_path / "rank-0.json"
+
+
+def test_sigusr2_shows_where_the_main_thread_waits(tmp_path):
+    text = f"""
+        import os, signal, threading
+        from collectives import recorder
+        recorder.install(0, 1, {str(tmp_path)!r})
+        def a_long_wait():
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+            while not os.path.exists({str(tmp_path / "rank-0.json")!r}):
+                threading.Event().wait(0.01)
+        a_long_wait()
+    """
+    assert run([sys.executable, "-c", textwrap.dedent(text)], timeout=30).status == 0
+    facts = json.loads((tmp_path / "rank-0.json").read_text())
+    (stack,) = [s for name, s in facts["threads"].items() if name.startswith("MainThread")]
+    assert "in a_long_wait" in "".join(stack)
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"SLURM_JOB_ID": "4711", "PMIX_NAMESPACE": "x"}, "4711"),
+        ({"PMIX_NAMESPACE": "prterun-vm-117@1"}, "prterun-vm-117-1"),
+        ({"PMIX_NAMESPACE": "../../etc"}, "..-..-etc"),
+        ({}, str(os.getppid())),
+    ],
+)
+def test_the_ranks_of_a_job_write_to_one_folder(environ, name):
+    assert default_directory(environ, 2) == f"unisono-recorder-{name}"
+
+
+def test_a_world_of_one_without_a_launcher_has_a_folder_of_its_own():
+    assert default_directory({}, 1) == f"unisono-recorder-{os.getpid()}"
+
+
+class TestBoard:
+    """Three ranks of one node that share 384 bytes."""
+
+    @pytest.fixture
+    def ranks(self):
+        memory = np.zeros(3 * board.NOTE_BYTES, np.uint8)
+        return [(Board(memory, rank), Recorder("world", rank, 3)) for rank in range(3)]
+
+    @staticmethod
+    def enter(rank, number, operation):
+        notes, recorded = rank
+        record = recorded.begin(number, operation)
+        notes.enter(record)
+        return record
+
+    def leave(self, rank, number, operation):
+        record = self.enter(rank, number, operation)
+        record.end()
+        rank[0].leave(record)
+
+    def test_it_names_those_who_have_not_come_and_what_they_last_did(self, ranks):
+        self.leave(ranks[1], 11, "barrier")
+        self.enter(ranks[0], 12, "allreduce")
+        told = ranks[0][0].missing()
+        words = r"rank 1 left barrier #11 at test_recorder.py:\d+ 0 s ago, "
+        assert re.fullmatch(words + "rank 2 has called nothing yet", told), told
+
+    def test_a_rank_that_is_still_in_an_earlier_operation(self, ranks):
+        self.enter(ranks[0], 12, "allreduce")
+        self.enter(ranks[1], 11, "gather")
+        self.leave(ranks[2], 12, "allreduce")
+        words = r"rank 1 has been in gather #11 at test_recorder.py:\d+ for 0 s"
+        assert re.fullmatch(words, ranks[0][0].missing())
+
+    def test_nobody_is_missing_when_all_have_come(self, ranks):
+        for rank in ranks:
+            self.enter(rank, 5, "barrier")
+        assert ranks[0][0].missing() == ""
+
+    def test_a_long_name_is_cut(self, ranks):
+        self.leave(ranks[1], 1, "x" * 500)
+        self.enter(ranks[0], 2, "barrier")
+        assert "rank 1 left " + "x" * 100 in ranks[0][0].missing()
+        assert "rank 2 has called nothing" in ranks[0][0].missing()

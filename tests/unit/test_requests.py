@@ -1,0 +1,347 @@
+"""Requests and the thread that carries them out, over a stand-in for a communicator."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+import traceback
+import weakref
+
+import numpy as np
+import pytest
+
+from collectives import CollectiveError, CollectiveTimeout, MismatchError, requests
+from collectives.requests import Progress, asynchronous
+from collectives.transport import Deadline
+from launcher import run
+
+LIMIT = 20.0
+
+
+class Private:
+    """What requests are carried out on: notes what happens to it."""
+
+    def __init__(self):
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+class Owner:
+    """Something with one blocking operation and its twin."""
+
+    def __init__(self):
+        self.private = Private()
+        self.duplicates = 0
+        self._progress = Progress(self._duplicate)
+
+    def _duplicate(self):
+        self.duplicates += 1
+        return self.private
+
+    def work(self, function, *, then=lambda result: result):
+        """Call two functions, one on the result of the other."""
+        return then(function())
+
+    work_async = asynchronous(work)
+
+
+@pytest.fixture
+def owner():
+    owner = Owner()
+    yield owner
+    owner._progress.close()
+
+
+@pytest.fixture
+def gate():
+    """An event that lets an operation go on; set at the end, so that no thread is left."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def names(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_request_returns_what_the_operation_returned(owner):
+    request = owner.work_async(lambda: 21, then=lambda x: 2 * x)
+    assert request.wait(LIMIT) == 42
+    assert request.done()
+    assert request.wait() == 42
+
+
+def test_requests_are_carried_out_one_after_the_other_in_the_order_of_issue(owner):
+    order = []
+    requests = [owner.work_async(lambda i=i: order.append(i) or i) for i in range(1000)]
+    assert requests[-1].wait(LIMIT) == 999
+    assert order == list(range(1000))
+    assert all(request.done() for request in requests)
+    assert [request.wait() for request in requests] == order
+
+
+def test_nothing_is_started_before_the_first_request():
+    owner = Owner()
+    before = threading.active_count()
+    assert (owner.duplicates, threading.active_count()) == (0, before)
+    owner._progress.close()
+    assert owner.private.closed == 0
+
+
+def test_the_private_communicator_is_made_once_by_the_calling_thread_and_closed_once(owner):
+    makers = []
+    owner._progress = Progress(lambda: makers.append(threading.current_thread()) or owner.private)
+    for _ in range(3):
+        owner.work_async(lambda: 1).wait(LIMIT)
+    owner._progress.close()
+    owner._progress.close()
+    assert makers == [threading.current_thread()]
+    assert owner.private.closed == 1
+
+
+def test_the_thread_ends_with_close_and_sleeps_while_idle(owner):
+    owner.work_async(lambda: 1).wait(LIMIT)
+    (thread,) = [t for t in threading.enumerate() if t.name == "unisono-requests"]
+    used = time.process_time()
+    thread.join(0.5)
+    assert time.process_time() - used < 0.05
+    owner._progress.close()
+    assert not thread.is_alive()
+
+
+def test_an_error_is_raised_by_every_wait_with_the_operations_lines(owner):
+    def breaks():
+        raise ValueError("the operation's own")
+
+    request = owner.work_async(breaks)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the operation's own") as caught:
+            request.wait(LIMIT)
+        lines = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert lines.count("breaks") == 1
+        assert lines.count("wait") == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), MismatchError("x")])
+def test_requests_go_on_after_an_error_that_leaves_the_ranks_in_step(owner, error):
+    def breaks():
+        raise error
+
+    first, second = owner.work_async(breaks), owner.work_async(lambda: 5)
+    with pytest.raises(type(error)):
+        first.wait(LIMIT)
+    assert second.wait(LIMIT) == 5
+
+
+def test_after_a_failure_the_later_ones_fail_at_once_and_name_the_first(owner, gate):
+    done = []
+
+    def breaks():
+        gate.wait(LIMIT)
+        raise CollectiveTimeout("rank 3 is silent")
+
+    first = owner.work_async(breaks)
+    later = [owner.work_async(lambda: done.append(1)) for _ in range(3)]
+    gate.set()
+    with pytest.raises(CollectiveTimeout, match="rank 3 is silent"):
+        first.wait(LIMIT)
+    later.append(owner.work_async(lambda: done.append(1)))
+    line = first._job.site.line
+    for request in later:
+        words = r"work_async at test_requests.py:\d+: not carried out, since work_async at "
+        words += rf"test_requests.py:{line} failed: CollectiveTimeout: rank 3 is silent"
+        with pytest.raises(CollectiveError, match=words):
+            request.wait(LIMIT)
+    assert not done
+
+
+def test_a_wait_that_is_over_leaves_the_request_under_way(owner, gate):
+    request = owner.work_async(lambda: gate.wait(LIMIT))
+    with pytest.raises(CollectiveTimeout, match=r"wait: work_async at test_requests.py:\d+ is not"):
+        request.wait(0.05)
+    assert not request.done()
+    gate.set()
+    assert request.wait(LIMIT) is True
+
+
+def test_several_threads_may_wait_for_one_request(owner, gate):
+    request = owner.work_async(lambda: gate.wait(LIMIT) and 7)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(request.wait(LIMIT))) for _ in "1234"]
+    for thread in threads:
+        thread.start()
+    gate.set()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert results == [7] * 4
+
+
+def test_ctrl_c_interrupts_a_wait_and_the_request_goes_on(owner, gate):
+    request = owner.work_async(lambda: gate.wait(LIMIT))
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        request.wait(LIMIT)
+    assert time.monotonic() - began < 5
+    timer.join()
+    gate.set()
+    assert request.wait(LIMIT) is True
+
+
+def test_repr_says_where_it_was_issued_and_how_far_it_is(owner, gate):
+    first, second = owner.work_async(lambda: gate.wait(LIMIT)), owner.work_async(lambda: 1 // 0)
+    line = sys._getframe().f_lineno - 1
+    assert repr(second) == f"<Request work_async at test_requests.py:{line}: not begun>"
+    gate.set()
+    first.wait(LIMIT)
+    assert repr(first).endswith(": done>")
+    with pytest.raises(ZeroDivisionError):
+        second.wait(LIMIT)
+    assert "failed: ZeroDivisionError: integer division" in repr(second)
+
+
+def test_a_request_that_nobody_waits_for_is_named_once_when_it_is_dropped(owner, gate, caplog):
+    owner.work_async(lambda: gate.wait(LIMIT))
+    line = sys._getframe().f_lineno - 1
+    gc.collect()
+    (told,) = names(caplog)
+    assert told.startswith(f"nobody waited for work_async at test_requests.py:{line}, which is ")
+    gate.set()
+    owner._progress.close()
+    assert len(names(caplog)) == 1
+
+
+def test_a_failure_that_nobody_waits_for_is_in_the_warning(owner, caplog):
+    request = owner.work_async(lambda: 1 // 0)
+    owner.work_async(lambda: 1).wait(LIMIT) if request.done() else request._job.future.exception(9)
+    del request
+    gc.collect()
+    assert any("failed: ZeroDivisionError" in told for told in names(caplog))
+
+
+def test_a_request_that_was_waited_for_is_not_named(owner, caplog):
+    owner.work_async(lambda: 1).wait(LIMIT)
+    gc.collect()
+    assert not names(caplog)
+
+
+def test_closing_waits_for_what_is_under_way(owner):
+    began = threading.Event()
+    request = owner.work_async(lambda: began.set() or time.sleep(0.2) or 3)
+    owner._progress.close()
+    assert request.done()
+    assert request.wait() == 3
+
+
+def test_closing_names_what_does_not_end_in_one_warning(owner, gate, caplog, monkeypatch):
+    monkeypatch.setattr(requests, "_DRAIN", 0.1)
+    held = [owner.work_async(lambda: gate.wait(LIMIT)) for _ in range(12)]
+    owner._progress.close()
+    (told,) = names(caplog)
+    assert told.startswith("12 requests not done when their communicator was closed: work_")
+    assert told.count("work_async at test_requests.py:") == 10
+    for request in held:
+        with pytest.raises(CollectiveError, match="was closed before it was done"):
+            request.wait()
+    assert owner.private.closed == 0  # the operation still uses it
+    del held, request
+    gc.collect()
+    assert len(names(caplog)) == 1
+
+
+def test_closing_stops_an_operation_that_waits_for_another_rank(owner, caplog, monkeypatch):
+    monkeypatch.setattr(requests, "_DRAIN", 0.05)
+
+    def waits():
+        deadline = Deadline("barrier", 60.0)
+        while True:
+            deadline.check(0, 2, [])
+            time.sleep(0.001)
+
+    request = owner.work_async(waits)
+    (thread,) = [t for t in threading.enumerate() if t.name == "unisono-requests"]
+    owner._progress.close()
+    assert not thread.is_alive()
+    with pytest.raises(CollectiveError, match="was closed before it was done"):
+        request.wait()
+    assert len(names(caplog)) == 1
+    Deadline("barrier", 60.0).check(0, 2, [])  # other threads go on
+
+
+def test_no_request_after_close(owner):
+    owner._progress.close()
+    with pytest.raises(CollectiveError, match="work_async at .*: the communicator was closed"):
+        owner.work_async(lambda: 1)
+
+
+def test_memory_of_a_request_is_released_when_it_is_dropped(owner):
+    arrays = [np.zeros(8), np.zeros(8)]
+    left = [weakref.ref(array) for array in arrays]
+    request = owner.work_async(lambda given=arrays: given[1])
+    assert request.wait(LIMIT) is arrays[1]
+    del arrays, request
+    owner.work_async(lambda: 1).wait(LIMIT)  # the thread has put the first one away
+    assert [ref() for ref in left] == [None, None]
+
+
+def test_a_forked_child_starts_and_waits_for_nothing(owner, gate):
+    request = owner.work_async(lambda: gate.wait(LIMIT))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            for action in (lambda: owner.work_async(lambda: 1), lambda: request.wait()):
+                with pytest.raises(CollectiveError, match="child"):
+                    action()
+            owner._progress.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gate.set()
+    request.wait(LIMIT)
+
+
+HANGS_AT_EXIT = """
+    import threading, time
+    from collectives import requests
+    requests._DRAIN = 0.2
+    class Owner:
+        def __init__(self):
+            self._progress = requests.Progress(lambda: self)
+        def close(self):
+            pass
+        def work(self, function):
+            return function()
+        work_async = requests.asynchronous(work)
+    owner = Owner()
+    held = owner.work_async(threading.Event().wait)
+    {last}
+"""
+
+
+@pytest.mark.parametrize("last", ["pass", "held.done()", "raise SystemExit(0)"])
+def test_a_program_ends_while_a_request_hangs_and_names_it(last):
+    result = run(
+        [sys.executable, "-c", textwrap.dedent(HANGS_AT_EXIT.format(last=last))], timeout=30
+    )
+    assert result.status == 0
+    assert result.stderr.count("1 request not done") == 1, result.stderr
+    assert "work_async at <string>:14" in result.stderr
+
+
+def test_a_finished_request_that_nobody_waited_for_is_named_at_exit():
+    text = HANGS_AT_EXIT.format(last="held = owner.work_async(lambda: 1)")
+    text = text.replace("threading.Event().wait", "int")
+    result = run([sys.executable, "-c", textwrap.dedent(text)], timeout=30)
+    assert result.status == 0
+    assert result.stderr.count("nobody waited for work_async at <string>:14, which is") == 1
+    assert result.stderr.count("nobody waited for work_async at <string>:15, which is") == 1
