@@ -23,9 +23,35 @@ from strategies.input.batching import (
 )
 from strategies.input.coordinator import Coordinator, LooperThread
 from strategies.input.decode import decode_csv
-from strategies.input.producers import string_input_producer
-from strategies.input.queues import FIFOQueue, RandomShuffleQueue
-from strategies.input.readers import TextLineReader
+from strategies.input.files import match_files
+from strategies.input.filtering import (
+    maybe_batch,
+    maybe_batch_join,
+    maybe_shuffle_batch,
+    maybe_shuffle_batch_join,
+)
+from strategies.input.producers import (
+    input_producer,
+    limit_epochs,
+    preload,
+    range_input_producer,
+    slice_input_producer,
+    string_input_producer,
+)
+from strategies.input.queues import (
+    FIFOQueue,
+    PaddingFIFOQueue,
+    PriorityQueue,
+    RandomShuffleQueue,
+)
+from strategies.input.readers import (
+    FixedLengthRecordReader,
+    IdentityReader,
+    TextLineReader,
+    TFRecordReader,
+    WholeFileReader,
+)
+from strategies.input.records import TFRecordWriter
 from strategies.input.runners import QueueRunner, start_queue_runners
 from strategies.multi_worker import MultiWorkerMirroredStrategy
 from strategies.one_device import OneDeviceStrategy
@@ -43,28 +69,45 @@ __all__ = [
     "DefaultStrategy",
     "DistributedOptimizer",
     "FIFOQueue",
+    "FixedLengthRecordReader",
+    "IdentityReader",
     "InputContext",
     "LooperThread",
     "MetricsWriter",
     "Momentum",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "PaddingFIFOQueue",
+    "PriorityQueue",
     "Progress",
     "QueueRunner",
     "RandomShuffleQueue",
     "Strategy",
+    "TFRecordReader",
+    "TFRecordWriter",
     "TextLineReader",
     "Variable",
+    "WholeFileReader",
     "batch",
     "batch_join",
     "csv_batches",
     "decode_csv",
     "errors",
     "get_strategy",
+    "input_producer",
+    "limit_epochs",
     "loss_curve",
+    "match_files",
+    "maybe_batch",
+    "maybe_batch_join",
+    "maybe_shuffle_batch",
+    "maybe_shuffle_batch_join",
+    "preload",
+    "range_input_producer",
     "read_metrics",
     "shuffle_batch",
     "shuffle_batch_join",
+    "slice_input_producer",
     "start_queue_runners",
     "string_input_producer",
 ]

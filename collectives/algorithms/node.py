@@ -62,8 +62,11 @@ _MOST_SLOT_BYTES = 1 << 20
 # Bytes for the note of a rank's last call (`collectives.board`).
 NOTE_BYTES = 128
 
-# Bytes up to which every rank adds everything itself, for 2 ranks; with more, the reading grows.
-ONE_SHOT_BYTES = 1 << 16
+# Bytes of an array up to which every rank adds everything itself, with one wait instead of two. One
+# shot / pipelined, in us, medians (`benchmarks/allreduce.py` has the peers): 2 ranks on 2 cores
+# 8 KiB 0.90 / 1.17, 16 KiB 1.31 / 1.19, 64 KiB 5.7 / 3.6; 4 ranks on 2 cores, where a wait costs a
+# change of process, 8 KiB 4.4 / 6.2, 64 KiB 31 / 41, 128 KiB 80 / 52.
+ONE_SHOT_BYTES, ONE_SHOT_BYTES_CROWDED = 1 << 13, 1 << 16
 
 _PAGE = 4096
 
@@ -186,6 +189,7 @@ class Engine:
         self._shared: list[_Shared] = []
         base = _address(memory)
         crowded = self.size > (os.cpu_count() or 1)
+        self._one_shot_bytes = ONE_SHOT_BYTES_CROWDED if crowded else ONE_SHOT_BYTES
         self._template = np.zeros(rounds.WORDS, np.int64)
         for word, value in (
             (rounds.RANK, self.rank),
@@ -229,7 +233,7 @@ class Engine:
             table = np.array([base + place.offset for base in shared.bases], np.int64)
             block[k.TABLE] = _address(table)
             return Work(k.shared, block, (bounds, table, send))
-        if send.nbytes * (self.size - 1) <= ONE_SHOT_BYTES:
+        if send.nbytes <= self._one_shot_bytes:
             return Work(k.one_shot, block, (bounds, send, out))
         return Work(k.pipelined, block, (bounds, send, out))
 

@@ -7,9 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from strategies.input.decode import decode_csv
+from strategies.input.files import match_files
 from strategies.input.pipelines import Batches, Read
 from strategies.input.producers import string_input_producer
-from strategies.input.queues import FIFOQueue, Queue, RandomShuffleQueue
+from strategies.input.queues import FIFOQueue, PaddingFIFOQueue, Queue, RandomShuffleQueue
+from strategies.input.reader_base import Damage
 from strategies.input.readers import TextLineReader
 from strategies.input.runners import QueueRunner
 
@@ -25,6 +27,8 @@ def batch(
     num_threads: int = 1,
     capacity: int = 32,
     enqueue_many: bool = False,
+    shapes: Sequence[Sequence[int | None]] | None = None,
+    dynamic_pad: bool = False,
     allow_smaller_final_batch: bool = False,
     runners: Sequence[QueueRunner] = (),
 ) -> Batches:
@@ -33,11 +37,14 @@ def batch(
     Args:
         read: called again and again by each thread; returns one value per component, bare or in a
             list, tuple or dict, and raises `OutOfRangeError` when there is no more. All elements
-            have the dtypes and shapes of the first.
+            have the dtypes and, unless they are padded, the shapes of the first.
         batch_size: rows per batch.
         num_threads: threads that call `read` at the same time.
         capacity: rows that wait to become batches.
         enqueue_many: whether `read` returns several rows at a time, counted by dimension 0.
+        shapes: shape of each component of one row; None for those of the first.
+        dynamic_pad: whether rows may differ in size; a batch is padded at the end with 0, False or
+            empty text to its largest row, in all dimensions, or those that are None in `shapes`.
         allow_smaller_final_batch: whether to return the rest that fills no batch; otherwise it is
             dropped.
         runners: of queues that `read` uses; they are started and stopped with the pipeline.
@@ -63,6 +70,8 @@ def batch(
         batch_size,
         capacity=capacity,
         enqueue_many=enqueue_many,
+        shapes=shapes,
+        dynamic_pad=dynamic_pad,
         allow_smaller_final_batch=allow_smaller_final_batch,
         runners=runners,
     )
@@ -74,13 +83,19 @@ def batch_join(
     *,
     capacity: int = 32,
     enqueue_many: bool = False,
+    shapes: Sequence[Sequence[int | None]] | None = None,
+    dynamic_pad: bool = False,
     allow_smaller_final_batch: bool = False,
     runners: Sequence[QueueRunner] = (),
 ) -> Batches:
     """As `batch`, with one thread for each of several functions, so that each may have its file."""
 
-    def make_queue(dtypes: Any, shapes: Any, names: Any) -> Queue:
-        return FIFOQueue(capacity, dtypes, shapes, names=names, name="batch")
+    def make_queue(dtypes: Any, first_shapes: Any, names: Any) -> Queue:
+        if dynamic_pad:
+            padded: Any = shapes or [(None,) * len(shape) for shape in first_shapes]
+            return PaddingFIFOQueue(capacity, dtypes, padded, names=names, name="batch")
+        known: Any = shapes or first_shapes
+        return FIFOQueue(capacity, dtypes, known, names=names, name="batch")
 
     return Batches(
         reads,
@@ -173,7 +188,7 @@ def shuffle_batch_join(
 
 @contextmanager
 def csv_batches(
-    files: Sequence[str],
+    files: str | Sequence[str],
     record_defaults: Sequence[Any],
     *,
     batch_size: int,
@@ -185,6 +200,7 @@ def csv_batches(
     min_after_dequeue: int = 1024,
     skip_header_lines: int = 0,
     allow_smaller_final_batch: bool = False,
+    on_damage: Damage = "raise",
     **decode_options: Any,
 ) -> Iterator[Batches]:
     """Read CSV files in threads, mix their rows, and iterate over batches.
@@ -193,7 +209,8 @@ def csv_batches(
     each row comes once; with several, rows of two epochs may mix where these meet.
 
     Args:
-        files: paths; those that end in `.gz` are unpacked.
+        files: one or several paths, patterns or URLs, as for `match_files`; those that end in
+            `.gz` are unpacked.
         record_defaults: types and defaults of the columns, as for `decode_csv`.
         batch_size: rows per batch.
         transform: what becomes of decoded columns, called in the reader threads with a list of one
@@ -209,10 +226,12 @@ def csv_batches(
         skip_header_lines: lines at the beginning of each file that are no rows.
         allow_smaller_final_batch: whether to return the rest that fills no batch; otherwise it is
             dropped.
+        on_damage: what to do about damaged files and lines that do not fit: "raise", or "skip" and
+            count.
         **decode_options: more arguments for `decode_csv`.
 
     Yields:
-        The batches: an iterable that counts `rows_read` and `wait_seconds`.
+        The batches: an iterable that counts `rows_read`, `rows_skipped` and `wait_seconds`.
 
     Raises:
         NotFoundError: a file does not exist.
@@ -232,14 +251,21 @@ def csv_batches(
                     ...
     """
     names = string_input_producer(
-        files, num_epochs=num_epochs, shuffle=shuffle, seed=seed, name="csv_files"
+        match_files(files), num_epochs=num_epochs, shuffle=shuffle, seed=seed, name="csv_files"
     )
-    readers = [TextLineReader(skip_header_lines) for _ in range(num_threads)]
+    readers = [TextLineReader(skip_header_lines, on_damage=on_damage) for _ in range(num_threads)]
+    decode_options.update(record_defaults=record_defaults, on_damage=on_damage)
 
     def reads_of(reader: TextLineReader) -> Read:
         def read() -> Any:
-            keys, lines = reader.read_up_to(names.queue, _ROWS_PER_READ)
-            return transform(decode_csv(lines, record_defaults, keys=keys, **decode_options))
+            before = reader.num_skipped()
+            try:
+                keys, lines = reader.read_up_to(names.queue, _ROWS_PER_READ)
+            finally:
+                batches.count_skipped(reader.num_skipped() - before)
+            columns = decode_csv(lines, keys=keys, **decode_options)
+            batches.count_skipped(len(lines) - len(columns[0]) if columns else 0)
+            return transform(columns)
 
         return read
 
@@ -251,13 +277,12 @@ def csv_batches(
     with ExitStack() as stack:
         for reader in readers:
             stack.callback(reader.reset)
-        yield stack.enter_context(
-            join(
-                [reads_of(reader) for reader in readers],
-                batch_size,
-                enqueue_many=True,
-                allow_smaller_final_batch=allow_smaller_final_batch,
-                runners=[names.runner],
-                **options,
-            )
+        batches = join(
+            [reads_of(reader) for reader in readers],
+            batch_size,
+            enqueue_many=True,
+            allow_smaller_final_batch=allow_smaller_final_batch,
+            runners=[names.runner],
+            **options,
         )
+        yield stack.enter_context(batches)

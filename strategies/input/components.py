@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from strategies.errors import InvalidArgumentError
 from strategies.input.rows import Array, Columns
+from strategies.input.values import (
+    DType,
+    as_array,
+    as_dtype,
+    boxed_rows,
+    padded_rows,
+    scalar_types,
+)
 
-__all__ = ["Components", "DType", "dtype_of"]
+__all__ = ["Components", "Shape"]
 
-DType = np.dtype[Any] | type[str] | type[bytes]
-"""A NumPy dtype of fixed size, or `str` / `bytes` for components that are Python objects."""
-
-_KINDS = "biufcV"  # V: the 16-bit floats of ml_dtypes call themselves void
+Shape: TypeAlias = tuple[int | None, ...]
+"""Sizes of an element's dimensions; None where elements of one queue may differ."""
 
 
 class Components:
@@ -23,22 +29,42 @@ class Components:
 
     Args:
         dtypes: one dtype per component, or a single one; `str` and `bytes` for text.
-        shapes: one fully known shape per component, or None when elements may differ in shape.
+        shapes: one shape per component, or None when elements may differ in shape.
         names: one name per component if elements are dicts, else None.
+        padded: whether a dimension may be None: elements may differ there, and batches are padded.
+        prioritised: whether a component of int64 scalars comes before those of `dtypes`.
 
     Raises:
         ValueError: no dtype, lengths that differ, or a shape that is not fully known.
         TypeError: a dtype that is neither numeric nor `str` or `bytes`.
+
+    Attributes:
+        dtypes: one per component.
+        shapes: one per component, or None.
+        names: one per component, or None.
     """
 
     def __init__(
-        self, dtypes: Any, shapes: Sequence[Sequence[int]] | None, names: Sequence[str] | None
+        self,
+        dtypes: Any,
+        shapes: Sequence[Sequence[int | None]] | None,
+        names: Sequence[str] | None,
+        *,
+        padded: bool = False,
+        prioritised: bool = False,
     ) -> None:
         listed = dtypes if isinstance(dtypes, (list, tuple)) else [dtypes]
-        self.dtypes: tuple[DType, ...] = tuple(_as_dtype(dtype) for dtype in listed)
+        self.dtypes: tuple[DType, ...] = tuple(as_dtype(dtype) for dtype in listed)
+        self.shapes = (
+            None if shapes is None else tuple(_as_shape(shape, padded) for shape in shapes)
+        )
+        if prioritised:
+            if not self.dtypes:
+                self.shapes = ()
+            self.dtypes = (np.dtype(np.int64), *self.dtypes)
+            self.shapes = None if self.shapes is None else ((), *self.shapes)
         if not self.dtypes:
             raise ValueError("queue: no components, expected at least one dtype, got ()")
-        self.shapes = None if shapes is None else tuple(_as_shape(shape) for shape in shapes)
         self.names = None if names is None else tuple(names)
         for what, given in (("shapes", self.shapes), ("names", self.names)):
             if given is not None and len(given) != len(self.dtypes):
@@ -48,7 +74,18 @@ class Components:
                 )
         if self.names is not None and len(set(self.names)) != len(self.names):
             raise ValueError(f"queue: names must differ, got {self.names}")
-        self._scalars = [_scalar_types(dtype) for dtype in self.dtypes]
+        self._prioritised = prioritised
+        # What each component must look like; None for anything.
+        self._wanted: list[Shape | None] = list(self.shapes or [None] * len(self.dtypes))
+        if prioritised:
+            self._wanted[0] = ()
+        # Components whose elements differ in shape are kept as objects.
+        self._boxed = [shape is None or None in shape for shape in self._wanted]
+        self._scalars = [scalar_types(dtype) for dtype in self.dtypes]
+        # What the commonest elements are, a bare scalar or array, needs nothing done to it.
+        alone = len(self.dtypes) == 1 and not self.names and not self._boxed[0]
+        self._bare_types = self._scalars[0] if alone and self._wanted == [()] else ()
+        self._bare_shape = self._wanted[0] if alone else None
 
     def __len__(self) -> int:
         return len(self.dtypes)
@@ -56,40 +93,52 @@ class Components:
     def storage(self) -> tuple[list[np.dtype[Any]], list[tuple[int, ...]]]:
         """Dtypes and shapes of the arrays that hold rows; unknown shapes are held as objects."""
         objects = np.dtype(object)
-        if self.shapes is None:
-            return [objects] * len(self), [()] * len(self)
-        dtypes = [dtype if isinstance(dtype, np.dtype) else objects for dtype in self.dtypes]
-        return dtypes, list(self.shapes)
+        dtypes = [
+            dtype if isinstance(dtype, np.dtype) and not boxed else objects
+            for dtype, boxed in zip(self.dtypes, self._boxed, strict=True)
+        ]
+        shapes = [tuple(size for size in shape or () if size is not None) for shape in self._wanted]
+        pairs = zip(shapes, self._boxed, strict=True)
+        return dtypes, [() if boxed else shape for shape, boxed in pairs]
 
     def row(self, values: Any) -> tuple[Any, ...]:
         """Check one element and return it as one value per component.
 
         Values of unknown shape are copied here; others are copied by the store.
         """
+        if type(values) is np.ndarray:
+            if values.shape == self._bare_shape and values.dtype == self.dtypes[0]:
+                return (values,)
+        elif type(values) in self._bare_types:
+            return (values,)
         parts = self._split("enqueue", values)
+        if self._prioritised:
+            _check_priority("enqueue", parts[0])
         row = []
         for index, part in enumerate(parts):
-            dtype = self.dtypes[index]
-            shape = self.shapes[index] if self.shapes is not None else None
+            dtype, wanted = self.dtypes[index], self._wanted[index]
             if type(part) is np.ndarray:
-                ready = part.dtype == dtype and part.shape == shape
+                ready = part.dtype == dtype and part.shape == wanted
+            elif wanted == ():
+                ready = type(part) in self._scalars[index]
             else:
-                ready = not shape and type(part) in self._scalars[index]
+                ready = wanted is None and type(part) is self._scalars[index][0]
             if ready:
                 row.append(part)
             else:
-                array = _as_array("enqueue", index, part, dtype, copy=shape is None)
-                if shape is not None and array.shape != shape:
-                    raise _mismatch("enqueue", index, shape, array.shape)
+                array = as_array("enqueue", index, part, dtype, copy=self._boxed[index])
+                self._check_shape("enqueue", index, array.shape)
                 row.append(array[()])
         return tuple(row)
 
     def columns(self, values: Any) -> tuple[Columns, int]:
         """Check several elements; return columns as the store holds them, and their number."""
         parts = self._split("enqueue_many", values)
+        if self._prioritised:
+            _check_priority("enqueue_many", parts[0])
         columns: list[Array] = []
         for index, (part, dtype) in enumerate(zip(parts, self.dtypes, strict=True)):
-            column = _as_array("enqueue_many", index, part, dtype, copy=self.shapes is None)
+            column = as_array("enqueue_many", index, part, dtype, copy=self._boxed[index])
             if column.ndim == 0:
                 raise InvalidArgumentError(
                     f"enqueue_many: component {index} is a scalar, "
@@ -101,16 +150,15 @@ class Components:
                     f"expected {len(columns[0])} as in component 0, got {len(column)} "
                     f"(component: {index})"
                 )
-            # An empty list says nothing about the shape of its rows.
-            if self.shapes is not None and column.shape[1:] != self.shapes[index]:
-                if column.shape != (0,):
-                    raise _mismatch("enqueue_many", index, self.shapes[index], column.shape[1:])
-                column = column.reshape((0, *self.shapes[index]))
+            wanted = self._wanted[index]
+            if column.shape == (0,) and wanted is not None:
+                # An empty list says nothing about the shape of its rows.
+                column = column.reshape((0, *(size or 0 for size in wanted)))
+            self._check_shape("enqueue_many", index, column.shape[1:])
             columns.append(column)
         count = len(columns[0])
-        if self.shapes is None:
-            columns = [_boxed_rows(column) for column in columns]
-        return tuple(columns), count
+        pairs = zip(columns, self._boxed, strict=True)
+        return tuple([boxed_rows(column) if boxed else column for column, boxed in pairs]), count
 
     def as_columns(self, row: Sequence[Any]) -> Columns:
         """One row, in the form of several."""
@@ -126,12 +174,19 @@ class Components:
         return tuple([np.empty((count, *shape), dtype) for dtype, shape in pairs])
 
     def join(self, pieces: Sequence[Columns]) -> Columns:
-        """Several batches as one; an empty one if there are none."""
+        """Several batches as one, padded where elements differ; an empty one if there are none."""
         if len(pieces) == 1:
-            return pieces[0]
-        if not pieces:
-            return self.empty(0)
-        return tuple([np.concatenate(parts) for parts in zip(*pieces, strict=True)])
+            joined = pieces[0]
+        elif not pieces:
+            joined = self.empty(0)
+        else:
+            joined = tuple([np.concatenate(parts) for parts in zip(*pieces, strict=True)])
+        if True not in self._boxed:
+            return joined
+        return tuple(
+            padded_rows(column, wanted, dtype) if wanted is not None and None in wanted else column
+            for column, wanted, dtype in zip(joined, self._wanted, self.dtypes, strict=True)
+        )
 
     def result(self, parts: Sequence[Any]) -> Any:
         """Return components in the form users see: bare if there is one, a tuple, or a dict."""
@@ -164,97 +219,35 @@ class Components:
             )
         return parts
 
-
-def dtype_of(values: Any) -> DType:
-    """Return the component dtype that holds `values`, an array or something that becomes one."""
-    array = np.asarray(values)
-    if array.dtype == object and array.size:
-        return _as_dtype(type(array.flat[0]))
-    return _as_dtype(array.dtype)
-
-
-def _as_dtype(dtype: Any) -> DType:
-    if dtype in (str, bytes):
-        return str if dtype is str else bytes
-    known = np.dtype(dtype)
-    if known.kind in "US":
-        return str if known.kind == "U" else bytes
-    if known.kind not in _KINDS or known.hasobject or known.names is not None:
-        raise TypeError(f"queue: dtype must be numeric, str or bytes, got {dtype!r}")
-    native: DType = known.newbyteorder("=")
-    return native
+    def _check_shape(self, operation: str, index: int, shape: tuple[int, ...]) -> None:
+        """Raise unless one element of a component may have this shape."""
+        wanted = self._wanted[index]
+        if wanted is None or wanted == shape:
+            return
+        if len(wanted) != len(shape) or any(
+            size not in (None, got) for size, got in zip(wanted, shape, strict=True)
+        ):
+            raise InvalidArgumentError(
+                f"{operation}: shape mismatch in component {index}, "
+                f"expected {_form(wanted)}, got {_form(shape)}"
+            )
 
 
-def _scalar_types(dtype: DType) -> tuple[type, ...]:
-    """The types of scalars that need no conversion before they are stored."""
-    if not isinstance(dtype, np.dtype):
-        return (dtype,)
-    return (dtype.type, float) if dtype.kind == "f" else (dtype.type,)
-
-
-def _as_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def _as_shape(shape: Sequence[int | None], padded: bool) -> Shape:
+    if isinstance(shape, (str, bytes)) or not isinstance(shape, Iterable):
+        raise ValueError(f"queue: a shape must be a sequence of sizes, got {shape!r}")
     sizes = tuple(shape)
-    if any(size is None or size < 0 for size in sizes):
+    if any(size < 0 if size is not None else not padded for size in sizes):
         raise ValueError(f"queue: shapes must be fully known, got {list(sizes)}")
-    return tuple(int(size) for size in sizes)
+    return tuple(None if size is None else int(size) for size in sizes)
 
 
-def _as_array(operation: str, index: int, value: Any, dtype: DType, *, copy: bool = False) -> Array:
-    """`value` as an array of the component's dtype, not converted from one kind to another."""
-    if not isinstance(dtype, np.dtype):
-        return _as_objects(operation, index, value, dtype, copy=copy)
-    try:
-        array: Array = np.asarray(value)
-    except ValueError as error:
-        raise InvalidArgumentError(f"{operation}: component {index} is no array: {error}") from None
-    if array.dtype != dtype:
-        # Arrays say what they are; Python's numbers and lists of them take the queue's dtype.
-        exact = isinstance(value, (np.ndarray, np.generic))
-        fits = array.size == 0 or (not exact and np.can_cast(array.dtype, dtype, "same_kind"))
-        if not fits:
-            raise InvalidArgumentError(
-                f"{operation}: dtype of component {index}, expected {dtype}, got {array.dtype}"
-            )
-        converted = array.astype(dtype)
-        if dtype.kind in "iu" and not np.array_equal(converted, array):
-            raise InvalidArgumentError(
-                f"{operation}: component {index} does not fit {dtype}, got {value!r:.80}"
-            )
-        return converted
-    return array.copy() if copy else array
+def _check_priority(operation: str, value: Any) -> None:
+    dtype = np.asarray(value).dtype
+    exact = isinstance(value, (np.ndarray, np.generic))
+    if dtype != np.int64 and (exact or dtype.kind != "i") and np.size(value):
+        raise TypeError(f"{operation}: a priority must be an int64 scalar, got {dtype}")
 
 
-def _as_objects(
-    operation: str, index: int, value: Any, dtype: type[str] | type[bytes], *, copy: bool
-) -> Array:
-    """`value` as an object array whose elements are exactly `str`, or exactly `bytes`."""
-    array = np.array(value, dtype=object, copy=True if copy else None)
-    for element in array.flat:
-        if type(element) is not dtype:
-            if isinstance(element, dtype):  # np.str_ and np.bytes_
-                return _as_objects(operation, index, np.array(value).tolist(), dtype, copy=copy)
-            raise InvalidArgumentError(
-                f"{operation}: dtype of component {index}, expected {dtype.__name__}, "
-                f"got {type(element).__name__}"
-            )
-    return array
-
-
-def _boxed_rows(column: Array) -> Array:
-    """The rows of an array as the elements of an object array."""
-    boxes = np.empty(len(column), object)
-    for index, row in enumerate(column):
-        boxes[index] = row
-    return boxes
-
-
-def _mismatch(
-    operation: str, index: int, expected: tuple[int, ...], got: tuple[int, ...]
-) -> InvalidArgumentError:
-    def form(shape: tuple[int, ...]) -> str:
-        return "[" + ",".join(map(str, shape)) + "]"
-
-    return InvalidArgumentError(
-        f"{operation}: shape mismatch in component {index}, "
-        f"expected {form(expected)}, got {form(got)}"
-    )
+def _form(shape: Shape) -> str:
+    return "[" + ",".join("?" if size is None else str(size) for size in shape) + "]"

@@ -25,7 +25,10 @@ __all__ = ["can_split", "parse"]
 
 _NUMBER_CHARACTERS = "0123456789+-.eE"
 _SKIP, _INT32, _INT64, _FLOAT32, _FLOAT64 = range(5)
-_KINDS = {"int32": _INT32, "int64": _INT64, "float32": _FLOAT32, "float64": _FLOAT64}
+_KINDS = {
+    np.dtype(name): kind
+    for name, kind in zip(("int32", "int64", "float32", "float64"), range(_INT32, 5), strict=True)
+}
 # From half a unit in the last place above the largest float32 on, numbers round to infinity.
 _FLOAT32_END = float(np.finfo(np.float32).max) * (1 + 2.0**-25)
 _LINE_END, _QUOTE, _CARRIAGE_RETURN, _PLUS, _MINUS, _POINT, _ZERO, _NINE, _E, _e = b'\n"\r+-.09Ee'
@@ -67,7 +70,7 @@ def parse(
     if text.count("\n") != len(lines) - 1:
         return None
     kinds = np.zeros(len(dtypes) if select is None else select[-1] + 1, np.int8)
-    kinds[slice(None) if select is None else list(select)] = [_KINDS[d.name] for d in dtypes]
+    kinds[slice(None) if select is None else list(select)] = [_KINDS[dtype] for dtype in dtypes]
     # The last line end makes every field end with a character.
     data = np.frombuffer((text + "\n").encode("utf-8", "surrogatepass"), np.uint8)
     integers = np.zeros((len(dtypes), len(lines)), np.int64)

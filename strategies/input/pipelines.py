@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from strategies.errors import OutOfRangeError
-from strategies.input.components import dtype_of
 from strategies.input.coordinator import Coordinator
 from strategies.input.queues import FIFOQueue, Queue
 from strategies.input.runners import QueueRunner, start_queue_runners
+from strategies.input.values import dtype_of
 
 __all__ = ["Batches", "Read"]
 
@@ -42,6 +42,7 @@ class Batches:
 
     Attributes:
         rows_read: rows that came out of `read` so far.
+        rows_skipped: damaged records that were left out, and damaged rests of files.
         wait_seconds: time that the consumer has waited for batches, in seconds.
     """
 
@@ -59,7 +60,7 @@ class Batches:
             raise ValueError(f"batch: batch_size must be at least 1, got {batch_size}")
         if not reads:
             raise ValueError("batch: expected at least one function that reads, got none")
-        self.rows_read = 0
+        self.rows_read = self.rows_skipped = 0
         self.wait_seconds = 0.0
         self._reads = reads
         self._batch_size = batch_size
@@ -140,6 +141,11 @@ class Batches:
         if error is not None and error is not self._raised:
             # It concerns rows that nobody has asked for.
             _log.warning("batch: a thread had failed when the pipeline was closed", exc_info=error)
+
+    def count_skipped(self, records: int) -> None:
+        """Add to `rows_skipped`, from any thread."""
+        with self._lock:
+            self.rows_skipped += records
 
     def _start(self) -> None:
         self._threads += start_queue_runners(self._runners, self._coord)

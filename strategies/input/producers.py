@@ -1,17 +1,37 @@
-"""Sources of work for readers: file names, epoch after epoch."""
+"""Sources of elements: file names, numbers, or arrays in memory, epoch after epoch.
+
+`preload` is a function that returns the next elements of data in memory. A producer is a queue and
+a thread that fills it from such a function, for several readers to share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import operator
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from strategies.errors import OutOfRangeError
 from strategies.input.queues import FIFOQueue
+from strategies.input.rows import Array
 from strategies.input.runners import QueueRunner
+from strategies.input.values import dtype_of
 
-__all__ = ["Producer", "string_input_producer"]
+__all__ = [
+    "Producer",
+    "input_producer",
+    "limit_epochs",
+    "preload",
+    "range_input_producer",
+    "slice_input_producer",
+    "string_input_producer",
+]
+
+Result = TypeVar("Result")
+
+_ROWS = 256  # rows that a producer enqueues at a time: enough that the work per call is little
 
 
 class Producer(NamedTuple):
@@ -19,6 +39,131 @@ class Producer(NamedTuple):
 
     queue: FIFOQueue
     runner: QueueRunner
+
+
+def limit_epochs(function: Callable[[], Result], num_epochs: int | None) -> Callable[[], Result]:
+    """Return the function, which after so many calls raises `OutOfRangeError` instead.
+
+    Args:
+        function: to be called, by any thread.
+        num_epochs: number of calls; None for no limit.
+
+    Raises:
+        ValueError: `num_epochs` below 1.
+    """
+    if num_epochs is None:
+        return function
+    if num_epochs < 1:
+        raise ValueError(f"limit_epochs: num_epochs must be at least 1 or None, got {num_epochs}")
+    lock = threading.Lock()
+    left = num_epochs
+
+    def limited() -> Result:
+        nonlocal left
+        with lock:
+            if not left:
+                raise OutOfRangeError(f"limit_epochs: {num_epochs} epochs are over")
+            left -= 1
+        return function()
+
+    return limited
+
+
+def preload(
+    values: Any,
+    *,
+    rows: int | None = None,
+    num_epochs: int | None = None,
+    shuffle: bool = True,
+    seed: int | None = None,
+) -> Callable[[], Any]:
+    """Copy data that fits in memory, and return a function that returns the next of its rows.
+
+    The function is what `batch` and its relatives read from. Any thread may call it; each row comes
+    once per epoch.
+
+    Args:
+        values: an array of shape (n, ...), or a tuple or dict of such arrays with the same n.
+        rows: how many rows to return at a time, fewer at the end of an epoch: a number for
+            `enqueue_many=True`; None for a single one without a dimension that counts rows.
+        num_epochs: after so many the function raises `OutOfRangeError`; None to go on for ever.
+        shuffle: whether to shuffle the rows anew in each epoch; epochs are never mixed.
+        seed: of the shuffling; None for a different order each time.
+
+    Raises:
+        ValueError: no rows, different numbers of rows, or `rows` or `num_epochs` below 1.
+
+    Example:
+        >>> read = preload({"x": [1, 2, 3], "y": [10, 20, 30]}, num_epochs=1, shuffle=False)
+        >>> read()
+        {'x': np.int64(1), 'y': np.int64(10)}
+        >>> preload(["a", "b", "c"], rows=2, shuffle=False)().tolist()
+        ['a', 'b']
+    """
+    parts, form = _taken_apart(values)
+    parts = [part.copy() for part in parts]
+    for part in parts:
+        part.setflags(write=False)  # a single row is a view
+    count = len(parts[0])
+    if rows is not None and rows < 1:
+        raise ValueError(f"preload: rows must be at least 1 or None, got {rows}")
+    generator = np.random.default_rng(seed)
+    lock = threading.Lock()
+
+    def order() -> Array:
+        return generator.permutation(count) if shuffle else np.arange(count)
+
+    next_epoch = limit_epochs(order, num_epochs)
+    places, at = np.empty(0, np.int64), 0
+
+    def read() -> Any:
+        nonlocal places, at
+        with lock:
+            if at >= len(places):
+                places, at = next_epoch(), 0
+            chosen: Any = places[at] if rows is None else places[at : at + rows]
+            at += rows or 1
+        return form([part[chosen] for part in parts])
+
+    return read
+
+
+def input_producer(
+    values: Any,
+    *,
+    num_epochs: int | None = None,
+    shuffle: bool = True,
+    seed: int | None = None,
+    capacity: int = 32,
+    name: str = "input_producer",
+) -> Producer:
+    """Offer the rows of an array in a queue, all of them in each epoch.
+
+    Args:
+        values: as for `preload`; several arrays become the components of the queue.
+        num_epochs: after so many epochs the queue is closed; None to go on for ever.
+        shuffle: whether to shuffle the rows anew in each epoch; epochs are never mixed.
+        seed: of the shuffling; None for a different order each time.
+        capacity: of the queue.
+        name: of the queue.
+
+    Returns:
+        The queue and its runner.
+
+    Raises:
+        ValueError: as for `preload`.
+    """
+    options: dict[str, Any] = {"num_epochs": num_epochs, "shuffle": shuffle, "seed": seed}
+    read = preload(values, rows=_ROWS, **options)
+    parts, _ = _taken_apart(values)
+    queue = FIFOQueue(
+        capacity,
+        [dtype_of(part) for part in parts],
+        [part.shape[1:] for part in parts],
+        names=list(values) if isinstance(values, Mapping) else None,
+        name=name,
+    )
+    return Producer(queue, QueueRunner(queue, [lambda: queue.enqueue_many(read())]))
 
 
 def string_input_producer(
@@ -34,9 +179,9 @@ def string_input_producer(
 
     Args:
         strings: what an epoch consists of.
-        num_epochs: after so many epochs the queue is closed; None to go on for ever.
-        shuffle: whether to shuffle the strings anew in each epoch; epochs are never mixed.
-        seed: of the shuffling; None for a different order each time.
+        num_epochs: as for `input_producer`, as are the others.
+        shuffle: whether to shuffle the strings.
+        seed: of the shuffling.
         capacity: of the queue.
         name: of the queue.
 
@@ -46,35 +191,73 @@ def string_input_producer(
     Raises:
         ValueError: no strings, or `num_epochs` below 1.
     """
-    work = np.empty(len(strings), object)
-    work[:] = strings
-    if isinstance(strings, str) or not len(work):
+    if isinstance(strings, str) or not len(strings):
         raise ValueError(
             f"string_input_producer: expected a sequence of at least one string, got {strings!r}"
         )
-    queue = FIFOQueue(capacity, str, [()], name=name)
-    order = np.random.default_rng(seed)
-
-    def enqueue_epoch() -> None:
-        queue.enqueue_many((work[order.permutation(len(work))] if shuffle else work,))
-
-    runner = QueueRunner(queue, [_limit_epochs(enqueue_epoch, num_epochs)])
-    return Producer(queue, runner)
+    work = np.empty(len(strings), object)
+    work[:] = strings
+    options: dict[str, Any] = {"num_epochs": num_epochs, "shuffle": shuffle, "seed": seed}
+    return input_producer(work, capacity=capacity, name=name, **options)
 
 
-def _limit_epochs(function: Callable[[], None], num_epochs: int | None) -> Callable[[], None]:
-    """The function, which after so many calls raises `OutOfRangeError` instead."""
-    if num_epochs is None:
-        return function
-    if num_epochs < 1:
-        raise ValueError(f"limit_epochs: num_epochs must be at least 1 or None, got {num_epochs}")
-    left = num_epochs
+def range_input_producer(
+    limit: int,
+    *,
+    num_epochs: int | None = None,
+    shuffle: bool = True,
+    seed: int | None = None,
+    capacity: int = 32,
+    name: str = "range_input_producer",
+) -> Producer:
+    """Offer the int64 numbers from 0 to `limit` - 1 in a queue; see `input_producer`."""
+    if limit < 1:
+        raise ValueError(f"range_input_producer: limit must be at least 1, got {limit}")
+    options: dict[str, Any] = {"num_epochs": num_epochs, "shuffle": shuffle, "seed": seed}
+    return input_producer(np.arange(limit), capacity=capacity, name=name, **options)
 
-    def limited() -> None:
-        nonlocal left
-        if not left:
-            raise OutOfRangeError(f"limit_epochs: {num_epochs} epochs are over")
-        left -= 1
-        function()
 
-    return limited
+def slice_input_producer(
+    arrays: Sequence[Any],
+    *,
+    num_epochs: int | None = None,
+    shuffle: bool = True,
+    seed: int | None = None,
+    capacity: int = 32,
+    name: str = "slice_input_producer",
+) -> Producer:
+    """Offer rows that belong together, one of each array, in a queue; see `input_producer`.
+
+    Args:
+        arrays: with the same number of rows.
+        num_epochs: as for `input_producer`, as are the others.
+        shuffle: whether to shuffle the rows.
+        seed: of the shuffling.
+        capacity: of the queue.
+        name: of the queue.
+
+    Raises:
+        ValueError: no arrays, no rows, or different numbers of rows.
+    """
+    options: dict[str, Any] = {"num_epochs": num_epochs, "shuffle": shuffle, "seed": seed}
+    return input_producer(tuple(arrays), capacity=capacity, name=name, **options)
+
+
+def _taken_apart(values: Any) -> tuple[list[Array], Callable[[list[Any]], Any]]:
+    """The arrays, and the function that puts a row of each into the form of `values`."""
+    form: Callable[[list[Any]], Any]
+    if isinstance(values, Mapping):
+        names, listed = list(values), list(values.values())
+        form = lambda row: dict(zip(names, row, strict=True))  # noqa: E731
+    elif isinstance(values, tuple):
+        listed, form = list(values), tuple
+    else:
+        listed, form = [values], operator.itemgetter(0)
+    parts = [np.asarray(part) for part in listed]
+    counts = {part.shape[:1] for part in parts}
+    if len(counts) != 1 or counts & {(), (0,)}:
+        raise ValueError(
+            "preload: expected arrays with the same number of rows, at least one, "
+            f"got shapes {[part.shape for part in parts]}"
+        )
+    return [part.astype(object) if part.dtype.kind in "US" else part for part in parts], form

@@ -1,209 +1,24 @@
-"""Queues of array tuples between threads: `FIFOQueue` and `RandomShuffleQueue`.
+"""Queues of array tuples between threads: first in first out, shuffled, padded, by priority.
 
 Elements are checked and copied on entry, so that a caller may reuse its arrays, and belong to the
-taker when they leave. Waiting, closing and deadlines follow one state machine, see `attempts`.
+taker when they leave. Waiting, closing and deadlines follow one state machine, see `engine`.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-from strategies.errors import DeadlineExceededError, InvalidArgumentError
-from strategies.input.attempts import Attempt, Close, Dequeue, Engine, Enqueue
-from strategies.input.components import Components, DType
-from strategies.input.rows import FifoRows, RowStore, ShuffledRows
+from strategies.errors import InvalidArgumentError
+from strategies.input.components import Components
+from strategies.input.placed import PrioritisedRows, ShuffledRows
+from strategies.input.queue_base import Queue
+from strategies.input.rows import FifoRows
 
-__all__ = ["FIFOQueue", "Queue", "RandomShuffleQueue"]
+__all__ = ["FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "Queue", "RandomShuffleQueue"]
 
 _numbers = itertools.count()
-
-
-class Queue:
-    """What all queues have in common; make a `FIFOQueue` or a `RandomShuffleQueue`.
-
-    Values are given and returned per element: bare if there is one component, a tuple if there are
-    several, a dict if the queue has names. A list or tuple that is given holds components. Every
-    blocking method takes `timeout` in seconds, None to wait as long as it takes.
-
-    Attributes:
-        name: for errors and threads.
-        capacity: number of elements at which enqueues begin to wait; negative for no limit.
-        engine: the state machine, for those who submit attempts instead of waiting in a thread.
-    """
-
-    def __init__(
-        self,
-        store: RowStore,
-        components: Components,
-        *,
-        capacity: int,
-        name: str,
-        min_after_dequeue: int = 0,
-    ) -> None:
-        self.name = name
-        self.capacity = capacity
-        self._components = components
-        self.engine = Engine(
-            store, components, capacity=capacity, min_after_dequeue=min_after_dequeue, name=name
-        )
-
-    @property
-    def dtypes(self) -> tuple[DType, ...]:
-        """A NumPy dtype, `str` or `bytes` per component."""
-        return self._components.dtypes
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...] | None:
-        """Shape of each component of one element, or None if elements may differ."""
-        return self._components.shapes
-
-    @property
-    def names(self) -> tuple[str, ...] | None:
-        """Keys of the elements if they are dicts, or None."""
-        return self._components.names
-
-    def enqueue(self, values: Any, *, timeout: float | None = None) -> None:
-        """Put one element in, waiting while the queue is full.
-
-        Args:
-            values: one value per component. Python's numbers and lists take the dtype of the queue,
-                arrays must have it.
-            timeout: seconds to wait.
-
-        Raises:
-            CancelledError: the queue is closed, or is closed meanwhile with cancelling.
-            DeadlineExceededError: still full after `timeout`.
-            InvalidArgumentError: a component has another dtype or shape.
-            ValueError: wrong number of components or wrong keys.
-        """
-        self._perform(Enqueue(self._components.row(values)), "enqueue", timeout)
-
-    def enqueue_many(self, values: Any, *, timeout: float | None = None) -> None:
-        """Put several elements in, in order and not mixed with those of other callers.
-
-        They enter as room appears, so that there may be more than the capacity. None at all is
-        fine, even on a closed queue.
-
-        Args:
-            values: per component an array whose dimension 0 counts the elements.
-            timeout: seconds until all must be in; those that are in by then stay.
-
-        Raises:
-            CancelledError: as `enqueue`; elements that are in already stay.
-            DeadlineExceededError: not all in after `timeout`.
-            InvalidArgumentError: a component has another dtype or shape, or sizes differ.
-            ValueError: wrong number of components or wrong keys.
-        """
-        self._perform(Enqueue(*self._components.columns(values)), "enqueue_many", timeout)
-
-    def dequeue(self, *, timeout: float | None = None) -> Any:
-        """Take one element out, waiting until there is one.
-
-        Returns:
-            The element; components of shape () are NumPy scalars or Python's `str` or `bytes`.
-
-        Raises:
-            OutOfRangeError: the queue is closed and empty.
-            DeadlineExceededError: nothing came within `timeout`.
-        """
-        attempt = Dequeue()
-        self._perform(attempt, "dequeue", timeout)
-        return self._components.result(attempt.row)
-
-    def dequeue_many(self, count: int, *, timeout: float | None = None) -> Any:
-        """Take several elements out as one batch, in order and not mixed with other callers'.
-
-        They are collected as they come, so that there may be more than the capacity.
-
-        Args:
-            count: how many.
-            timeout: seconds to wait.
-
-        Returns:
-            Per component an array with `count` as dimension 0.
-
-        Raises:
-            OutOfRangeError: the queue is closed and has fewer; they can still be dequeued.
-            DeadlineExceededError: fewer came within `timeout`; they go back to the front.
-            InvalidArgumentError: the shapes of the queue are not specified.
-            ValueError: a negative count.
-        """
-        return self._dequeue_batch("dequeue_many", count, timeout, up_to=False)
-
-    def dequeue_up_to(self, count: int, *, timeout: float | None = None) -> Any:
-        """As `dequeue_many`, but from a closed queue return the 1 to `count` elements left."""
-        return self._dequeue_batch("dequeue_up_to", count, timeout, up_to=True)
-
-    def close(self, *, cancel_pending_enqueues: bool = False, timeout: float | None = None) -> None:
-        """Say that nothing more will be put in; what is in can still be taken out.
-
-        Args:
-            cancel_pending_enqueues: fail enqueues and closes that wait, with `CancelledError`, and
-                close at once; may be repeated. Otherwise wait until pending enqueues are in.
-            timeout: seconds to wait for pending enqueues.
-
-        Raises:
-            CancelledError: closed already (unless cancelling), or cancelled by another close.
-            DeadlineExceededError: enqueues still pending after `timeout`; the queue stays open.
-        """
-        if cancel_pending_enqueues:
-            self.engine.close_now()
-            return
-        self._perform(Close(), "close", timeout)
-
-    def size(self) -> int:
-        """Return the number of elements that are in; what a waiting dequeue holds is out."""
-        return len(self.engine)
-
-    def is_closed(self) -> bool:
-        """Return whether the queue is closed; False while a close waits for pending enqueues."""
-        return self.engine.closed
-
-    def _dequeue_batch(
-        self, operation: str, count: int, timeout: float | None, *, up_to: bool
-    ) -> Any:
-        if self.shapes is None:
-            raise InvalidArgumentError(
-                f"{operation}: requires a queue with specified shapes (queue: {self.name})"
-            )
-        if count < 0:
-            raise ValueError(f"{operation}: count must not be negative, got {count}")
-        attempt = Dequeue(count, up_to=up_to)
-        self._perform(attempt, operation, timeout)
-        return self._components.result(self._components.join(attempt.pieces or ()))
-
-    def _perform(self, attempt: Attempt, operation: str, timeout: float | None) -> None:
-        """Run an attempt to its end; sleep if it must wait, but not past the deadline."""
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(f"{operation}: timeout must be seconds >= 0 or None, got {timeout}")
-        if not self.engine.submit(attempt):
-            self._wait(attempt, operation, timeout)
-        if attempt.error is not None:
-            raise attempt.error
-
-    def _wait(self, attempt: Attempt, operation: str, timeout: float | None) -> None:
-        asleep = threading.Lock()
-        asleep.acquire()
-        try:
-            if not self.engine.when_done(attempt, asleep.release):
-                return
-            if timeout is None:
-                asleep.acquire()
-            elif not asleep.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
-                self.engine.withdraw(
-                    attempt,
-                    DeadlineExceededError(
-                        f"{operation}: not finished after {timeout} s "
-                        f"(queue: {self.name}, size: {self.size()}, capacity: {self.capacity})"
-                    ),
-                )
-        except BaseException:
-            # An interrupt: the attempt must not take a row that nobody would receive.
-            self.engine.abandon(attempt)
-            raise
 
 
 class FIFOQueue(Queue):
@@ -281,6 +96,7 @@ class RandomShuffleQueue(Queue):
         components = Components(dtypes, shapes, names)
         name = name or f"random_shuffle_queue_{next(_numbers)}"
         self.min_after_dequeue = min_after_dequeue
+        self.seed = seed
         super().__init__(
             ShuffledRows(*components.storage(), seed),
             components,
@@ -288,3 +104,85 @@ class RandomShuffleQueue(Queue):
             min_after_dequeue=min_after_dequeue,
             name=name,
         )
+
+
+class PaddingFIFOQueue(Queue):
+    """A `FIFOQueue` whose elements may differ in size, and are padded when several are taken.
+
+    Args:
+        capacity: number of elements at which enqueues begin to wait; negative for no limit.
+        dtypes: as for `FIFOQueue`.
+        shapes: shape of each component of one element; None for a dimension whose size may differ.
+            `dequeue_many` fills these up at the end, to the largest of the batch, with 0, False or
+            empty text; `dequeue` returns the element as it is.
+        names: as for `FIFOQueue`.
+        name: for errors and threads; made up if None.
+
+    Raises:
+        ValueError: as for `FIFOQueue`, or no shapes.
+        TypeError: as for `FIFOQueue`.
+
+    Example:
+        >>> queue = PaddingFIFOQueue(3, "int32", [(None,)])
+        >>> queue.enqueue([[1]])
+        >>> queue.enqueue([[2, 3]])
+        >>> queue.dequeue_many(2)
+        array([[1, 0],
+               [2, 3]], dtype=int32)
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dtypes: Any,
+        shapes: Sequence[Sequence[int | None]],
+        *,
+        names: Sequence[str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        if shapes is None:
+            raise ValueError("PaddingFIFOQueue: a list of shapes must be provided, got None")
+        components = Components(dtypes, shapes, names, padded=True)
+        name = name or f"padding_fifo_queue_{next(_numbers)}"
+        super().__init__(FifoRows(*components.storage()), components, capacity=capacity, name=name)
+
+
+class PriorityQueue(Queue):
+    """A queue from which the element with the smallest priority leaves first.
+
+    Elements have one component more than `dtypes` says: the first one is the priority, an int64
+    scalar. Elements of equal priority leave in the order of their arrival. A batch that is waited
+    for collects elements as they come: a smaller priority that comes later is behind in it.
+
+    Args:
+        capacity: number of elements at which enqueues begin to wait; negative for no limit.
+        dtypes: as for `FIFOQueue`, without the priority; may be `()`.
+        shapes: as for `FIFOQueue`, without the priority.
+        names: as for `FIFOQueue`, with a name for the priority as the first one.
+        name: for errors and threads; made up if None.
+
+    Raises:
+        ValueError: as for `FIFOQueue`.
+        TypeError: as for `FIFOQueue`; when enqueuing, a priority that is no int64.
+
+    Example:
+        >>> queue = PriorityQueue(3, str, [()])
+        >>> queue.enqueue((2, "later"))
+        >>> queue.enqueue((1, "sooner"))
+        >>> queue.dequeue()
+        (np.int64(1), 'sooner')
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dtypes: Any = (),
+        shapes: Sequence[Sequence[int]] | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        components = Components(dtypes, shapes, names, prioritised=True)
+        name = name or f"priority_queue_{next(_numbers)}"
+        store = PrioritisedRows(*components.storage())
+        super().__init__(store, components, capacity=capacity, name=name)

@@ -1,221 +1,291 @@
-"""From a queue of file names to records: a reader opens one file after the other.
+"""Readers, one for each format: text lines, fixed length, TFRecord, whole files, names alone.
 
-A reader is a generator of (key, value) pairs for one file, inside the bookkeeping that is the same
-for all formats. A key names the record for people, such as `data/train-0.csv:17`.
+They take file names from a queue and return pairs of a key, which says where a record stood, and
+the record. What they have in common is in `reader_base`.
 """
 
 from __future__ import annotations
 
-import gzip
-import threading
-import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Generator
-from typing import IO, Generic, TypeVar
+from collections.abc import Iterable
+from typing import IO
 
-from strategies.errors import (
-    DataLossError,
-    InvalidArgumentError,
-    NotFoundError,
-    OpError,
-    UnknownError,
-)
-from strategies.input.queues import Queue
+from strategies.errors import DataLossError, InvalidArgumentError
+from strategies.input.files import Compression, check_compression, open_source
+from strategies.input.reader_base import Damage, Reader, Records
+from strategies.input.records import unframe
 
-__all__ = ["MAX_RECORD_BYTES", "Reader", "TextLineReader"]
+__all__ = [
+    "MAX_RECORD_BYTES",
+    "FixedLengthRecordReader",
+    "IdentityReader",
+    "Reader",
+    "TFRecordReader",
+    "TextLineReader",
+    "WholeFileReader",
+]
 
 MAX_RECORD_BYTES = 16 << 20
 """Longest record in bytes unless the user says otherwise: memory that a damaged file can take."""
 
-Value = TypeVar("Value")
-Records = Generator[tuple[str, Value], None, None]
-
-
-class Reader(ABC, Generic[Value]):
-    """Records of the files whose names come from a queue.
-
-    Several threads may read from one reader; their reads are done one after the other. To read
-    files side by side, give each thread a reader of its own and all the same queue.
-
-    A file that is missing or damaged is an error of the read that meets it. The rest of that file
-    is given up, and the next read goes on with the next file.
-    """
-
-    def __init__(self) -> None:
-        # A read holds the turn from beginning to end, also while it waits for the queue. The state
-        # is only held while there is something to do, so that `reset` never waits for a queue.
-        self._turn = threading.Lock()
-        self._state = threading.Lock()
-        self._records: Records[Value] | None = None
-        self._failure: OpError | None = None
-        self._produced = 0
-        self._completed = 0
-
-    @abstractmethod
-    def _open(self, work: str) -> Records[Value]:
-        """The records of one file; it is closed when the generator ends or is closed."""
-
-    def read(self, queue: Queue) -> tuple[str, Value]:
-        """Return the next record, from the next file if one has ended.
-
-        Args:
-            queue: of file names; asked only when no file is open.
-
-        Returns:
-            Key and value.
-
-        Raises:
-            OutOfRangeError: no file is open, and the queue is closed and empty.
-            NotFoundError: the next file does not exist; its name is consumed.
-            DataLossError: the file is damaged here.
-            InvalidArgumentError: the queue does not hold single strings.
-        """
-        keys, values = self.read_up_to(queue, 1)
-        return keys[0], values[0]
-
-    def read_up_to(self, queue: Queue, count: int) -> tuple[list[str], list[Value]]:
-        """Return the next 1 to `count` records, all of one file.
-
-        Args:
-            queue: of file names; asked only when no file is open.
-            count: most records to return, at least 1.
-
-        Returns:
-            Keys and values, as many of each.
-
-        Raises:
-            ValueError: a count below 1.
-            OpError: as `read`. What precedes a damaged record is returned first, the error comes
-                with the next read.
-        """
-        if count < 1:
-            raise ValueError(f"read_up_to: count must be at least 1, got {count}")
-        if queue.dtypes != (str,) or queue.names or queue.shapes not in (None, ((),)):
-            raise InvalidArgumentError(
-                "read: the queue must have exactly one component, a single string, "
-                f"got dtypes {queue.dtypes} with shapes {queue.shapes} (queue: {queue.name})"
-            )
-        with self._turn:
-            while True:
-                with self._state:
-                    pairs = self._next_records(count)
-                    if pairs:
-                        return [key for key, _ in pairs], [value for _, value in pairs]
-                work = queue.dequeue()
-                if not isinstance(work, str):
-                    raise InvalidArgumentError(
-                        f"read: a file name must be a single string, got shape {work.shape} "
-                        f"(queue: {queue.name})"
-                    )
-                with self._state:
-                    self._records = self._open(work)
-
-    def num_records_produced(self) -> int:
-        """Return the number of records since the beginning or the last reset."""
-        return self._produced
-
-    def num_work_units_completed(self) -> int:
-        """Return the number of files whose end was met, by the read after the last record."""
-        return self._completed
-
-    def reset(self) -> None:
-        """Close the open file, forget its position and set the counters to 0."""
-        with self._state:
-            self._drop()
-            self._failure = None
-            self._produced = 0
-            self._completed = 0
-
-    def _drop(self) -> None:
-        if self._records is not None:
-            self._records.close()
-            self._records = None
-
-    def _next_records(self, count: int) -> list[tuple[str, Value]]:
-        """Up to `count` records of the open file; none if no file is open or it has ended."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        pairs: list[tuple[str, Value]] = []
-        if self._records is None:
-            return pairs
-        try:
-            for pair in self._records:
-                pairs.append(pair)
-                if len(pairs) == count:
-                    break
-            else:
-                if not pairs:
-                    self._drop()
-                    self._completed += 1
-        except OpError as error:
-            self._drop()
-            if not pairs:
-                raise
-            self._failure = error
-        self._produced += len(pairs)
-        return pairs
+_PIECE = 64 << 10  # bytes read at a time of what is passed over
 
 
 class TextLineReader(Reader[str]):
     r"""The lines of text files, without their ends `\n` or `\r\n`.
 
-    A path that ends in `.gz` is unpacked. Keys are `file:line`, where lines count from 1 and
-    include the header. Empty lines are records, and so is a last line without an end. The text
-    must be UTF-8.
+    Keys are `file:line`, where lines count from 1 and include the header. Empty lines are records,
+    and so is a last line without an end. The text must be UTF-8.
 
     Args:
         skip_header_lines: lines to skip at the beginning of each file.
         max_record_bytes: longest line, without its end, that is not damage.
+        compression: "GZIP", "ZLIB", "" for none; None for GZIP if the name ends in `.gz`.
+        on_damage: "raise" or "skip", see `Reader`.
 
     Raises:
         InvalidArgumentError: a negative number of header lines, or no room for a record.
+        ValueError: an unknown compression, or an unknown way with damage.
     """
 
     def __init__(
-        self, skip_header_lines: int = 0, *, max_record_bytes: int = MAX_RECORD_BYTES
+        self,
+        skip_header_lines: int = 0,
+        *,
+        max_record_bytes: int = MAX_RECORD_BYTES,
+        compression: Compression = None,
+        on_damage: Damage = "raise",
     ) -> None:
         if skip_header_lines < 0 or max_record_bytes < 1:
             raise InvalidArgumentError(
                 "TextLineReader: skip_header_lines must be at least 0 and max_record_bytes at "
                 f"least 1, got {skip_header_lines} and {max_record_bytes}"
             )
-        super().__init__()
+        super().__init__(on_damage=on_damage)
         self._skip = skip_header_lines
         self._limit = max_record_bytes
+        self._compression = check_compression(compression)
 
     def _open(self, work: str) -> Records[str]:
         number = 0
-        try:
-            with _open_file(work) as file:
-                # Two more, for the end of the line.
-                while line := file.readline(self._limit + 2):
+        # The line after the last good one is where people have to look.
+        with open_source(work, self._compression, lambda: f"{work}:{number + 1}") as (file, _):
+            read = getattr(file, "read1", file.read)
+            while data := read(_PIECE):
+                # Most lines are whole and good: those are taken apart all at once.
+                block, newline, tail = data.rpartition(b"\n")
+                texts: Iterable[str | None] | None = self._texts(block, number) if newline else ()
+                if texts is None:
+                    lines = [line.removesuffix(b"\r") for line in block.split(b"\n")]
+                    texts = (
+                        self._text(line, work, at) for at, line in enumerate(lines, number + 1)
+                    )
+                for text in texts:
                     number += 1
-                    line = _without_end(line)
-                    if len(line) > self._limit:
-                        raise DataLossError(
-                            f"read: line is longer than {self._limit} bytes ({work}:{number})"
-                        )
-                    if number > self._skip:
-                        yield f"{work}:{number}", line.decode()
+                    if text is not None:
+                        yield f"{work}:{number}", text
+                if tail:
+                    line = _completed(file, tail, self._limit)
+                    text = self._text(line, work, number + 1)
+                    number += 1
+                    if text is not None:
+                        yield f"{work}:{number}", text
+                    while line is None and (piece := file.readline(_PIECE)):
+                        line = b"" if piece.endswith(b"\n") else None
+
+    def _texts(self, block: bytes, before: int) -> list[str] | None:
+        """The lines of a block, or None if they have to be looked at one by one."""
+        if len(block) > self._limit or before < self._skip:
+            return None
+        try:
+            texts = block.decode().split("\n")
+        except UnicodeDecodeError:
+            return None
+        return [text.removesuffix("\r") for text in texts] if b"\r" in block else texts
+
+    def _text(self, line: bytes | None, work: str, number: int) -> str | None:
+        """One line, or None for one that is not to be returned."""
+        if line is None or len(line) > self._limit:
+            why = f"line is longer than {self._limit} bytes"
+            self._damaged(DataLossError(f"read: {why} ({work}:{number})"))
+            return None
+        if number <= self._skip:
+            return None
+        try:
+            return line.decode()
         except UnicodeDecodeError as error:
-            raise DataLossError(f"read: line is no UTF-8: {error} ({work}:{number})") from None
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            # The line after the last good one is where people have to look.
+            self._damaged(DataLossError(f"read: line is no UTF-8: {error} ({work}:{number})"))
+            return None
+
+
+class FixedLengthRecordReader(Reader[bytes]):
+    """Records of a fixed number of bytes, one after the other or overlapping.
+
+    ::
+
+        | header | record | gap |   hop_bytes = record_bytes + gap
+                 | record | gap | record | ... | footer |
+
+    Keys are `file:number`, where records count from 0. What is left at the end and is no whole
+    record is ignored.
+
+    Args:
+        record_bytes: bytes of a record.
+        header_bytes: bytes before the first record.
+        footer_bytes: bytes at the end of the file that belong to no record.
+        hop_bytes: bytes from the beginning of a record to that of the next; 0 for `record_bytes`.
+        compression: as for `TextLineReader`; other numbers refer to the unpacked file.
+        on_damage: as for `TextLineReader`. A file shorter than its header is damaged.
+
+    Raises:
+        InvalidArgumentError: `record_bytes` below 1, or another number below 0.
+        ValueError: an unknown compression, or an unknown way with damage.
+    """
+
+    def __init__(
+        self,
+        record_bytes: int,
+        *,
+        header_bytes: int = 0,
+        footer_bytes: int = 0,
+        hop_bytes: int = 0,
+        compression: Compression = None,
+        on_damage: Damage = "raise",
+    ) -> None:
+        if record_bytes < 1 or min(header_bytes, footer_bytes, hop_bytes) < 0:
+            raise InvalidArgumentError(
+                "FixedLengthRecordReader: record_bytes must be at least 1, the others at least 0, "
+                f"got {record_bytes}, {header_bytes}, {footer_bytes} and {hop_bytes}"
+            )
+        super().__init__(on_damage=on_damage)
+        self._record = record_bytes
+        self._header = header_bytes
+        self._footer = footer_bytes
+        self._hop = hop_bytes or record_bytes
+        self._compression = check_compression(compression)
+
+    def _open(self, work: str) -> Records[bytes]:
+        number = 0
+        record, hop = self._record, self._hop
+        needed = record + self._footer
+        with open_source(work, self._compression, lambda: f"{work}:{number}") as (file, _):
+            missing = _pass_over(file, self._header)
+            if missing:
+                raise DataLossError(
+                    f"read: the file ends {missing} bytes before the end of its header ({work})"
+                )
+            window = file.read(needed)
+            while len(window) == needed:
+                yield f"{work}:{number}", window[:record]
+                number += 1
+                if hop > needed and _pass_over(file, hop - needed):
+                    return
+                window = window[hop:]
+                window += file.read(needed - len(window))
+
+
+class TFRecordReader(Reader[bytes]):
+    """The records of TFRecord files; their checksums are verified.
+
+    Keys are `file:offset`, in bytes of the unpacked file.
+
+    Args:
+        max_record_bytes: longest record that is not damage.
+        compression: as for `TextLineReader`.
+        on_damage: as for `TextLineReader`.
+
+    Raises:
+        InvalidArgumentError: no room for a record.
+        ValueError: an unknown compression, or an unknown way with damage.
+        ImportError: when reading, google-crc32c is not installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_record_bytes: int = MAX_RECORD_BYTES,
+        compression: Compression = None,
+        on_damage: Damage = "raise",
+    ) -> None:
+        super().__init__(on_damage=on_damage)
+        self._limit = _checked_limit("TFRecordReader", max_record_bytes)
+        self._compression = check_compression(compression)
+
+    def _open(self, work: str) -> Records[bytes]:
+        offset = 0
+        with open_source(work, self._compression, lambda: f"{work}:{offset}") as source:
+            for offset, data in unframe(source, work, self._limit, self._damaged):  # noqa: B007
+                yield f"{work}:{offset}", data
+
+
+class WholeFileReader(Reader[bytes]):
+    """Each file as one record, whose key is the name of the file.
+
+    Args:
+        max_record_bytes: longest contents that are not damage.
+        compression: as for `TextLineReader`; "" for the bytes as they are on disk.
+        on_damage: as for `TextLineReader`.
+
+    Raises:
+        InvalidArgumentError: no room for a record.
+        ValueError: an unknown compression, or an unknown way with damage.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_record_bytes: int = MAX_RECORD_BYTES,
+        compression: Compression = None,
+        on_damage: Damage = "raise",
+    ) -> None:
+        super().__init__(on_damage=on_damage)
+        self._limit = _checked_limit("WholeFileReader", max_record_bytes)
+        self._compression = check_compression(compression)
+
+    def _open(self, work: str) -> Records[bytes]:
+        with open_source(work, self._compression, lambda: work) as (file, size):
+            fits = size is None or size <= self._limit
+            data = file.read(self._limit + 1) if fits else b""
+        if not fits or len(data) > self._limit:
             raise DataLossError(
-                f"read: compressed file is damaged: {error} ({work}:{number + 1})"
-            ) from error
-        except FileNotFoundError:
-            raise NotFoundError(f"read: no such file ({work})") from None
-        except OSError as error:
-            raise UnknownError(f"read: {error} ({work}:{number + 1})") from error
+                f"read: file is longer than max_record_bytes = {self._limit} ({work})"
+            )
+        yield work, data
 
 
-def _open_file(path: str) -> IO[bytes] | gzip.GzipFile:
-    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
+class IdentityReader(Reader[str]):
+    """The names in the queue themselves, as keys and as values; no file is opened."""
+
+    def _open(self, work: str) -> Records[str]:
+        yield work, work
 
 
-def _without_end(line: bytes) -> bytes:
-    if line.endswith(b"\n"):
-        return line[:-2] if line.endswith(b"\r\n") else line[:-1]
-    return line
+def _checked_limit(reader: str, max_record_bytes: int) -> int:
+    if max_record_bytes < 1:
+        raise InvalidArgumentError(
+            f"{reader}: max_record_bytes must be at least 1, got {max_record_bytes}"
+        )
+    return max_record_bytes
+
+
+def _pass_over(file: IO[bytes], count: int) -> int:
+    """Read so many bytes and forget them; return how many of them are missing."""
+    while count:
+        passed = len(file.read(min(count, _PIECE)))
+        if not passed:
+            break
+        count -= passed
+    return count
+
+
+def _completed(file: IO[bytes], beginning: bytes, limit: int) -> bytes | None:
+    """Read on to the end of a line and return it, or None when it is too long and has not ended."""
+    pieces, length = [beginning], len(beginning)
+    while length <= limit + 1:  # two bytes may be the end of the line
+        piece = file.readline(_PIECE)
+        if not piece:
+            return b"".join(pieces)
+        pieces.append(piece)
+        length += len(piece)
+        if piece.endswith(b"\n"):
+            return b"".join(pieces).removesuffix(b"\n").removesuffix(b"\r")
+    return None

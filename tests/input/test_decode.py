@@ -131,6 +131,8 @@ def test_missing_fields_take_defaults():
     check(["-1,5", "1,-1"], [7, 8], [[7, 1], [5, 8]], na_value="-1")
     fails(["1,2", "3,"], [0, required(I32)], "Field 1 is required but missing in record 1")
     fails(["NA"], [required(str)], "Field 0 is required", na_value="NA")
+    fails(["2", "1"], [required(I32)], "Field 0 is required but missing in record 1", na_value="1")
+    fails(["2", "1"], [required(F32)], "Field 0 is required but missing in record 1", na_value="1")
 
 
 def test_blanks():
@@ -207,6 +209,33 @@ def test_the_first_bad_record_is_named():
     fails([*good, "x,2", "1", "y,3"], [0, 0], "record 100 ")
 
 
+def test_skipping_records():
+    records = ["1,2", "x,3", "4", "5,6", '"', "7,8"]
+    check(records, [0, 0], [[1, 5, 7], [2, 6, 8]], on_damage="skip")
+    check(records[:1], [0, 0], [[1], [2]], on_damage="skip")
+    check(["x", ""], [0], [[]], on_damage="skip")
+    check([["1", "x"], ["y", "2"]], [0.0], [[1, 2]], on_damage="skip")
+    check(["a,1", "b", "c,3"], ["", 0], [["a", "c"], [1, 3]], on_damage="skip")
+    check([], [0], [[]], on_damage="skip")
+    with pytest.raises(ValueError, match="on_damage"):
+        decode_csv(["1"], [0], on_damage="ignore")
+
+
+def test_missing_fields_by_column():
+    """Columns that are decoded at once take the same defaults as single fields."""
+    rows = ["1,2.5,a", ",,", "NA,NA,NA", "3,nan,NAN"]
+    numbers, floats, texts = decode_csv(rows, [7, 0.1, "d"], na_value="NA")
+    assert numbers.tolist() == [1, 7, 7, 3]
+    assert floats[:3].tolist() == [2.5, F32.type(0.1), F32.type(0.1)]
+    assert np.isnan(floats[3])
+    assert texts.tolist() == ["a", "d", "d", "NAN"]
+    odd, _ = decode_csv(["1,", ",", "3,"], [np.float64("nan"), 0])
+    assert np.isnan(odd[1])
+    assert odd[[0, 2]].tolist() == [1, 3]
+    limits = [I64.type(-(2**63)), I64.type(2**63 - 1)]
+    check([",", "1,2"], limits, [[-(2**63), 1], [2**63 - 1, 2]])
+
+
 NUMBERS = st.one_of(
     st.integers(-(2**64), 2**64).map(str),
     st.integers(-200, 200).map(str),
@@ -257,6 +286,35 @@ def test_both_ways_agree_on_anything(rows, dtypes, na_value, needed, select):
 )
 def test_both_ways_agree_on_numbers(rows):
     _both_ways(rows, [F32, F64, I32, I64], "", False, None)
+
+
+@pytest.mark.parametrize("way", ["exact"], indirect=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.lists(NUMBERS, min_size=1, max_size=3).map(",".join), min_size=1, max_size=5),
+    defaults=st.lists(
+        st.sampled_from([F32.type(0.1), F64.type(-2), I32.type(7), I64.type(-7), "d"])
+        | KINDS.map(required),
+        min_size=1,
+        max_size=3,
+    ),
+    na_value=st.sampled_from(["", "NA", "1", "-"]),
+    blanks=st.booleans(),
+)
+def test_by_column_and_by_record_agree(rows, defaults, na_value, blanks):
+    options = {"na_value": na_value, "blank_is_missing": blanks}
+    together = outcome(rows, defaults, **options)
+    one_by_one = [outcome([row], defaults, **options) for row in rows]
+    errors = [result for result in one_by_one if isinstance(result, str)]
+    if errors:
+        assert isinstance(together, str)
+        assert together.split("record")[0] == errors[0].split("record")[0]
+        return
+    for column, (dtype, data) in enumerate(together):
+        parts = [result[column] for result in one_by_one]
+        assert {part[0] for part in parts} == {dtype}
+        if dtype.kind != "O":
+            assert data == b"".join(part[1] for part in parts)
 
 
 def _both_ways(rows, dtypes, na_value, needed, select):

@@ -1,11 +1,14 @@
-"""Readers: from file names in a queue to lines."""
+"""Readers: from file names in a queue to records of all formats but TFRecord."""
 
 from __future__ import annotations
 
+import gc
 import gzip
+import json
 import os
 import threading
 import tracemalloc
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,7 +21,14 @@ from strategies.errors import (
     UnknownError,
 )
 from strategies.input.queues import FIFOQueue
-from strategies.input.readers import TextLineReader
+from strategies.input.readers import (
+    FixedLengthRecordReader,
+    IdentityReader,
+    TextLineReader,
+    TFRecordReader,
+    WholeFileReader,
+)
+from strategies.input.records import TFRecordWriter
 
 LIMIT = 20.0
 
@@ -46,6 +56,7 @@ def read_all(reader, queue):
 
 
 def open_files():
+    gc.collect()  # readers that other tests left with an open file
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -139,6 +150,24 @@ def test_a_line_has_a_limit(tmp_path):
     for where in ("long:2", "endless:1", "header:1"):
         with pytest.raises(DataLossError, match=f"longer than 8 bytes .*{where}"):
             reader.read(queue)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+@pytest.mark.parametrize("size", [65_534, 65_535, 65_536, 131_072, 200_000])
+@pytest.mark.parametrize("before", [b"", b"x\n", b"x\n" * 40_000])
+def test_lines_around_the_pieces_that_are_read(tmp_path, end, size, before):
+    path = write(tmp_path / "file", before + b"y" * size + end + (b"z" if end else b""))
+    for limit, fits in ((size - 1, False), (size, True), (size + 1, True)):
+        reader = TextLineReader(max_record_bytes=limit, on_damage="skip")
+        lines = [line for _, line in read_all(reader, names_queue(path))]
+        expected = ["x"] * (len(before) // 2) + ["y" * size] * fits + ["z"] * bool(end)
+        assert lines == expected
+        assert reader.num_skipped() == (not fits)
+
+
+def test_an_endless_line_ends_at_the_limit():
+    with pytest.raises(DataLossError, match="zero:1"):
+        TextLineReader(max_record_bytes=100_000).read(names_queue("/dev/zero"))
 
 
 def test_a_bomb_takes_no_memory(tmp_path):
@@ -264,3 +293,272 @@ def test_reset_does_not_wait_for_a_blocked_read(tmp_path):
         assert read.result(LIMIT) == (f"{path}:1", "a")
         queue.close()
     assert read_all(reader, queue) == [(f"{path}:2", "b")]
+
+
+# Fixed length.
+
+
+def pack(data, compression):
+    return {"": bytes, "GZIP": gzip.compress, "ZLIB": zlib.compress}[compression](data)
+
+
+@pytest.mark.parametrize("compression", ["", "GZIP", "ZLIB"])
+@pytest.mark.parametrize("hop", [0, 1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("footer", [0, 2])
+@pytest.mark.parametrize("header", [0, 5])
+def test_fixed_length(tmp_path, compression, hop, footer, header):
+    record = 3
+    reader = FixedLengthRecordReader(
+        record, header_bytes=header, footer_bytes=footer, hop_bytes=hop, compression=compression
+    )
+    for size in range(30):
+        body = bytes(range(size))
+        path = write(tmp_path / f"{size}", pack(b"H" * header + body + b"F" * footer, compression))
+        starts = range(0, max(0, size - record + 1), hop or record)
+        expected = [
+            (f"{path}:{number}", body[start : start + record])
+            for number, start in enumerate(starts)
+        ]
+        assert read_all(reader, names_queue(path)) == expected
+
+
+def test_fixed_length_of_one_file_after_the_other(tmp_path):
+    one, two = write(tmp_path / "one", b"aabbc"), write(tmp_path / "two", b"dd")
+    short = write(tmp_path / "short", b"x")
+    reader = FixedLengthRecordReader(2)
+    assert [v for _, v in read_all(reader, names_queue(one, short, two))] == [b"aa", b"bb", b"dd"]
+    assert reader.num_records_produced() == 3
+    assert reader.num_work_units_completed() == 3
+    with_header = FixedLengthRecordReader(2, header_bytes=3)
+    queue = names_queue(two, one)
+    with pytest.raises(DataLossError, match="ends 1 bytes before the end of its header .*two"):
+        with_header.read(queue)
+    assert with_header.read(queue)[1] == b"bc"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"record_bytes": 0},
+        {"record_bytes": -1},
+        {"record_bytes": 1, "header_bytes": -1},
+        {"record_bytes": 1, "footer_bytes": -1},
+        {"record_bytes": 1, "hop_bytes": -1},
+    ],
+)
+def test_fixed_length_arguments(options):
+    with pytest.raises(InvalidArgumentError):
+        FixedLengthRecordReader(**options)
+
+
+# Whole files, and names.
+
+
+def test_whole_files(tmp_path):
+    one, empty = write(tmp_path / "one", b"some\0 contents\n"), write(tmp_path / "empty", b"")
+    packed = write(tmp_path / "packed.gz", gzip.compress(b"contents"))
+    reader = WholeFileReader()
+    assert read_all(reader, names_queue(one, empty, packed)) == [
+        (str(one), b"some\0 contents\n"),
+        (str(empty), b""),
+        (str(packed), b"contents"),
+    ]
+    assert reader.num_work_units_completed() == 3
+    raw = WholeFileReader(compression="")
+    assert raw.read(names_queue(packed))[1] == packed.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["long", "long.gz"])
+def test_a_whole_file_has_a_limit(tmp_path, name):
+    data = bytes(64 << 20)
+    path = write(tmp_path / name, gzip.compress(data, 1) if name.endswith("gz") else data)
+    del data
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataLossError, match="max_record_bytes = 1048576"):
+            WholeFileReader(max_record_bytes=1 << 20).read(names_queue(path))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    fits = write(tmp_path / "fits", b"12345678")
+    assert WholeFileReader(max_record_bytes=8).read(names_queue(fits))[1] == b"12345678"
+    with pytest.raises(DataLossError):
+        WholeFileReader(max_record_bytes=7).read(names_queue(fits))
+    with pytest.raises(InvalidArgumentError):
+        WholeFileReader(max_record_bytes=0)
+
+
+def test_names_are_their_own_records():
+    reader, queue = IdentityReader(), names_queue("A", "B", "C")
+    assert read_all(reader, queue) == [("A", "A"), ("B", "B"), ("C", "C")]
+    assert (reader.num_records_produced(), reader.num_work_units_completed()) == (3, 3)
+    reader.reset()
+    assert (reader.num_records_produced(), reader.num_work_units_completed()) == (0, 0)
+
+
+# Damage.
+
+
+def test_skipping_damaged_lines(tmp_path, caplog):
+    lines = [b"good", b"\xff", b"x" * 100_000, b"good", b"12345678", b"123456789", b"last"]
+    plain = write(tmp_path / "plain", b"\r\n".join(lines))
+    cut = write(tmp_path / "cut.gz", gzip.compress(b"good\n" * 10)[:-6])
+    fine = write(tmp_path / "fine", b"good\n")
+    reader = TextLineReader(max_record_bytes=8, on_damage="skip")
+    pairs = read_all(reader, names_queue(plain, cut, fine))
+    by_file = [
+        [key for key, _ in pairs if key.startswith(str(path))] for path in (plain, cut, fine)
+    ]
+    assert by_file[0] == [f"{plain}:{number}" for number in (1, 4, 5, 7)]
+    assert len(by_file[1]) == 10
+    assert len(by_file[2]) == 1
+    assert reader.num_skipped() == 4
+    assert caplog.text.count("skipped") == 2  # once per file
+    with pytest.raises(ValueError, match="on_damage"):
+        TextLineReader(on_damage="ignore")
+
+
+def test_a_missing_file_is_not_skipped(tmp_path):
+    good = write(tmp_path / "good", b"a\n")
+    reader, queue = TextLineReader(on_damage="skip"), names_queue(tmp_path / "none", good)
+    with pytest.raises(NotFoundError):
+        reader.read(queue)
+    assert reader.read(queue)[1] == "a"
+
+
+# Positions.
+
+
+def make_files(folder):
+    """Four files for each kind of reader, some of them damaged in the middle."""
+    lines = write(folder / "lines", b"head\n" + b"".join(b"%d\n" % n for n in range(5)))
+    bad = write(folder / "bad.gz", gzip.compress(b"head\n1\n\xff\n2\n\xff\n")[:-3])
+    return [lines, write(folder / "empty", b""), bad, lines]
+
+
+def make_reader(kind):
+    return {
+        "text": lambda: TextLineReader(1, on_damage="skip"),
+        "fixed": lambda: FixedLengthRecordReader(2, compression=None, on_damage="skip"),
+        "whole": lambda: WholeFileReader(on_damage="skip"),
+        "identity": IdentityReader,
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["text", "fixed", "whole", "identity"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_continuing_from_any_position(tmp_path, kind, count):
+    files = make_files(tmp_path)
+
+    def batches(reader, queue, most=1000):
+        got = []
+        while len(got) < most:
+            try:
+                got.append(reader.read_up_to(queue, count))
+            except OutOfRangeError:
+                break
+        return got
+
+    whole = make_reader(kind)
+    expected = batches(whole, names_queue(*files))
+    assert len(expected) >= 3
+    for stop in range(len(expected) + 1):
+        first, queue = make_reader(kind), names_queue(*files)
+        got = batches(first, queue, stop)
+        state = json.loads(json.dumps(first.state_dict()))
+        first.reset()
+        second = make_reader(kind)
+        second.load_state_dict(state)
+        assert second.state_dict() == state
+        got += batches(second, queue)
+        assert got == expected
+        for count_of in ("num_records_produced", "num_work_units_completed", "num_skipped"):
+            assert getattr(second, count_of)() == getattr(whole, count_of)()
+
+
+def test_a_position_before_an_error_leads_to_the_error(tmp_path):
+    bad = write(tmp_path / "bad", b"a\nb\n\xff\nc\n")
+    reader = TextLineReader()
+    assert reader.read_up_to(names_queue(bad), 10)[1] == ["a", "b"]
+    state = reader.state_dict()
+    for twin in (reader, TextLineReader()):
+        twin.load_state_dict(state)
+        queue = names_queue()
+        with pytest.raises(DataLossError, match="bad:3"):
+            twin.read(queue)
+        with pytest.raises(OutOfRangeError):
+            twin.read(queue)
+
+
+def test_a_position_in_a_file_that_has_changed(tmp_path):
+    path = write(tmp_path / "file", b"a\nb\nc\n")
+    reader = TextLineReader()
+    reader.read_up_to(names_queue(path), 2)
+    state = reader.state_dict()
+    write(path, b"a\n")
+    reader.load_state_dict(state)
+    with pytest.raises(DataLossError, match="expected at least 2, got 1"):
+        reader.read(names_queue())
+    path.unlink()
+    reader.load_state_dict(state)
+    with pytest.raises(NotFoundError):
+        reader.read(names_queue())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reader": "WholeFileReader"},
+        {"work": 7},
+        {"records": -1},
+        {"records": 1.0},
+        {"produced": None},
+        {"skipped": True},
+        {"more": 1},
+    ],
+)
+def test_what_is_no_state(tmp_path, change):
+    path = write(tmp_path / "file", b"a\nb\n")
+    reader, queue = TextLineReader(), names_queue(path)
+    reader.read(queue)
+    state = reader.state_dict()
+    for wrong in ({**state, **change}, {}, None, b"garbage", list(state)):
+        with pytest.raises(InvalidArgumentError, match="could not parse state of a TextLineReader"):
+            reader.load_state_dict(wrong)
+        assert reader.num_records_produced() == 0
+        with pytest.raises(OutOfRangeError):
+            reader.read(queue)
+
+
+def test_an_interrupted_read_loses_nothing(tmp_path):
+    path = write(tmp_path / "file", b"a\nb\nc\nd\n")
+    reader, queue = TextLineReader(), names_queue(path)
+    assert reader.read(queue)[1] == "a"
+    records = reader._records
+
+    def interrupted():
+        yield next(records)
+        raise KeyboardInterrupt
+
+    reader._records = interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        reader.read_up_to(queue, 3)
+    assert reader.read_up_to(queue, 9)[1] == ["b", "c", "d"]
+
+
+def test_five_readers_share_files_of_records(tmp_path):
+    """As in the chapter: shards written once, read by five readers in threads, each record once."""
+    pytest.importorskip("google_crc32c")
+    paths = []
+    for shard in range(12):
+        paths.append(str(tmp_path / f"train-{shard:02}.tfrecord"))
+        with TFRecordWriter(paths[-1]) as writer:
+            for number in range(50):
+                writer.write(b"%d-%d" % (shard, number))
+    queue = names_queue(*paths)
+    readers = [TFRecordReader() for _ in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        futures = [pool.submit(read_all, reader, queue) for reader in readers]
+        values = [value for future in futures for _, value in future.result(LIMIT)]
+    assert sorted(values) == sorted(b"%d-%d" % (s, n) for s in range(12) for n in range(50))
+    assert sum(reader.num_work_units_completed() for reader in readers) == 12

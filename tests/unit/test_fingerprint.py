@@ -30,7 +30,8 @@ def sent_messages(check, calls):
             comm.allreduce(np.ones(3), op=cc.SUM, algorithm="tree")
         return len(sent)
 
-    return inprocess.run_ranks(2, count, settings=Settings(check=check, timeout=20, shared_memory=None))[0]
+    settings = Settings(check=check, timeout=20, shared_memory=None)
+    return inprocess.run_ranks(2, count, settings=settings)[0]
 
 
 def test_off_adds_no_message_and_always_adds_one_exchange():

@@ -1,0 +1,234 @@
+"""CSV text to values, exactly: what a field is, what is missing, and what is wrong, by the rules.
+
+A batch is decoded column by column; only when something does not fit, record by record, to tell
+which is the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["CONVERTERS", "Column", "Format", "RecordError", "decode"]
+
+
+class Column(NamedTuple):
+    """How to decode one column.
+
+    Attributes:
+        dtype: of the values; object for text.
+        default: for missing fields; None for a column in which none may miss.
+        convert: makes a value of a field, or raises `ValueError`.
+    """
+
+    dtype: np.dtype[Any]
+    default: Any
+    convert: Callable[[str], Any]
+
+
+class Format(NamedTuple):
+    """How a record is split and which fields count as missing; see `decode_csv`."""
+
+    delimiter: str
+    quotes: bool
+    na_value: str
+    select: tuple[int, ...] | None
+    blank_is_missing: bool
+
+
+class RecordError(Exception):
+    """A record does not fit.
+
+    Args:
+        row: number of the record.
+        before: what is wrong, up to the number of the record.
+        after: the rest.
+    """
+
+    def __init__(self, row: int, before: str, after: str) -> None:
+        super().__init__(f"{before} record {row}{after}")
+        self.row, self.before, self.after = row, before, after
+
+
+def decode(lines: Sequence[str], columns: Sequence[Column], form: Format) -> list[Any]:
+    """Decode records; return the values of each column.
+
+    Raises:
+        RecordError: the first record that does not fit.
+    """
+    values = _by_column(lines, columns, form)
+    if values is not None:
+        return values
+    table = []
+    for row, line in enumerate(lines):
+        try:
+            table.append(_values(_split(line, form), columns, form))
+        except _Misfit as misfit:
+            raise RecordError(row, *misfit.args) from None
+    return list(zip(*table, strict=True)) or [()] * len(columns)
+
+
+class _Misfit(Exception):
+    """What is wrong, in two parts: before and after the number of the record."""
+
+
+def _by_column(lines: Sequence[str], columns: Sequence[Column], form: Format) -> list[Any] | None:
+    """The values of each column; None if there is anything wrong."""
+    text = "\n".join(lines)
+    try:
+        if (
+            (form.quotes and '"' in text)
+            or "\r" in text
+            or text.count("\n") != len(lines) - 1
+            or not all(lines)
+        ):
+            fields = [_split(line, form) for line in lines]
+        else:
+            fields = [_selected(line.split(form.delimiter), form) for line in lines]
+        if {len(columns)} != set(map(len, fields)):
+            return None
+        # Python also takes 1_000 and the digits of all scripts for numbers.
+        plain = text.isascii() and "_" not in text
+        pairs = zip(zip(*fields, strict=True), columns, strict=True)
+        return [_column_values(parts, column, form, plain) for parts, column in pairs]
+    except (_Misfit, ValueError):
+        return None
+
+
+def _column_values(parts: Sequence[str], column: Column, form: Format, plain: bool) -> Any:
+    """The values of one column, all at once if each field is sure to be a value or an error."""
+    if plain and column.dtype != object:
+        given, missing = parts, ("", form.na_value)
+        if column.default is not None and ("" in parts or form.na_value in parts):
+            given = [repr(column.default) if part in missing else part for part in parts]
+        elif form.na_value and form.na_value in parts:
+            raise _Missing
+        try:
+            if column.dtype.kind == "f":
+                floats = np.fromiter(map(float, given), np.float64, len(given))
+                if (np.abs(floats) <= _LARGEST[column.dtype]).all():
+                    return floats
+            else:
+                integers = np.fromiter(map(int, given), np.int64, len(given))
+                if (integers == integers.astype(column.dtype)).all():
+                    return integers
+        except (ValueError, OverflowError):
+            pass  # a field that the exact way must judge
+    return [_value(part, column, form) for part in parts]
+
+
+def _value(field: str, column: Column, form: Format) -> Any:
+    """The value of one field, or None if a required one is missing."""
+    if not field or field == form.na_value or (form.blank_is_missing and field.isspace()):
+        if column.default is None:
+            raise _Missing
+        return column.default
+    return column.convert(field)
+
+
+class _Missing(ValueError):
+    """A required field is missing."""
+
+
+def _values(fields: list[str], columns: Sequence[Column], form: Format) -> list[Any]:
+    if len(fields) != len(columns):
+        raise _Misfit(f"Expect {len(columns)} fields but have {len(fields)} in", "")
+    values: list[Any] = []
+    for field, column in zip(fields, columns, strict=True):
+        try:
+            values.append(_value(field, column, form))
+        except _Missing:
+            raise _Misfit(f"Field {len(values)} is required but missing in", "") from None
+        except ValueError:
+            shown = field if len(field) <= 80 else field[:80] + "..."
+            why = f" is not a valid {column.dtype}: {shown!r}"
+            raise _Misfit(f"Field {len(values)} in", why) from None
+    return values
+
+
+def _number(parse: Callable[[str], Any], smallest: float, largest: float) -> Callable[[str], Any]:
+    """A function from a field to a number in a range, which raises `ValueError` for all others."""
+
+    def convert(field: str) -> Any:
+        number = parse(field)
+        # Python also takes 1_000 and the digits of all scripts.
+        if "_" in field or not field.isascii():
+            raise ValueError
+        # What is too large has become infinite, but infinity must be spelled. nan is in no range.
+        if not smallest <= number <= largest and (parse is int or "n" not in field.lower()):
+            raise ValueError
+        return number
+
+    return convert
+
+
+_FLOAT64_END = float(np.finfo(np.float64).max)
+# What is nearer to 2**128 than to the largest float32 would become infinite.
+_FLOAT32_END = 2.0**128 - 2.0**103 - 2.0**75
+CONVERTERS: dict[np.dtype[Any], Callable[[str], Any]] = {
+    np.dtype(object): str,
+    np.dtype("float32"): _number(float, -_FLOAT32_END, _FLOAT32_END),
+    np.dtype("float64"): _number(float, -_FLOAT64_END, _FLOAT64_END),
+    np.dtype("int32"): _number(int, -(2**31), 2**31 - 1),
+    np.dtype("int64"): _number(int, -(2**63), 2**63 - 1),
+}
+"""Makes a value of a field, by dtype."""
+
+_LARGEST = {np.dtype("float32"): _FLOAT32_END, np.dtype("float64"): _FLOAT64_END}
+
+
+def _split(record: str, form: Format) -> list[str]:
+    """The selected fields of a record."""
+    record = record.lstrip("\r\n")
+    if not record:
+        fields = []
+    elif form.quotes and '"' in record:
+        fields = _split_quoted(record, form.delimiter)
+    else:
+        if "\n" in record or "\r" in record:
+            raise _Misfit("Unquoted fields cannot have quotes/CRLFs inside,", "")
+        fields = record.split(form.delimiter)
+    return _selected(fields, form)
+
+
+def _selected(fields: list[str], form: Format) -> list[str]:
+    if form.select is None:
+        return fields
+    return [fields[index] for index in form.select if index < len(fields)]
+
+
+def _split_quoted(record: str, delimiter: str) -> list[str]:
+    fields = []
+    start = 0
+    while True:
+        if record.startswith('"', start):
+            field, end = _quoted_field(record, start + 1, delimiter)
+        else:
+            end = record.find(delimiter, start)
+            end = len(record) if end < 0 else end
+            field = record[start:end]
+            if any(character in field for character in '"\r\n'):
+                raise _Misfit("Unquoted fields cannot have quotes/CRLFs inside,", "")
+        fields.append(field)
+        if end == len(record):
+            return fields
+        start = end + 1
+
+
+def _quoted_field(record: str, start: int, delimiter: str) -> tuple[str, int]:
+    """The text of a field whose opening quote is before `start`, and where the field ends."""
+    parts = []
+    while True:
+        quote = record.find('"', start)
+        if quote < 0:
+            raise _Misfit("Quoted field has to end with quote followed by delim or end,", "")
+        parts.append(record[start:quote])
+        after = record[quote + 1 : quote + 2]
+        if after in ("", delimiter):
+            return "".join(parts), quote + 1
+        if after != '"':
+            raise _Misfit("Quote inside a string has to be escaped by another quote,", "")
+        parts.append('"')
+        start = quote + 2

@@ -1,0 +1,93 @@
+"""Batches of only some of what a function returns: the `maybe_` relatives of `batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from strategies.input.batching import batch, batch_join, shuffle_batch, shuffle_batch_join
+from strategies.input.pipelines import Batches, Read
+
+__all__ = [
+    "Keep",
+    "maybe_batch",
+    "maybe_batch_join",
+    "maybe_shuffle_batch",
+    "maybe_shuffle_batch_join",
+]
+
+Keep: TypeAlias = Callable[[Any], Any]
+"""Decides what is kept: called with what `read` returned, in the thread that called `read`, it
+returns whether to keep that; or, with `enqueue_many`, one truth value for each of the rows."""
+
+
+def maybe_batch(read: Read, keep: Keep, batch_size: int, **options: Any) -> Batches:
+    """As `batch`, of the elements that `keep` accepts.
+
+    Args:
+        read: as for `batch`.
+        keep: see `Keep`.
+        batch_size: rows per batch.
+        **options: as for `batch`.
+
+    Raises:
+        ValueError: from the pipeline, if `keep` returns a vector without `enqueue_many`, one of
+            the wrong length, or something with more dimensions.
+
+    Example:
+        >>> from strategies.input.producers import preload
+        >>> numbers = preload(range(10), num_epochs=1, shuffle=False)
+        >>> with maybe_batch(numbers, lambda number: number % 3 == 0, 2) as batches:
+        ...     [batch.tolist() for batch in batches]
+        [[0, 3], [6, 9]]
+    """
+    return batch(_kept(read, keep, options), batch_size, **options)
+
+
+def maybe_batch_join(reads: Sequence[Read], keep: Keep, batch_size: int, **options: Any) -> Batches:
+    """As `batch_join`, of the elements that `keep` accepts; see `maybe_batch`."""
+    return batch_join([_kept(read, keep, options) for read in reads], batch_size, **options)
+
+
+def maybe_shuffle_batch(read: Read, keep: Keep, batch_size: int, **options: Any) -> Batches:
+    """As `shuffle_batch`, of the elements that `keep` accepts; see `maybe_batch`."""
+    return shuffle_batch(_kept(read, keep, options), batch_size, **options)
+
+
+def maybe_shuffle_batch_join(
+    reads: Sequence[Read], keep: Keep, batch_size: int, **options: Any
+) -> Batches:
+    """As `shuffle_batch_join`, of the elements that `keep` accepts; see `maybe_batch`."""
+    return shuffle_batch_join([_kept(read, keep, options) for read in reads], batch_size, **options)
+
+
+def _kept(read: Read, keep: Keep, options: Mapping[str, Any]) -> Read:
+    """The function that reads on until something is kept."""
+    many = bool(options.get("enqueue_many"))
+
+    def read_on() -> Any:
+        while True:
+            values = read()
+            wanted = np.asarray(keep(values), bool)
+            if wanted.ndim > 1 or (wanted.ndim == 1 and not many):
+                allowed = "0 or 1 dimensions" if many else "no dimensions: it cannot be a vector"
+                raise ValueError(f"keep: expected {allowed}, got shape {wanted.shape}")
+            if wanted.any():
+                return values if wanted.ndim == 0 else _rows(values, wanted)
+
+    return read_on
+
+
+def _rows(values: Any, wanted: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {name: _rows(part, wanted) for name, part in values.items()}
+    if isinstance(values, (list, tuple)):
+        return tuple(_rows(part, wanted) for part in values)
+    array = np.asarray(values)
+    if array.shape[:1] != wanted.shape:
+        raise ValueError(
+            f"keep: expected one truth value per row, got {len(wanted)} for shape {array.shape}"
+        )
+    return array[wanted]
