@@ -43,7 +43,7 @@ def create(directory: str = "/dev/shm") -> str:
     One rank does this and tells the others; when all have constructed their `Liveness`, it removes
     the file, so that nothing is left behind whoever is killed.
     """
-    file, path = tempfile.mkstemp(prefix="unisono-liveness-", dir=directory)
+    file, path = tempfile.mkstemp(prefix=f"unisono-{os.getpid()}-liveness-", dir=directory)
     os.close(file)
     return path
 

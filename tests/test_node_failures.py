@@ -74,10 +74,12 @@ def test_nothing_stays_in_shared_memory_when_all_ranks_are_killed(tmp_path):
         x = comm.shared_empty(1 << 20, np.float32)
         comm.allreduce(x, out=x)
         comm.split(comm.rank % 2).barrier()
-        print("ready", flush=True)
+        print("ready", os.getpid(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """)
     )
     result = mpirun(3, program, timeout=60)
-    assert "ready" in result.stdout
-    assert [name for name in os.listdir("/dev/shm") if name.startswith("unisono")] == []
+    pids = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("ready")]
+    assert pids
+    left = [name for name in os.listdir("/dev/shm") if name.startswith("unisono")]
+    assert [name for name in left if name.split("-")[1] in pids] == []
