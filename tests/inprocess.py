@@ -150,6 +150,7 @@ def run_ranks(size, function, mode="eager", *, timeout=20.0, leaders=None, setti
                 settings or Settings(timeout=timeout),
             )
             results[rank] = function(comm)
+            comm.close()
         except BaseException as error:
             errors[rank] = error
 

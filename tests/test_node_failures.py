@@ -60,7 +60,7 @@ def test_a_stopped_rank_is_named_with_what_it_did_last(tmp_path):
     result = run(tmp_path, "stop", "call")
     line = next(t for t in result.stdout.splitlines() if t.startswith("rank 0 after "))
     assert "CollectiveTimeout: allreduce: no answer within 2 s, still waiting for rank 1" in line
-    assert "rank 1 left plan_allreduce" in line
+    assert "rank 1 left plan" in line  # making the plan, or calling it where that took long
 
 
 def test_nothing_stays_in_shared_memory_when_all_ranks_are_killed(tmp_path):
