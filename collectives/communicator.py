@@ -9,13 +9,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from collectives import arrays, composites, operations, reduction, selection, settings, topology
+from collectives import (
+    arrays,
+    composites,
+    groups,
+    operations,
+    reduction,
+    selection,
+    settings,
+    shared,
+    topology,
+)
 from collectives.arrays import Array, Borrowed
 from collectives.calls import Call, Calls
 from collectives.compression import NONE, Compression
-from collectives.plans import Plan
 from collectives.reduction import MEAN, Op
 from collectives.requests import Progress, asynchronous
 from collectives.transport import MpiTransport, Transport
@@ -238,7 +246,7 @@ class Communicator:
             rows = topology.chunk_bounds(array.shape[0], self.size)
             own = rows[self.rank + 1] - rows[self.rank]
             result = np.empty((own, *array.shape[1:]), array.dtype)
-            bounds = [row * _row_size(array.shape) for row in rows]
+            bounds = [row * math.prod(array.shape[1:]) for row in rows]
             operations.reduce_scatter(
                 self._transport, call, arrays.flat(array), result.reshape(-1), bounds, op, algorithm
             )
@@ -434,134 +442,12 @@ class Communicator:
     grouped_allreduce = composites.grouped_allreduce
     sparse_allreduce = composites.sparse_allreduce
 
-    def shared_empty(
-        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike, *, timeout: float | None = None
-    ) -> Array:
-        """Make an array in memory that the ranks of a node share.
-
-        Reducing it in place (`out=` the array itself, or a plan) copies nothing: each rank combines
-        its chunk of all arrays and writes the result into all of them.
-
-        *Collective*: all ranks, with the same shape and dtype.
-
-        Args:
-            shape: of the array.
-            dtype: of the array.
-            timeout: seconds.
-
-        Returns:
-            This rank's own array, of zeros. It lives as long as the communicator; slices of it are
-            in shared memory, too. An ordinary array where ranks do not share memory.
-
-        Cost: the bytes of all ranks' arrays in `/dev/shm`, allocated at once.
-        """
-        wanted = np.dtype(dtype)
-        with self._calls.enter("shared_empty", timeout) as call:
-            dims = (shape,) if isinstance(shape, int) else tuple(shape)
-            if any(n < 0 for n in dims):
-                raise ValueError(f"shared_empty: a dimension is negative, got {dims}")
-            self._describe(call, "auto", shape=dims, dtype=wanted)
-            call.agree()
-            memory = call.shared_empty(math.prod(dims) * wanted.itemsize)
-        if memory is None:
-            return np.zeros(dims, wanted)
-        return memory.view(wanted).reshape(dims)
-
-    def plan_allreduce(self, x: Any, *, op: Op = MEAN, timeout: float | None = None) -> Plan:
-        """Resolve an all-reduce in place once, for a call that is made at every step.
-
-        *Collective*: all ranks, as `allreduce`. Arguments and errors as `allreduce(x, out=x)`.
-
-        Args:
-            x: shape (...), contiguous, writable; best from `shared_empty`.
-            op: how to combine.
-            timeout: seconds, of every later call.
-
-        Returns:
-            A function without arguments that reduces `x` in place and returns it.
-
-        Example:
-            >>> import collectives as cc
-            >>> comm = cc.init()
-            >>> gradient = comm.shared_empty(4, "float32")
-            >>> average = comm.plan_allreduce(gradient)
-            >>> gradient[:] = comm.rank
-            >>> average().tolist() == [(comm.size - 1) / 2] * 4
-            True
-        """
-        with self._calls.enter("plan_allreduce", timeout) as call:
-            host = self._reducible(call, x, op, None).host
-            array, _ = arrays.borrow_out(x, host.shape, host.dtype, operation=call.operation)
-            if array is None:
-                raise TypeError(
-                    "plan_allreduce: the array is not in host memory, where it could be reduced in "
-                    f"place, got {type(x).__module__}.{type(x).__name__}"
-                )
-            if not array.flags.c_contiguous:
-                raise ValueError("plan_allreduce: the array is not contiguous")
-            facts = {"op": op.value, "dtype": array.dtype, "shape": array.shape}
-            self._describe(call, "auto", **facts)
-            call.agree()
-        return Plan(self._calls, call, x, array.reshape(-1), op, timeout)
-
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Make communicators of the ranks that name the same color.
-
-        Args:
-            color: an integer >= 0, or None to belong to no group.
-            key: the order in the new group; ties by rank.
-
-        Returns:
-            The new group's communicator, None where color is None.
-        """
-        if color is not None and color < 0:
-            raise ValueError(f"split: color is negative, expected None or >= 0, got {color}")
-        mine = np.array([[-1 if color is None else color, key]])
-        chosen = self.allgather(mine)
-        part = self._transport.split(color, key)
-        self._splits_made += 1
-        if part is None:
-            return None
-        members = [r for r in range(self.size) if chosen[r, 0] == color]
-        members.sort(key=lambda r: (chosen[r, 1], r))
-        leaders = [self._leaders[r] for r in members]
-        return Communicator(
-            part, leaders, self._calls.settings, f"{self._calls.name}.{self._splits_made}"
-        )
-
-    def group(self, ranks: Sequence[int]) -> Communicator | None:
-        """Make a communicator of some ranks, numbered in the order given.
-
-        *Collective*: all ranks of this communicator, also those that are not listed.
-
-        Args:
-            ranks: each at most once.
-
-        Returns:
-            The new group's communicator, None on ranks that are not listed.
-
-        Raises:
-            ValueError: a rank does not exist, or is listed twice.
-        """
-        listed = [operator.index(r) for r in ranks]
-        if len(set(listed)) != len(listed) or not set(listed) <= set(range(self.size)):
-            raise ValueError(
-                f"group: expected ranks 0 .. {self.size - 1}, each at most once, got {listed}"
-            )
-        member = self.rank in listed
-        return self.split(0 if member else None, listed.index(self.rank) if member else 0)
-
-    def _bucket(self, nbytes: int) -> Array:
-        """Return memory for arrays that are packed together; *collective* where it has to grow."""
-        if self._memory.size < nbytes:
-            self._memory = self.shared_empty(max(nbytes, 2 * self._memory.size), np.uint8)
-        return self._memory[:nbytes]
-
-    def _duplicate(self) -> Communicator:
-        """Make the private communicator of the asynchronous operations; *collective*."""
-        duplicate = self.split(0, self.rank)
-        assert duplicate is not None
-        return duplicate
+    shared_empty = shared.shared_empty
+    plan_allreduce = shared.plan_allreduce
+    split = groups.split
+    group = groups.group
+    _bucket = shared.bucket
+    _duplicate = groups.duplicate
 
     allreduce_async = asynchronous(allreduce)
     reduce_async = asynchronous(reduce)
@@ -619,8 +505,3 @@ class Communicator:
         if call.operation in selection.ALGORITHMS:
             selection.check(call.operation, algorithm, call.engine)
         call.describe(**facts, algorithm=algorithm)
-
-
-def _row_size(shape: tuple[int, ...]) -> int:
-    """Return the number of elements of one row of an array."""
-    return math.prod(shape[1:])

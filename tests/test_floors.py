@@ -26,7 +26,7 @@ COLLECTIVES = [
         "algorithms.tree",
     },
     {"selection", "fingerprint", "calls", "operations", "plans", "recorder", "board", "costs"},
-    {"communicator", "requests", "composites", "channel"},
+    {"communicator", "requests", "composites", "groups", "shared", "channel"},
     {"launch", "world", "__init__", "__main__"},
 ]
 

@@ -1,0 +1,76 @@
+"""Communicators made of others, as methods of `Communicator`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collectives.communicator import Communicator
+
+__all__ = ["duplicate", "group", "split"]
+
+
+def split(self: Communicator, color: int | None, key: int = 0) -> Communicator | None:
+    """Make communicators of the ranks that name the same color.
+
+    Args:
+        color: an integer >= 0, or None to belong to no group.
+        key: the order in the new group; ties by rank.
+
+    Returns:
+        The new group's communicator, None where color is None.
+    """
+    with self._calls.enter("split", None) as call:
+        if color is not None and color < 0:
+            raise ValueError(f"split: color is negative, expected None or >= 0, got {color}")
+        call.describe()
+        call.agree()
+    mine = np.array([[-1 if color is None else color, key]])
+    chosen = self.allgather(mine)
+    part = self._transport.split(color, key)
+    self._splits_made += 1
+    if part is None:
+        return None
+    members = [r for r in range(self.size) if chosen[r, 0] == color]
+    members.sort(key=lambda r: (chosen[r, 1], r))
+    leaders = [self._leaders[r] for r in members]
+    return type(self)(
+        part, leaders, self._calls.settings, f"{self._calls.name}.{self._splits_made}"
+    )
+
+
+def group(self: Communicator, ranks: Sequence[int]) -> Communicator | None:
+    """Make a communicator of some ranks, numbered in the order given.
+
+    *Collective*: all ranks of this communicator, also those that are not listed.
+
+    Args:
+        ranks: each at most once.
+
+    Returns:
+        The new group's communicator, None on ranks that are not listed.
+
+    Raises:
+        ValueError: a rank does not exist, or is listed twice.
+    """
+    with self._calls.enter("group", None) as call:
+        listed = [operator.index(r) for r in ranks]
+        if len(set(listed)) != len(listed) or not set(listed) <= set(range(self.size)):
+            raise ValueError(
+                f"group: expected ranks 0 .. {self.size - 1}, each at most once, got {listed}"
+            )
+        call.describe(ranks=tuple(listed))
+        call.agree()
+    member = self.rank in listed
+    return self.split(0 if member else None, listed.index(self.rank) if member else 0)
+
+
+def duplicate(self: Communicator) -> Communicator:
+    """Make the private communicator of the asynchronous operations; *collective*."""
+    duplicate = self.split(0, self.rank)
+    assert duplicate is not None
+    return duplicate
