@@ -1,103 +1,163 @@
-"""`python -m collectives info`: what is installed, what MPI can do, who is in the world."""
+"""`python -m collectives COMMAND`: look at, check, measure and predict the collectives."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
-from importlib import metadata, util
-from typing import Any
+from pathlib import Path
 
 import collectives as cc
-from collectives import launch
+
+# The other modules are imported by the command that needs them: `explain` does without MPI.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; returns the exit status, the same on all ranks."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except cc.LaunchError as error:
+        print(f"python -m collectives {options.command}: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m collectives", description="Look at the collectives of this machine."
+        prog="python -m collectives", description="The collectives of this machine or cluster."
     )
     commands = parser.add_subparsers(dest="command", required=True)
+
     info = commands.add_parser(
         "info", help="print versions, MPI's abilities and the ranks; also under mpirun"
     )
     info.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
-    try:
-        comm = cc.init()
-    except cc.LaunchError as error:
-        print(f"python -m collectives {options.command}: {error}", file=sys.stderr)
-        return 1
-    facts = gather_facts(comm)
+    info.set_defaults(run=_info)
+
+    check = commands.add_parser(
+        "check", help="test all operations on this cluster; under mpirun; exit status 0 or 1"
+    )
+    check.add_argument(
+        "--limit", type=_seconds, default=20.0, metavar="SECONDS",
+        help="how long one operation may wait for another rank (default %(default)g)",
+    )  # fmt: skip
+    check.add_argument(
+        "--whole", type=_seconds, default=600.0, metavar="SECONDS",
+        help="how long all of it may take (default %(default)g)",
+    )  # fmt: skip
+    check.set_defaults(run=_check)
+
+    bench = commands.add_parser("bench", help="measure one operation and its peers; under mpirun")
+    bench.add_argument("operation", nargs="?", default="allreduce", help="default %(default)s")
+    bench.add_argument(
+        "--sizes", default="8:16M",
+        help="bytes, FIRST:LAST in steps of 4, or A,B,C (default %(default)s)",
+    )  # fmt: skip
+    bench.add_argument("--dtype", default="float32", help="default %(default)s")
+    bench.add_argument(
+        "--peers", default="native", help="comma-separated, empty for none (default %(default)s)"
+    )
+    bench.add_argument("--algorithm", default="auto", help="default %(default)s")
+    bench.add_argument(
+        "--through", default="call",
+        help="call, or for allreduce: plan, shared (a plan in shared memory); default %(default)s",
+    )  # fmt: skip
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    bench.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them with matplotlib")
+    bench.set_defaults(run=_bench)
+
+    explain = commands.add_parser(
+        "explain", help="print how long each algorithm should take, and which one that picks"
+    )
+    explain.add_argument("operation")
+    explain.add_argument("--bytes", required=True, help="of the whole array, as 4M")
+    explain.add_argument("--ranks", type=int, required=True)
+    explain.add_argument("--nodes", type=int, default=1)
+    explain.add_argument(
+        "--latency", type=_seconds, metavar="SECONDS", help="of a message between nodes"
+    )
+    explain.add_argument("--gigabits", type=_seconds, help="per second, of a node's link")
+    explain.set_defaults(run=_explain)
+    return parser
+
+
+def _info(options: argparse.Namespace) -> int:
+    from collectives import information
+
+    comm = cc.init()
+    facts = information.gather_facts(comm)
     if comm.rank == 0:
-        print(json.dumps(facts, indent=2) if options.json else _table(facts))
+        print(json.dumps(facts, indent=2) if options.json else information.table(facts))
     return 0
 
 
-def gather_facts(comm: cc.Communicator) -> dict[str, Any]:
-    """Collect the facts of this process and the ranks; *collective*."""
-    from mpi4py import MPI
+def _check(options: argparse.Namespace) -> int:
+    from collectives import selftest
 
-    names = comm.allgather_object((comm.node_rank, platform.node()))
-    levels = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }
-    mpi_set = {k: os.environ[k] for k in launch.mpi_settings({}, cores=1) if k in os.environ}
-    return {
-        "unisono": cc.__version__,
-        "python": platform.python_version(),
-        "mpi_library": MPI.Get_library_version().splitlines()[0].strip("\0 ,"),
-        "mpi_standard": ".".join(map(str, MPI.Get_version())),
-        "thread_level": levels[MPI.Query_thread()],
-        "cuda_aware": launch.is_cuda_aware(),
-        "fault_tolerance": launch.is_fault_tolerant(),
-        "mpi_settings": mpi_set,
-        "ranks": comm.size,
-        "nodes": {
-            f"{node} {name}": sum(1 for other in names if other[0] == node)
-            for node, name in dict(sorted(names)).items()
-        },
-        "packages": {name: _version(name) for name in _PACKAGES},
-    }
+    return selftest.run(options.limit, options.whole)
 
 
-# Import name of a package -> names of the distributions that may bring it.
-_PACKAGES = {
-    "numpy": ("numpy",),
-    "mpi4py": ("mpi4py",),
-    "numba": ("numba",),
-    "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
-    "torch": ("torch",),
-    "jax": ("jax",),
-}
+def _bench(options: argparse.Namespace) -> int:
+    from collectives import benchmark, quantities
+
+    try:
+        chosen = benchmark.Options(
+            options.operation,
+            quantities.sizes(options.sizes),
+            options.dtype,
+            [peer for peer in options.peers.split(",") if peer],
+            options.algorithm,
+            options.through,
+        )
+    except ValueError as error:
+        return _refuse(error)
+    return benchmark.run(chosen, options.json, options.plot)
 
 
-def _version(package: str) -> str | None:
-    """Return the version of an installed package without importing it, None if it is absent."""
-    if util.find_spec(package) is None:
-        return None
-    for distribution in _PACKAGES[package]:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return "unknown"
+def _explain(options: argparse.Namespace) -> int:
+    from collectives import costs, quantities, selection
+
+    network = costs.DEFAULT.network
+    if options.latency is not None:
+        network = network._replace(alpha=options.latency)
+    if options.gigabits is not None:
+        network = network._replace(beta=8e-9 / options.gigabits)
+    machine = costs.DEFAULT._replace(network=network)
+    try:
+        (nbytes,) = quantities.sizes(options.bytes)
+        shape = costs.Shape(options.ranks, options.nodes)
+        times = costs.estimate(options.operation, nbytes, shape, machine)
+    except ValueError as error:
+        return _refuse(error)
+    layout = selection.Layout(shape.ranks, shape.nodes)
+    auto = selection.choose(options.operation, "auto", nbytes, layout)
+    if "node" in times:  # wherever ranks of one node share memory
+        auto = "node"
+    size = quantities.size_text(nbytes)
+    print(f"{options.operation}, {size} bytes, {shape.ranks} ranks on {shape.nodes} nodes")
+    print(f"{'link':<14}{'us/message':>12}{'ns/byte':>12}{'ns/byte reduced':>18}")
+    for name, link in machine._asdict().items():
+        costs_of = (1e6 * link.alpha, 1e9 * link.beta, 1e9 * link.gamma)
+        print("{:<14}{:12.2f}{:12.4f}{:18.4f}".format(name, *costs_of))
+    print(f"{'algorithm':<14}{'estimated ms':>12}")
+    fastest = next(iter(times))
+    for name, seconds in times.items():
+        marks = ["fastest"] * (name == fastest) + ["picked by auto"] * (name == auto)
+        print(f"{name:<14}{1e3 * seconds:12.4f}  {', '.join(marks)}".rstrip())
+    return 0
 
 
-def _table(facts: dict[str, Any]) -> str:
-    rows = []
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{k} {'absent' if v is None else v}" for k, v in value.items())
-        elif isinstance(value, bool):
-            value = "yes" if value else "no"
-        rows.append(f"{name.replace('_', ' '):<16} {value}")
-    return "\n".join(rows)
+def _refuse(error: ValueError) -> int:
+    print(f"python -m collectives: {error}", file=sys.stderr)
+    return 2
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds > 0, got {text!r}")
+    return value
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""What is installed, what the MPI library can do, who is in the world."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata, util
+from typing import Any
+
+import collectives as cc
+from collectives import launch
+
+__all__ = ["gather_facts", "table", "thread_level", "versions"]
+
+# Import name of a package -> names of the distributions that may bring it.
+_PACKAGES = {
+    "numpy": ("numpy",),
+    "mpi4py": ("mpi4py",),
+    "numba": ("numba",),
+    "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
+    "torch": ("torch",),
+    "jax": ("jax",),
+}
+
+
+def gather_facts(comm: cc.Communicator) -> dict[str, Any]:
+    """Collect the facts of this process and the ranks; *collective*."""
+    from mpi4py import MPI
+
+    names = comm.allgather_object((comm.node_rank, platform.node()))
+    mpi_set = {k: os.environ[k] for k in launch.mpi_settings({}, cores=1) if k in os.environ}
+    return {
+        "unisono": cc.__version__,
+        "python": platform.python_version(),
+        "mpi_library": _library(),
+        "mpi_standard": ".".join(map(str, MPI.Get_version())),
+        "thread_level": thread_level(),
+        "cuda_aware": launch.is_cuda_aware(),
+        "fault_tolerance": launch.is_fault_tolerant(),
+        "mpi_settings": mpi_set,
+        "ranks": comm.size,
+        "nodes": {
+            f"{node} {name}": sum(1 for other in names if other[0] == node)
+            for node, name in dict(sorted(names)).items()
+        },
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that should be equal on all ranks, of this process."""
+    return {
+        "unisono": cc.__version__,
+        "Python": platform.python_version(),
+        **{name: _version(name) or "absent" for name in ("numpy", "mpi4py", "numba")},
+        "MPI library": _library(),
+    }
+
+
+def thread_level() -> str:
+    """Return what the MPI library allows threads to do: "single" .. "multiple"."""
+    from mpi4py import MPI
+
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    return levels[MPI.Query_thread()]
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Lay facts out as lines of name and value."""
+    rows = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {'absent' if v is None else v}" for k, v in value.items())
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        rows.append(f"{name.replace('_', ' '):<16} {value}")
+    return "\n".join(rows)
+
+
+def _library() -> str:
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().splitlines()[0].strip("\0 ,")
+
+
+def _version(package: str) -> str | None:
+    """Return the version of an installed package without importing it, None if it is absent."""
+    if util.find_spec(package) is None:
+        return None
+    for distribution in _PACKAGES[package]:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
