@@ -23,6 +23,7 @@ from collectives import (
 )
 from collectives.arrays import Array, Borrowed
 from collectives.calls import Call, Calls
+from collectives.channel import Channel, open_channel
 from collectives.compression import NONE, Compression
 from collectives.reduction import MEAN, Op
 from collectives.requests import Progress, asynchronous
@@ -459,6 +460,20 @@ class Communicator:
     alltoall_async = asynchronous(alltoall)
     barrier_async = asynchronous(barrier)
     grouped_allreduce_async = asynchronous(grouped_allreduce)
+
+    def open_channel(self) -> Channel:
+        """Make a channel: messages between any two ranks at any time; *collective*.
+
+        For services that answer whoever asks. It does not disturb operations and is not disturbed
+        by them: it goes on when ranks die, also where this communicator does not.
+
+        Raises:
+            LaunchError: MPI was started without support for several threads.
+        """
+        with self._calls.enter("open_channel", None) as call:
+            call.agree()
+            mail = self._transport.open_mail()
+            return open_channel(self._transport, mail, self._leaders, call.deadline)
 
     def close(self) -> None:
         """Release the communicator; *collective*. Closing twice is harmless."""

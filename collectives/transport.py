@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from collectives import liveness
 from collectives.arrays import Array, raw_bytes
 from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError, PeerFailure
+from collectives.mail import Mail, MpiMail
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -161,6 +162,10 @@ class Transport(ABC):
     @abstractmethod
     def split(self, color: int | None, key: int) -> Transport | None:
         """Make a transport for the ranks that name the same color, ordered by key, then rank."""
+
+    def open_mail(self) -> Mail:
+        """Make mail between the same ranks, independent of this transport; *collective*."""
+        raise NotImplementedError(f"open_mail: {type(self).__name__} is only a part of a transport")
 
     @abstractmethod
     def close(self) -> None:
@@ -306,6 +311,10 @@ class MpiTransport(Transport):
         except RuntimeError as error:
             raise self._explain(error, "split") from error
         return transport
+
+    def open_mail(self) -> MpiMail:
+        """Make mail over MPI between the same ranks."""
+        return MpiMail(self.mpi)
 
     def close(self) -> None:
         """Free the communicator, unless messages are under way or MPI has ended."""

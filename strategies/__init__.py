@@ -30,6 +30,7 @@ from strategies.input.filtering import (
     maybe_shuffle_batch,
     maybe_shuffle_batch_join,
 )
+from strategies.input.prefetch import prefetch
 from strategies.input.producers import (
     input_producer,
     limit_epochs,
@@ -53,9 +54,15 @@ from strategies.input.readers import (
 )
 from strategies.input.records import TFRecordWriter
 from strategies.input.runners import QueueRunner, start_queue_runners
+from strategies.input.sharded import ShardedInput
+from strategies.input.sharding import in_step
+from strategies.input.shared import shared_queue
+from strategies.input.shared_files import shared_files
 from strategies.multi_worker import MultiWorkerMirroredStrategy
 from strategies.one_device import OneDeviceStrategy
 from strategies.optimizers import SGD, Momentum
+from strategies.resources.container import container
+from strategies.resources.service import Service
 from strategies.resources.variables import Variable
 from strategies.training.checkpoint import Checkpoint
 from strategies.training.checkpoint_manager import CheckpointManager
@@ -82,6 +89,8 @@ __all__ = [
     "Progress",
     "QueueRunner",
     "RandomShuffleQueue",
+    "Service",
+    "ShardedInput",
     "Strategy",
     "TFRecordReader",
     "TFRecordWriter",
@@ -90,10 +99,12 @@ __all__ = [
     "WholeFileReader",
     "batch",
     "batch_join",
+    "container",
     "csv_batches",
     "decode_csv",
     "errors",
     "get_strategy",
+    "in_step",
     "input_producer",
     "limit_epochs",
     "loss_curve",
@@ -102,9 +113,12 @@ __all__ = [
     "maybe_batch_join",
     "maybe_shuffle_batch",
     "maybe_shuffle_batch_join",
+    "prefetch",
     "preload",
     "range_input_producer",
     "read_metrics",
+    "shared_files",
+    "shared_queue",
     "shuffle_batch",
     "shuffle_batch_join",
     "slice_input_producer",

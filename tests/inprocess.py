@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collectives.arrays import raw_bytes
 from collectives.communicator import Communicator
 from collectives.errors import MismatchError
+from collectives.mail import Mail
 from collectives.settings import Settings
 from collectives.transport import Transport
 
@@ -129,7 +130,49 @@ class ThreadTransport(Transport):
             )
         return ThreadTransport(part, members.index(self.rank))
 
+    def open_mail(self):
+        return ThreadMail(self.split(0, self.rank))
+
     def close(self):
+        pass
+
+
+class ThreadMail(Mail):
+    """Letters and parcels between ranks that are threads."""
+
+    def __init__(self, transport):
+        self.group = transport.group
+        self.rank = transport.rank
+        self.size = transport.size
+
+    def post(self, letter, dest):
+        return self._start(letter, "letter", dest)
+
+    def send(self, parcel, dest):
+        return self._start(parcel, "parcel", dest)
+
+    def _start(self, data, kind, dest):
+        send = _Send(self.group, data, dest)
+        with self.group.lock:
+            self.group.boxes[(kind, self.rank, dest)].append(send)
+        return send
+
+    def collect(self):
+        with self.group.lock:
+            for source in range(self.size):
+                if box := self.group.boxes[("letter", source, self.rank)]:
+                    send = box.popleft()
+                    send.taken = True
+                    return source, send.data.copy()
+        return None
+
+    def receive(self, into, source):
+        return _Receive(self.group, ("parcel", source, self.rank), into, source)
+
+    def dead(self):
+        return frozenset()
+
+    def close(self, *, all_together):
         pass
 
 

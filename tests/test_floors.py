@@ -13,7 +13,7 @@ from launcher import ROOT
 COLLECTIVES = [
     {"errors", "topology", "settings", "quantities"},
     {"arrays", "devices", "reduction", "kernels", "halves", "packing", "rounds"},
-    {"compression", "transport", "segment", "liveness"},
+    {"compression", "doorbell", "letters", "mail", "transport", "segment", "liveness"},
     {
         "algorithms",
         "algorithms.compressed",
@@ -58,6 +58,7 @@ MAY_IMPORT = {
         "collectives.algorithms.native",
         "collectives.communicator",
         "collectives.launch",
+        "collectives.mail",
         "collectives.information",  # asks the library for its version
         "collectives.peers",  # is what ours is compared with
     },

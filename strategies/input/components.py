@@ -42,7 +42,11 @@ class Components:
         dtypes: one per component.
         shapes: one per component, or None.
         names: one per component, or None.
+        copies: whether values that a store would keep as they are, as their shapes differ, are
+            copied on entry; not where they leave this process before the call returns.
     """
+
+    copies = True
 
     def __init__(
         self,
@@ -126,7 +130,9 @@ class Components:
             if ready:
                 row.append(part)
             else:
-                array = as_array("enqueue", index, part, dtype, copy=self._boxed[index])
+                array = as_array(
+                    "enqueue", index, part, dtype, copy=self.copies and self._boxed[index]
+                )
                 self._check_shape("enqueue", index, array.shape)
                 row.append(array[()])
         return tuple(row)
@@ -138,7 +144,9 @@ class Components:
             _check_priority("enqueue_many", parts[0])
         columns: list[Array] = []
         for index, (part, dtype) in enumerate(zip(parts, self.dtypes, strict=True)):
-            column = as_array("enqueue_many", index, part, dtype, copy=self._boxed[index])
+            column = as_array(
+                "enqueue_many", index, part, dtype, copy=self.copies and self._boxed[index]
+            )
             if column.ndim == 0:
                 raise InvalidArgumentError(
                     f"enqueue_many: component {index} is a scalar, "

@@ -224,7 +224,7 @@ class Queue:
                     attempt,
                     DeadlineExceededError(
                         f"{operation}: not finished after {timeout} s "
-                        f"(queue: {self.name}, size: {self.size()}, capacity: {self.capacity})"
+                        f"(queue: {self.name}, capacity: {self.capacity})"
                     ),
                 )
         except BaseException:

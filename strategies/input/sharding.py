@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -11,10 +11,9 @@ import collectives as cc
 from strategies.agreement import raise_everywhere
 from strategies.structures import leaves, map_leaves
 
-__all__ = ["in_step", "share"]
+__all__ = ["Uneven", "in_step", "share"]
 
-# What a rank says before each step. The largest counts.
-_ENDED, _READY, _FAILED = 0, 1, 2
+Uneven = Literal["fewer", "drop", "pad"]
 
 
 def share(batch: Any, rank: int, size: int) -> Any:
@@ -37,8 +36,10 @@ def share(batch: Any, rank: int, size: int) -> Any:
     return map_leaves(lambda leaf: np.array_split(leaf, size)[rank], batch)
 
 
-def in_step(batches: Iterable[Any], comm: cc.Communicator) -> Iterator[Any]:
-    """Yield this rank's batches, and empty ones when only other ranks have some left.
+def in_step(
+    batches: Iterable[Any], comm: cc.Communicator, *, uneven: Uneven = "fewer"
+) -> Iterator[Any]:
+    """Yield this rank's batches so that all ranks take the same number of steps.
 
     *Collective* at each step: all ranks iterate, and stop together.
 
@@ -46,15 +47,26 @@ def in_step(batches: Iterable[Any], comm: cc.Communicator) -> Iterator[Any]:
         batches: this rank's batches: arrays of shape (n, ...) in any nested structure, which is
             the same on all ranks.
         comm: the ranks to stay in step with.
+        uneven: what happens when some ranks run out before others. "fewer": they go on with batches
+            of 0 rows, and a mean that is weighted by rows has fewer contributors. "drop": all stop,
+            and what the others have left is not used. "pad": they repeat their first batch.
 
     Yields:
-        Batches of the same structure; with 0 rows when this rank has run out.
+        Batches of the same structure; with 0 rows when this rank has run out, or with "pad" when it
+        never had any.
 
     Raises:
+        ValueError: no such way to end.
         OpError, ValueError, ...: the error of this rank's own iterable, or of another rank's, of
             the same class and with the rank in its message; on all ranks in the same step.
     """
+    if uneven not in get_args(Uneven):
+        raise ValueError(
+            f"in_step: no such way to end, expected one of {' '.join(get_args(Uneven))}, "
+            f"got {uneven!r}"
+        )
     iterator = iter(batches)
+    first: Any = None
     empty: Any = None
     while True:
         batch, error = None, None
@@ -62,15 +74,18 @@ def in_step(batches: Iterable[Any], comm: cc.Communicator) -> Iterator[Any]:
             batch = next(iterator, None)
         except Exception as caught:
             error = caught
-        state = _FAILED if error is not None else _ENDED if batch is None else _READY
-        highest = int(comm.allreduce(state, op=cc.MAX))
-        if highest == _FAILED:
+        ready = batch is not None
+        mine = np.array([error is not None, error is None and not ready, ready], np.int8)
+        failed, ended, going = comm.allreduce(mine, op=cc.MAX).tolist()
+        if failed:
             raise_everywhere(error, comm, "input")
-        if highest == _ENDED:
+        if not going or (ended and uneven == "drop"):
             return
         if empty is None:
             empty = _empty_like(batch, comm)
-        yield empty if batch is None else batch
+        if first is None and uneven == "pad":
+            first = batch
+        yield batch if ready else empty if first is None else first
 
 
 def _empty_like(batch: Any, comm: cc.Communicator) -> Any:

@@ -1,0 +1,243 @@
+"""Each record of the input exactly once per epoch, over any number of ranks.
+
+The records of an epoch stand in one order, which the seed decides and which is the same on all
+ranks. They are dealt out like cards::
+
+    order          a  b  c  d  e  f  g  h        2 ranks: rank 0 has  a c e g,  rank 1  b d f h
+    used so far    a  b  c                       rank 0 has used two, rank 1 one
+    what is left            d  e  f  g  h        3 ranks go on:  d g  |  e h  |  f
+
+A *position* says how many cards each rank has used, of how many ranks: a *stage*. What is left can
+be dealt to other ranks, and so on: an epoch has as many stages as it was interrupted in.
+
+Under the policy "data" the cards are records, and every rank reads all files. Under "file" they are
+whole files; of files that were interrupted, a position says how many records are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+import numpy as np
+
+import collectives as cc
+from strategies.errors import InvalidArgumentError
+
+__all__ = ["Policy", "ShardedInput", "merge_positions"]
+
+Policy = Literal["auto", "file", "data", "off"]
+Stage = Sequence[Any]  # (number of ranks, per rank how many cards it has used or None for all)
+
+R = TypeVar("R")
+
+
+class ShardedInput(Generic[R]):
+    """This rank's records, epoch after epoch.
+
+    Args:
+        files: names, or whatever `read` takes; the same on all ranks.
+        read: returns the records of a file, the same ones each time.
+        rank: whose records.
+        size: among how many ranks.
+        policy: "file": whole files to each rank, whose numbers of files differ by at most one;
+            each is read once. "data": single records to each rank, whose numbers differ by at most
+            one; every rank reads all files. "auto": "file" if there are at least as many files as
+            ranks, else "data". "off": all records to every rank.
+        shuffle: whether to shuffle the files anew in each epoch.
+        seed: of the shuffling, the same on all ranks.
+        num_epochs: how often each record comes; None for ever.
+        state: where to go on, from `state`; possibly of another number of ranks.
+
+    Raises:
+        ValueError: no files, no such rank or policy, `num_epochs` below 1, or a state of other
+            files or another seed.
+
+    Example:
+        >>> files = {"a": [1, 2], "b": [3]}
+        >>> list(ShardedInput(["a", "b"], files.get, rank=0, size=2, policy="data", shuffle=False))
+        [1, 3]
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Any],
+        read: Callable[[Any], Iterable[R]],
+        *,
+        rank: int,
+        size: int,
+        policy: Policy = "auto",
+        shuffle: bool = True,
+        seed: int = 0,
+        num_epochs: int | None = 1,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not len(files) or not 0 <= rank < size:
+            raise ValueError(
+                f"ShardedInput: expected at least one file and 0 <= rank < size, "
+                f"got {len(files)} files, rank {rank} of {size}"
+            )
+        if policy not in get_args(Policy):
+            raise ValueError(
+                f"ShardedInput: no such policy, expected one of {' '.join(get_args(Policy))}, "
+                f"got {policy!r}"
+            )
+        if num_epochs is not None and num_epochs < 1:
+            raise ValueError(f"ShardedInput: num_epochs must be at least 1 or None: {num_epochs}")
+        self._files = files
+        self._read = read
+        self._rank = rank
+        self._size = size
+        # What an epoch keeps that was begun with another number of ranks.
+        enough = "file" if len(files) >= size else "data"
+        self._usual: str = enough if policy == "auto" else policy
+        self._shuffle = shuffle
+        self._seed = seed
+        self._num_epochs = num_epochs
+        self._about = {"files": len(files), "seed": seed, "shuffle": shuffle}
+        self._earlier: dict[int, Any] = {}  # epoch -> policy, stages and files that were begun
+        self._epoch = 0
+        if state is not None:
+            self._go_on(state)
+        self._used = 0  # cards of this stage of this epoch
+        self._begun: list[int] | None = None  # number of the file being read, records done
+        self._records = self._all_epochs()
+
+    def __iter__(self) -> Iterator[R]:
+        return self
+
+    def __next__(self) -> R:
+        return next(self._records)
+
+    def position(self) -> dict[str, Any]:
+        """Return how far this rank has come: what `state` needs of it, and nothing shared."""
+        return {
+            "about": self._about,
+            "rank": self._rank,
+            "size": self._size,
+            "epoch": self._epoch,
+            "used": self._used,
+            "begun": self._begun and list(self._begun),
+            "policy": self._usual,
+            "earlier": dict(self._earlier),  # the generator drops what is over
+        }
+
+    def state(
+        self, comm: cc.Communicator, position: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the position of all ranks together; *collective*.
+
+        Args:
+            comm: the ranks among which the input is shared, in the same order.
+            position: this rank's, if its records are read ahead of their use; else `position()`.
+
+        Returns:
+            What JSON and msgpack can carry; the same on all ranks.
+        """
+        own = self.position() if position is None else position
+        return merge_positions(comm.allgather_object(own))
+
+    def _all_epochs(self) -> Iterator[R]:
+        while self._num_epochs is None or self._epoch < self._num_epochs:
+            yield from self._one_epoch(self._epoch)
+            self._earlier.pop(self._epoch, None)
+            self._epoch += 1
+            self._used = 0
+
+    def _one_epoch(self, epoch: int) -> Iterator[R]:
+        earlier = self._earlier.get(epoch, {"policy": self._usual, "stages": [], "begun": {}})
+        order = list(range(len(self._files)))
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, epoch]).permutation(order).tolist()
+        if earlier["policy"] == "file":
+            yield from self._whole_files(self._dealt(order, earlier), earlier["begun"])
+            return
+        records = (record for number in order for record in self._read(self._files[number]))
+        for record in self._dealt(records, earlier):
+            self._used += 1
+            yield record
+
+    def _whole_files(self, numbers: Iterable[int], begun: Mapping[str, int]) -> Iterator[R]:
+        for number in numbers:
+            done = begun.get(str(number), 0)
+            for index, record in enumerate(self._read(self._files[number])):
+                if index >= done:
+                    self._begun = [number, index + 1]
+                    yield record
+            self._begun = None
+            self._used += 1
+
+    def _dealt(self, cards: Iterable[Any], earlier: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield the cards that are left for this rank."""
+        rank, size = (0, 1) if earlier["policy"] == "off" else (self._rank, self._size)
+        stages = list(earlier["stages"])
+        seen = [0] * (len(stages) + 1)
+        for card in cards:
+            for index, (ranks, used) in enumerate(stages):
+                turn, owner = divmod(seen[index], ranks)
+                seen[index] += 1
+                if used[owner] is None or turn < used[owner]:
+                    break
+            else:
+                mine = seen[-1] % size == rank
+                seen[-1] += 1
+                if mine:
+                    yield card
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        if state["about"] != self._about:
+            raise ValueError(
+                f"ShardedInput: the state belongs to other input, expected {self._about}, "
+                f"got {state['about']}"
+            )
+        self._epoch = state["epoch"]
+        self._earlier = {int(epoch): found for epoch, found in state["epochs"].items()}
+
+
+def merge_positions(positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join what `ShardedInput.position` has returned on every rank, in rank order.
+
+    Ranks may be in different epochs: those that are behind have used nothing of the later ones.
+
+    Raises:
+        InvalidArgumentError: the positions are not those of all ranks of one input.
+    """
+    ranks = [position["rank"] for position in positions]
+    if ranks != list(range(len(positions))) or {p["size"] for p in positions} != {len(positions)}:
+        raise InvalidArgumentError(
+            f"merge_positions: expected one position per rank, got ranks {ranks} of "
+            f"{sorted({position['size'] for position in positions})}"
+        )
+    first = min(position["epoch"] for position in positions)
+    # Epochs that somebody is in, or was in before an interruption.
+    last = max(max([p["epoch"], *p["earlier"]]) for p in positions)
+    epochs = {}
+    for epoch in range(first, last + 1):
+        # A rank that is past this epoch has forgotten it; one that is not still knows.
+        behind = next(p for p in positions if p["epoch"] <= epoch)
+        untouched = {"policy": behind["policy"], "stages": [], "begun": {}}
+        earlier = behind["earlier"].get(epoch, untouched)
+        used = [_used(position, epoch) for position in positions]
+        if (
+            earlier["policy"] == "off"
+        ):  # all ranks use the same cards, and go on with the slowest of them
+            used = [min((u for u in used if u is not None), default=None)]
+        begun = dict(earlier["begun"])
+        begun |= {str(p["begun"][0]): p["begun"][1] for p in positions if _reads(p, epoch)}
+        epochs[str(epoch)] = {
+            "policy": earlier["policy"],
+            "stages": [*earlier["stages"], [len(used), used]],
+            "begun": begun,
+        }
+    return {"about": dict(positions[0]["about"]), "epoch": first, "epochs": epochs}
+
+
+def _used(position: Mapping[str, Any], epoch: int) -> int | None:
+    if position["epoch"] > epoch:
+        return None
+    used: int = position["used"]
+    return used if position["epoch"] == epoch else 0
+
+
+def _reads(position: Mapping[str, Any], epoch: int) -> bool:
+    return position["epoch"] == epoch and position["begun"] is not None

@@ -1,0 +1,168 @@
+"""Sharing the input: uneven ends, positions that other numbers of ranks go on from, prefetch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+
+import collectives as cc
+from strategies.errors import OutOfRangeError
+from strategies.input import sharding
+from strategies.input.prefetch import prefetch
+from strategies.input.readers import TextLineReader
+from strategies.input.sharded import ShardedInput
+from strategies.input.shared_files import shared_files
+from strategies.resources.service import Service
+
+FILES = {f"f{i}": [10 * i + j for j in range(i + 2)] for i in range(5)}  # 2, 3, 4, 5, 6 records
+EVERYTHING = Counter(record for records in FILES.values() for record in records)
+
+
+def records_of(comm, **options):
+    return ShardedInput(list(FILES), FILES.get, rank=comm.rank, size=comm.size, **options)
+
+
+def everybodys(comm, records):
+    return Counter(sum(comm.allgather_object(list(records)), []))
+
+
+def batches_of(records, size):
+    records = iter(records)
+    while rows := list(islice(records, size)):
+        yield np.array(rows)
+
+
+@pytest.mark.parametrize("policy", ["auto", "file", "data"])
+def test_every_record_reaches_one_rank(world, policy):
+    def run(comm):
+        assert everybodys(comm, records_of(comm, policy=policy)) == EVERYTHING
+
+    world.run(run)
+
+
+@pytest.mark.parametrize("policy", ["auto", "file", "data", "off"])
+def test_half_of_the_ranks_go_on_where_all_have_stopped(world, policy):
+    def run(comm):
+        records = records_of(comm, policy=policy, num_epochs=2, seed=3)
+        taken = Counter(islice(records, 2 + comm.rank))
+        state = records.state(comm)
+        assert comm.allgather_object(json.dumps(state)) == [json.dumps(state)] * comm.size
+        half = comm.split(0 if comm.rank < (comm.size + 1) // 2 else None)
+        if half is not None:
+            taken.update(
+                records_of(
+                    half, policy=policy, num_epochs=2, seed=3, state=json.loads(json.dumps(state))
+                )
+            )
+        if policy == "off":
+            assert half is None or taken >= EVERYTHING + EVERYTHING
+            return
+        everything = sum(comm.allgather_object(taken), Counter())
+        assert everything == EVERYTHING + EVERYTHING
+
+    world.run(run)
+
+
+def test_what_was_only_read_ahead_is_not_counted(world):
+    def run(comm):
+        records = records_of(comm, policy="data", num_epochs=2)
+        with prefetch(batches_of(records, 2), 3, position=records.position) as batches:
+            taken = Counter(np.concatenate([next(batches) for _ in range(2)]).tolist())
+            state = records.state(comm, batches.position())
+        rest = records_of(comm, policy="data", num_epochs=2, state=state)
+        everything = everybodys(comm, [*taken.elements(), *rest])
+        assert everything == EVERYTHING + EVERYTHING
+
+    world.run(run)
+
+
+def test_ranks_that_run_out_end_as_the_user_says(world):
+    """Rank r has r + 1 batches of 2 rows."""
+
+    def run(comm):
+        def steps(uneven):
+            batches = [np.full(2, 10 * comm.rank + i) for i in range(comm.rank + 1)]
+            return [batch.tolist() for batch in sharding.in_step(batches, comm, uneven=uneven)]
+
+        own = [[10 * comm.rank + i] * 2 for i in range(comm.rank + 1)]
+        missing = comm.size - len(own)
+        assert steps("fewer") == own + [[]] * missing
+        assert steps("drop") == own[:1]
+        assert steps("pad") == own + [own[0]] * missing
+        with pytest.raises(ValueError, match="expected one of fewer drop pad, got 'stop'"):
+            next(sharding.in_step([], comm, uneven="stop"))
+
+    world.run(run)
+
+
+@pytest.mark.parametrize(("uneven", "steps"), [("fewer", 1), ("drop", 0), ("pad", 1)])
+def test_a_rank_without_any_batch_learns_their_form(world, uneven, steps):
+    def run(comm):
+        batches = [] if comm.rank == 0 else [{"x": np.ones((1, 3), np.float32)}]
+        seen = list(sharding.in_step(batches, comm, uneven=uneven))
+        if comm.size == 1:
+            assert seen == []
+            return
+        assert len(seen) == steps
+        if comm.rank == 0:
+            assert [batch["x"].shape for batch in seen] == [(0, 3)] * steps
+
+    world.run(run)
+
+
+def test_a_mean_weighted_by_rows_has_fewer_contributors(world):
+    def run(comm):
+        records = records_of(comm, policy="data")
+        total = np.zeros(2)
+        for batch in sharding.in_step(batches_of(records, 3), comm):
+            total += comm.allreduce(np.array([batch.sum(), len(batch)], float), op=cc.SUM)
+        assert total[0] / total[1] == sum(EVERYTHING) / len(EVERYTHING)
+
+    world.run(run)
+
+
+@pytest.mark.parametrize("uneven", ["fewer", "drop", "pad"])
+def test_an_error_in_prefetched_input_is_raised_on_all(world, uneven):
+    def read(comm):
+        yield np.zeros(1)
+        if comm.rank == comm.size - 1:
+            raise ValueError("shard 3 is damaged")
+        yield np.zeros(1)
+
+    def run(comm):
+        with prefetch(read(comm), 2) as batches:
+            steps = sharding.in_step(batches, comm, uneven=uneven)
+            next(steps)
+            with pytest.raises(ValueError, match="shard 3 is damaged"):
+                next(steps)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(run)
+
+
+def test_readers_of_all_ranks_take_files_from_one_line(world, tmp_path):
+    def lines(reader, files):
+        while True:
+            try:
+                yield reader.read(files)[1]
+            except OutOfRangeError:
+                return
+
+    def run(comm):
+        folder = comm.broadcast_object(str(tmp_path))
+        names = [f"{folder}/{name}.txt" for name in FILES]
+        if comm.rank == 0:
+            for name, records in zip(names, FILES.values(), strict=True):
+                with open(name, "w") as file:
+                    file.writelines(f"{record}\n" for record in records)
+        comm.barrier()
+        with Service(comm) as service:
+            files = shared_files(names, service=service, shared_name="files", num_epochs=2)
+            mine = [int(line) for line in lines(TextLineReader(), files)]
+            assert everybodys(comm, mine) == EVERYTHING + EVERYTHING
+
+    world.run(run)

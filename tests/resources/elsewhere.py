@@ -1,0 +1,96 @@
+"""Queues on another task, made where a test makes queues of its own."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from contextlib import contextmanager
+
+import inprocess
+from collectives.communicator import Communicator
+from collectives.settings import Settings
+from strategies.input.attempts import Dequeue
+from strategies.input.remote_engine import RemoteEngine
+from strategies.input.shared import shared_queue
+from strategies.resources.service import Service
+
+__all__ = ["Dequeue", "Settling", "maker", "two_tasks"]
+
+
+@contextmanager
+def two_tasks():
+    """The services of two tasks that are threads; the second one is the caller's."""
+    group = inprocess._Group(2, "eager")
+    services = [None, None]
+
+    def open_(rank):
+        comm = Communicator(
+            inprocess.ThreadTransport(group, rank), [0, 0], Settings(timeout=20, shared_memory=None)
+        )
+        services[rank] = Service(comm)
+
+    def together(function):
+        threads = [threading.Thread(target=function, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+    together(open_)
+    try:
+        yield services
+    finally:
+        together(lambda rank: services[rank].close())
+
+
+class Settling(RemoteEngine):
+    """Lets what an operation has brought about be known when the operation returns.
+
+    Answers come in the order in which they were sent: when that to a last question is here, those
+    to all attempts that have finished so far are.
+    """
+
+    def submit(self, attempt):
+        super().submit(attempt)
+        if not self._service._exchange.is_here():
+            len(self)
+        return attempt.done
+
+    def close_now(self):
+        super().close_now()
+        len(self)
+
+    def cancel_pending(self):
+        super().cancel_pending()
+        len(self)
+
+    def withdraw(self, attempt, error):
+        try:
+            return super().withdraw(attempt, error)
+        finally:
+            len(self)
+
+    def abandon(self, attempt):
+        super().abandon(attempt)
+        len(self)
+
+
+def maker(service, engine=RemoteEngine):
+    """A function that makes queues of a kind on task 0."""
+    numbers = itertools.count()
+
+    def make(kind, *arguments, name=None, **properties):
+        number = next(numbers)
+        queue = shared_queue(
+            kind,
+            *arguments,
+            **properties,
+            service=service,
+            shared_name=name or f"queue_{number}",
+            container=str(number),
+        )
+        queue.engine = engine(service, queue.engine._place)
+        return queue
+
+    return make

@@ -1,0 +1,276 @@
+"""Services of two tasks that are threads: silence, late answers, and things of any kind."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from launcher import ROOT
+
+sys.path[:0] = [str(ROOT / "tests" / "resources")]
+
+import elsewhere  # noqa: E402
+
+from strategies.errors import (  # noqa: E402
+    CancelledError,
+    DeadlineExceededError,
+    InternalError,
+    NotFoundError,
+    UnavailableError,
+    UnimplementedError,
+)
+from strategies.input.queues import FIFOQueue  # noqa: E402
+from strategies.input.shared import shared_queue  # noqa: E402
+from strategies.resources.container import ResourceKind, register  # noqa: E402
+from strategies.resources.protocol import Kind  # noqa: E402
+
+LIMIT = 20.0
+
+
+@pytest.fixture
+def services():
+    with elsewhere.two_tasks() as services:
+        yield services
+
+
+def queue_on_0(service, name="q", **options):
+    return shared_queue(FIFOQueue, 10, np.int64, [()], service=service, shared_name=name, **options)
+
+
+def until(condition):
+    give_up = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+class Silence:
+    """Keeps a task's thread from handling messages for a while."""
+
+    def __init__(self, service):
+        self.exchange = service._exchange
+        self.over = threading.Event()
+
+    def __enter__(self):
+        handle, over = self.exchange._handle, self.over
+
+        def late(source, message):
+            assert over.wait(LIMIT)
+            handle(source, message)
+
+        self.exchange._handle = late
+        return self
+
+    def __exit__(self, *error):
+        self.over.set()
+
+
+def test_a_silent_task_is_given_up_and_what_it_does_later_is_undone(services):
+    queue = queue_on_0(services[1])
+    queue.enqueue_many((np.arange(5),))
+    services[1]._exchange.requests._timeout = 0.3
+    with Silence(services[0]):
+        began = time.monotonic()
+        with pytest.raises(UnavailableError, match="task 0 has given no sign of life for 0.3 s"):
+            queue.dequeue_many(3)
+        assert 0.25 < time.monotonic() - began < 5
+    until(lambda: queue.size() == 5)
+    assert queue.dequeue_many(5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_waiting_for_a_task_that_lives_has_no_end(services):
+    queue = queue_on_0(services[1])
+    services[1]._exchange.requests._timeout = 0.2
+    threading.Timer(1.0, queue_on_0(services[0]).enqueue, (7,)).start()
+    assert queue.dequeue() == 7
+
+
+def test_a_decision_that_does_not_come_is_an_error_and_loses_nothing(services, monkeypatch):
+    monkeypatch.setattr("strategies.input.remote_engine._DECISION", 0.1)
+    queue = queue_on_0(services[1])
+    queue.enqueue(1)
+    with Silence(services[0]):
+        began = time.monotonic()
+        attempt = elsewhere.Dequeue()
+        assert not queue.engine.submit(attempt)
+        assert not queue.engine.withdraw(attempt, DeadlineExceededError("late"))
+        assert time.monotonic() - began < 5
+        assert type(attempt.error) is UnavailableError
+        assert "late; task 0 does not say whether" in str(attempt.error)
+    until(lambda: queue.size() == 1)
+    assert queue.dequeue() == 1
+
+
+def test_an_answer_that_comes_with_the_interrupt_goes_back(services):
+    queue = queue_on_0(services[1])
+    queue.enqueue_many((np.arange(2),))
+    for count in (None, 2):
+        attempt = elsewhere.Dequeue(count)
+        queue.engine.submit(attempt)
+        until(lambda attempt=attempt: attempt.done)
+        queue.engine.abandon(attempt)
+        assert not attempt.row
+        assert attempt.pieces is None
+        assert queue.size() == 2
+    assert queue.dequeue_many(2).tolist() == [0, 1]
+
+
+def test_an_answer_that_comes_after_the_interrupt_goes_back(services, monkeypatch):
+    here, there = queue_on_0(services[0]), queue_on_0(services[1])
+    attempt = elsewhere.Dequeue()
+    there.engine.submit(attempt)
+    until(lambda: here.engine._dequeues)
+    # As if the answer had been taken from the line, but not handed over yet.
+    monkeypatch.setattr(services[1], "disown", lambda number: False)
+    there.engine.abandon(attempt)
+    here.enqueue(1)
+    until(lambda: attempt.done and here.size() == 1)
+    assert not attempt.row
+
+
+def test_rows_are_held_until_they_are_known_to_have_arrived(services):
+    here, there = queue_on_0(services[0]), queue_on_0(services[1])
+    here.enqueue_many((np.arange(6),))
+    requests = services[1]._exchange.requests
+    send, held = requests._send, []
+
+    def hold_confirmations(task, frames):
+        if frames[0][1] == Kind.RECEIVED:
+            held.append(frames)
+        else:
+            send(task, frames)
+
+    assert there.dequeue_many(2).tolist() == [0, 1]
+    until(lambda: not services[0]._exchange._desk._open)  # confirmed
+    requests._send = hold_confirmations
+    assert there.dequeue() == 2
+    assert there.dequeue_many(2).tolist() == [3, 4]
+    until(lambda: len(held) == 2)
+    assert here.size() == 1
+    services[1]._exchange.abandon("of a test")
+    until(lambda: here.size() == 4)
+    assert sorted(here.dequeue_many(4)) == [2, 3, 4, 5]
+
+
+def test_one_that_gives_up_is_reported_and_its_attempts_end(services):
+    here, there = queue_on_0(services[0]), queue_on_0(services[1])
+    there.engine.submit(elsewhere.Dequeue())
+    until(lambda: len(here.engine._dequeues) == 1)
+    services[1]._exchange.abandon("of a test")
+    until(lambda: not here.engine._dequeues)
+    here.enqueue(1)
+    assert here.size() == 1
+    with pytest.raises(CancelledError, match="the service was given up"):
+        there.size()
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match=r"task 1 has left \(of a test\)"):
+            shared_queue(FIFOQueue, 1, "int8", [()], service=services[0], shared_name="x", task=1)
+
+
+def test_what_a_dead_task_has_asked_for_last_takes_nothing(services):
+    here, there = queue_on_0(services[0]), queue_on_0(services[1])
+    here.enqueue(1)
+    exchange, handled = services[0]._exchange, []
+    exchange._lose(1, "task 1 died")
+    handle = exchange._handle
+    exchange._handle = lambda source, message: handled.append(handle(source, message))
+    attempt = elsewhere.Dequeue()
+    there.engine.submit(attempt)
+    services[1]._exchange.abandon("of a test")
+    until(lambda: len(handled) >= 3)  # the dequeue, that nobody wants it any more, the farewell
+    assert here.size() == 1
+    assert attempt.error is not None
+
+
+def test_a_thread_that_fails_is_an_error_for_all_who_wait(services):
+    queue = queue_on_0(services[1])
+
+    def broken(source, message):
+        raise OSError("broken for a test")
+
+    waiting = elsewhere.Dequeue()
+    queue.engine.submit(waiting)
+    services[1]._exchange._handle = broken
+    services[0]._exchange._send(1, [b"anything", b"else"])
+    until(lambda: waiting.done)
+    assert type(waiting.error) is CancelledError
+    assert "thread has failed" in str(waiting.error)
+    with pytest.raises(InternalError, match="its thread has failed"):
+        services[1].close()
+
+
+def test_things_of_any_kind_can_be_served(services):
+    stored = []
+
+    def keep(thing, work):
+        stored.extend(work.values)
+        work.reply([sum(work.values)], times=work.arguments["times"])
+
+    def fail(thing, work):
+        raise KeyError("of a test")
+
+    kind = register(
+        ResourceKind(
+            "things of a test", lambda description, name: [], lambda thing, description: None,
+            {"keep": keep, "fail": fail}, lambda thing: None,
+        )
+    )  # fmt: skip
+    place, thing = services[1].open(kind, {}, name="thing")
+    assert thing is None
+    assert place.serial > 0
+    answer = services[1].request(place, "keep", {"times": 2}, [np.ones(3), 2.0])
+    np.testing.assert_array_equal(answer.values[0], [3, 3, 3])
+    assert answer.metadata["times"] == 2
+    with pytest.raises(InternalError, match="KeyError: 'of a test'"):
+        services[1].request(place, "fail")
+    with pytest.raises(UnimplementedError, match="expected one of fail keep, got 'nothing'"):
+        services[1].request(place, "nothing")
+    unknown = ResourceKind("unknown", kind.make, kind.difference, {}, kind.discard)
+    with pytest.raises(NotFoundError, match="no such kind of object"):
+        services[1].open(unknown, {}, name="other")
+
+
+def test_calls_where_answers_arrive_are_refused_and_not_a_deadlock(services):
+    queue = queue_on_0(services[1])
+    caught = []
+
+    def on_done():
+        try:
+            queue.size()
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    attempt = elsewhere.Dequeue(on_done=on_done)
+    queue.engine.submit(attempt)
+    queue.enqueue(1)
+    until(lambda: caught)
+    assert "which must not wait" in caught[0]
+
+
+def test_memory_of_messages_is_released(services):
+    import gc
+    import weakref
+
+    queue = shared_queue(FIFOQueue, 4, np.int64, service=services[1], shared_name="large")
+    here = shared_queue(FIFOQueue, 4, np.int64, service=services[0], shared_name="large")
+    gc.disable()
+    try:
+        queue.enqueue((np.arange(100_000),))
+        got = here.dequeue()
+        gone = weakref.ref(got)
+        assert got[-1] == 99_999
+        del got
+        until(lambda: gone() is None)
+    finally:
+        gc.enable()
+
+
+def test_wrong_timeouts():
+    from strategies.resources.service import Service
+
+    with pytest.raises(ValueError, match="timeout must be seconds > 0"):
+        Service(None, timeout=0)

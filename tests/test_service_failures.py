@@ -1,0 +1,305 @@
+"""Tasks that die, stop or leave while others use their queues, each in an mpirun of its own."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from launcher import mpirun
+
+ULFM = ("--with-ft", "ulfm")
+
+PRELUDE = """
+    import os, signal, sys, threading, time
+    import numpy as np
+    import collectives as cc
+    from strategies.errors import *
+    from strategies.input.attempts import Dequeue
+    from strategies.input.queues import FIFOQueue
+    from strategies.input.shared import shared_queue
+    from strategies.resources.service import Service
+
+    def say(*words):
+        print(f"rank {comm.rank}:", *words, flush=True)
+
+    def open_queue(name="q", task=0, capacity=100):
+        return shared_queue(FIFOQueue, capacity, np.int64, [()], service=service,
+                            shared_name=name, task=task)
+
+    def until(condition):
+        give_up = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < give_up, "waited too long"
+            time.sleep(0.01)
+
+    def seconds(function):
+        began = time.monotonic()
+        try:
+            result = function()
+        except OpError as error:
+            result = f"{type(error).__name__}: {error}"
+        return result, time.monotonic() - began
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave():
+        # MPI_Finalize may wait for the dead.
+        sys.stdout.flush()
+        os._exit(0)
+
+    comm = cc.init()
+"""
+
+
+def start(tmp_path, size, text, *, options=(), timeout=60):
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(text))
+    return mpirun(
+        size, file, options=options, timeout=timeout,
+        UNISONO_ABORT_ON_EXCEPTION="0",
+    )  # fmt: skip
+
+
+def lines(result):
+    return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
+
+
+def test_a_killed_client_takes_its_attempts_with_it_and_no_row(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        service = Service(comm)
+        queue = open_queue(capacity=2)
+        comm.barrier()
+        if comm.rank == 2:
+            queue.enqueue_many((np.arange(2),))
+            queue.engine.submit(Dequeue(4))                   # has taken two rows, and waits
+            queue.size()
+            die()
+        if comm.rank == 0:
+            until(lambda: [a.count for a in queue.engine._dequeues] == [5])
+            queue.enqueue_many((np.arange(2, 5),), timeout=20)
+            say("done")
+        else:
+            say(queue.dequeue_many(5, timeout=20).tolist())   # was behind the dead one in the line
+        service.close()
+        leave()
+        """,
+        options=ULFM,
+    )
+    assert lines(result) == ["rank 0: done", "rank 1: [0, 1, 2, 3, 4]"], result
+
+
+def test_rows_on_their_way_to_a_killed_client_go_back(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        service = Service(comm)
+        queue = open_queue()
+        comm.barrier()
+        if comm.rank == 2:
+            service._exchange.requests.answered = lambda source, message: die()
+            queue.dequeue_many(3)
+        if comm.rank == 0:
+            until(lambda: queue.engine._dequeues)
+            queue.enqueue_many((np.arange(5),))
+            until(lambda: queue.size() == 5)
+            queue.close()
+        else:
+            got = []
+            until(queue.is_closed)
+            say(queue.dequeue_up_to(9).tolist())
+        service.close()
+        leave()
+        """,
+        options=ULFM,
+    )
+    assert lines(result) == ["rank 1: [0, 1, 2, 3, 4]"], result
+    assert "task 2 died; 1 answers under way to it were taken back" in result.stderr
+
+
+def test_a_killed_host_is_an_error_for_its_clients_at_once_and_for_nobody_else(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        service = Service(comm)
+        queue, full = open_queue(), open_queue("full", capacity=0)
+        other = open_queue("other", task=1)
+        comm.barrier()
+        if comm.rank == 0:
+            until(lambda: len(queue.engine._dequeues) == 2 and len(full.engine._enqueues) == 2)
+            die()
+        blocked = []
+        thread = threading.Thread(target=lambda: blocked.append(seconds(lambda: full.enqueue(1))))
+        thread.start()
+        blocked.append(seconds(queue.dequeue))
+        thread.join()
+        again = seconds(queue.size)
+        assert again[1] < 0.5
+        for result, _ in [*blocked, again]:
+            assert result.startswith("UnavailableError: ") and "task 0 died" in result, result
+        assert max(time for _, time in blocked) < 10, blocked
+        other.enqueue(comm.rank)
+        if comm.rank == 1:
+            say(sorted(other.dequeue_many(2, timeout=20).tolist()))
+        service.close()
+        leave()
+        """,
+        options=ULFM,
+    )
+    assert lines(result) == ["rank 1: [1, 2]"], result
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["host", "client"])
+def test_without_fault_tolerance_a_killed_task_ends_the_job(tmp_path, victim):
+    result = start(
+        tmp_path,
+        3,
+        f"""
+        with Service(comm) as service:
+            queue = open_queue()
+            comm.barrier()
+            if comm.rank == {victim}:
+                die()
+            queue.dequeue()
+        """,
+    )
+    assert result.status != 0
+
+
+def test_a_host_that_stops_is_an_error_in_time_and_harmless_when_it_goes_on(tmp_path):
+    result = start(
+        tmp_path,
+        2,
+        """
+        service = Service(comm, timeout=2)
+        queue = open_queue()
+        pids = comm.allgather_object(os.getpid())
+        if comm.rank == 1:
+            queue.enqueue_many((np.arange(3),))
+            queue.dequeue()
+            os.kill(pids[0], signal.SIGSTOP)
+            result, time_taken = seconds(lambda: queue.dequeue_many(9))
+            say(result)
+            assert 1.9 < time_taken < 5, time_taken
+            result, time_taken = seconds(lambda: queue.dequeue(timeout=0.3))
+            say(result.split(":")[0])
+            assert time_taken < 5, time_taken
+            os.kill(pids[0], signal.SIGCONT)
+            until(lambda: seconds(queue.size)[0] == 2)        # what came too late went back
+            say(queue.dequeue_many(2).tolist())
+        service.close()
+        """,
+    )
+    assert lines(result) == [
+        "rank 1: UnavailableError",
+        "rank 1: UnavailableError: task 0 has given no sign of life for 2 s",
+        "rank 1: [1, 2]",
+    ], result
+    assert result.status == 0
+
+
+def test_a_client_that_stops_for_a_while_does_no_harm(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        service = Service(comm, timeout=1)
+        queue = open_queue(capacity=4)
+        pids = comm.allgather_object(os.getpid())
+        if comm.rank == 2:
+            taken = queue.dequeue_many(3)
+            say(taken.tolist())
+        elif comm.rank == 1:
+            until(lambda: queue.size() == 0)
+            queue.enqueue(0)
+            os.kill(pids[2], signal.SIGSTOP)
+            queue.enqueue_many((np.arange(1, 7),))            # rank 2's three, and four
+            time.sleep(2)
+            os.kill(pids[2], signal.SIGCONT)
+            say(queue.dequeue_many(4).tolist())
+        service.close()
+        """,
+    )
+    assert lines(result) == ["rank 1: [3, 4, 5, 6]", "rank 2: [0, 1, 2]"], result
+    assert result.status == 0
+
+
+def test_a_task_that_leaves_with_an_exception_tells_the_others_why(tmp_path):
+    result = start(
+        tmp_path,
+        2,
+        """
+        service = Service(comm)
+        queue = open_queue()
+        comm.barrier()
+        try:
+            with service:
+                if comm.rank == 0:
+                    until(lambda: queue.engine._dequeues)
+                    raise KeyError("the host gave up")
+                queue.dequeue()
+        except (KeyError, UnavailableError) as error:
+            say(type(error).__name__, error)
+        assert threading.active_count() == 1
+        """,
+    )
+    assert lines(result) == [
+        "rank 0: KeyError 'the host gave up'",
+        "rank 1: UnavailableError task 0 has left (KeyError: 'the host gave up')",
+    ], result
+    assert result.status == 0
+
+
+def test_a_process_may_end_without_closing_its_service(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        service = Service(comm)
+        queue = open_queue()
+        comm.barrier()
+        if comm.rank == 1:
+            sys.exit()                                        # neither waits nor hangs
+        result, _ = seconds(lambda: open_queue(task=1).dequeue())
+        say(result)
+        service.close()
+        """,
+    )
+    told = "UnavailableError: task 1 has left (its process ended)"
+    shown = lines(result)
+    assert len(shown) == 2, result
+    assert all(
+        line.partition(": ")[2].endswith("task 1 has left (its process ended)") or told in line
+        for line in shown
+    ), result
+    assert result.status == 0
+
+
+def test_a_signal_interrupts_a_wait_for_another_task(tmp_path):
+    result = start(
+        tmp_path,
+        2,
+        """
+        with Service(comm) as service:
+            queue = open_queue()
+            comm.barrier()
+            if comm.rank == 1:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+                try:
+                    queue.dequeue()
+                except KeyboardInterrupt:
+                    say("interrupted")
+                queue.enqueue(5)
+            else:
+                until(lambda: queue.size() == 1)              # nobody took it
+                say(queue.dequeue())
+        """,
+    )
+    assert lines(result) == ["rank 0: 5", "rank 1: interrupted"], result
+    assert result.status == 0
