@@ -22,7 +22,7 @@ def shared_files(
     *,
     service: Service,
     shared_name: str,
-    task: int = 0,
+    task: int | str = 0,
     container: str | None = None,
     num_epochs: int | None = 1,
     shuffle: bool = True,

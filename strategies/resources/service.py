@@ -7,6 +7,7 @@ an attempt in a queue, and holds no thread.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -24,6 +25,13 @@ from strategies.resources.exchange import Exchange
 from strategies.resources.requests import Answer
 
 __all__ = ["Service"]
+
+
+# All ranks are the tasks of one job.
+_JOB = "worker"
+_DEVICE = re.compile(
+    rf"(?:/job:{_JOB})?(?:/replica:0)?/task:(\d+)(?:/(?:device:)?cpu:0)?", re.ASCII | re.I
+)
 
 
 class Service:
@@ -80,7 +88,7 @@ class Service:
         description: Mapping[str, Any],
         *,
         name: str,
-        task: int = 0,
+        task: int | str = 0,
         container: str | None = None,
     ) -> tuple[Place, Any]:
         """Find or make a named thing.
@@ -89,7 +97,7 @@ class Service:
             kind: of the thing.
             description: its properties, as its kind understands them.
             name: in the container.
-            task: where it is.
+            task: where it is: a number, or a device string such as "/job:worker/task:1".
             container: None for the current one.
 
         Returns:
@@ -101,8 +109,7 @@ class Service:
             CancelledError: the service is closed.
             ValueError: no such task, or no name.
         """
-        if not 0 <= task < self.size:
-            raise ValueError(f"open: no such task, expected 0 .. {self.size - 1}, got {task}")
+        task = self._number(task)
         if not name:
             raise ValueError("open: a thing that tasks share needs a name, got ''")
         place = Place(task, current_container() if container is None else container, name)
@@ -115,13 +122,29 @@ class Service:
             serial = self.request(place, "open", arguments).metadata["serial"]
         return Place(task, place.container, name, serial), thing
 
-    def reset(self, containers: Iterable[str] | None = None, *, task: int = 0) -> None:
+    def _number(self, task: int | str) -> int:
+        """Return a task's number; a device string names it, and perhaps the one job there is."""
+        number = task
+        if isinstance(task, str):
+            found = _DEVICE.fullmatch(task)
+            if found is None:
+                raise ValueError(
+                    "open: no task in this device string, expected one such as /task:1 or "
+                    f"/job:{_JOB}/task:1/cpu:0, got {task!r}"
+                )
+            number = int(found[1])
+        if not isinstance(number, int) or not 0 <= number < self.size:
+            raise ValueError(f"open: no such task, expected 0 .. {self.size - 1}, got {task}")
+        return number
+
+    def reset(self, containers: Iterable[str] | None = None, *, task: int | str = 0) -> None:
         """Forget the named things of a task; what waits on them ends with `CancelledError`.
 
         Args:
             containers: which ones; None for all.
-            task: whose.
+            task: whose, as for `open`.
         """
+        task = self._number(task)
         chosen = None if containers is None else list(containers)
         if task == self.task:
             self._containers.reset(chosen)

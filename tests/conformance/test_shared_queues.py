@@ -593,3 +593,26 @@ def test_threads_end_and_waiting_calls_are_cancelled_when_the_service_closes(wor
         assert {t for t in threading.enumerate() if t.name == "service"} <= before
 
     world.run(run)
+
+
+def test_a_device_string_places_a_queue_on_a_task(world):
+    def check(comm):
+        last = comm.size - 1
+        with Service(comm) as service:
+
+            def open_queue(name, task):
+                return shared_queue(
+                    FIFOQueue, 9, np.int64, [()], service=service, shared_name=name, task=task
+                )
+
+            tasks = [f"/job:worker/task:{last}/cpu:0", f"/task:{last}", last]
+            queues = [open_queue("q", task) for task in tasks]
+            queues[comm.rank % 3].enqueue(comm.rank)
+            comm.barrier()
+            assert {int(queue.size()) for queue in queues} == {comm.size}
+            comm.barrier()
+            for task in ("/job:ps/task:0", "/gpu:0", "task:0", f"/task:{comm.size}"):
+                with pytest.raises(ValueError, match="no such task|no task in this device string"):
+                    open_queue("p", task)
+
+    world.run(check)
