@@ -78,7 +78,9 @@ def test_a_killed_client_takes_its_attempts_with_it_and_no_row(tmp_path):
             queue.enqueue_many((np.arange(2),))
             queue.engine.submit(Dequeue(4))                   # has taken two rows, and waits
             queue.size()
+            comm.barrier()
             die()
+        comm.barrier()                                        # the dead one is first in the line
         if comm.rank == 0:
             until(lambda: [a.count for a in queue.engine._dequeues] == [5])
             queue.enqueue_many((np.arange(2, 5),), timeout=20)
