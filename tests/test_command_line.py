@@ -121,8 +121,9 @@ def test_check_names_the_rank_with_another_version(tmp_path):
 
 
 def test_check_ends_past_its_limit():
-    result = mpirun(2, *COMMAND, "check", "--whole", "0.05")
-    assert result.status != 0
+    # Alone: mpirun itself may crash where a rank ends while it starts.
+    result = run([sys.executable, *COMMAND, "check", "--whole", "0.05"], timeout=60)
+    assert result.status == 1
     assert "Timeout" in result.stderr
 
 
