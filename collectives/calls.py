@@ -61,9 +61,12 @@ class Calls:
         """
         self.check_usable(operation)
         limit = self.settings.timeout if timeout is None else timeout
-        if not limit > 0:
-            raise ValueError(f"{operation}: timeout is no time, expected seconds > 0, got {limit}")
         self.number += 1
+        if not limit > 0:
+            with Call(self, operation, self.settings.timeout):  # so that the others hear of it
+                raise ValueError(
+                    f"{operation}: timeout is no time, expected seconds > 0, got {limit}"
+                )
         return Call(self, operation, limit)
 
     def deadline(self, operation: str, limit: float) -> Deadline:

@@ -70,7 +70,7 @@ ONE_SHOT_BYTES, ONE_SHOT_BYTES_CROWDED = 1 << 13, 1 << 16
 
 _PAGE = 4096
 
-# Polls before a kernel returns: with a core for each rank about 30 us of spinning, then a few
+# Polls before a kernel returns: with a core for each rank about 46 us of pauses, then a few
 # hundred yields; with fewer cores a rank that spins only keeps the one it waits for from running.
 _SPINS, _SPINS_CROWDED, _YIELDS = 2000, 20, 200
 

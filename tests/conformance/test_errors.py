@@ -69,6 +69,7 @@ REFUSALS = {
     "out": (ValueError, lambda c: c.allreduce([1.0], op=cc.SUM, out=np.empty(odd(c, 1, 2)))),
     "root": (ValueError, lambda c: c.broadcast([1.0], odd(c, 0, 99))),
     "algorithm": (ValueError, lambda c: c.allreduce([1.0], algorithm=odd(c, "auto", "best"))),
+    "timeout": (ValueError, lambda c: c.barrier(timeout=odd(c, 15, 0))),
     "scalar": (ValueError, lambda c: c.reduce_scatter(odd(c, [1.0], 1.0))),
 }
 
