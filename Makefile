@@ -70,7 +70,7 @@ $(VENV)/.unisono-kind-torch: $(STAMP)
 	touch "$@"
 
 $(VENV)/.unisono-kind-jax: $(STAMP)
-	"$(VENV)/bin/python" -m pip install -qq -e ".[jax]"
+	"$(VENV)/bin/python" -m pip install -qq -e ".[jax,optax]"
 	touch "$@"
 
 clean:
