@@ -1,16 +1,18 @@
-"""All-reduce on one node against MPI's own, at its default and at its best settings.
+"""All-reduce on one node against MPI's own, at its default and at its best settings, and Gloo.
 
-    python benchmarks/allreduce.py [--ranks 2] [--json file]
+    python benchmarks/allreduce.py [--ranks 2] [--dtype float32] [--json file] [--plot file.png]
 
-Each setting of Open MPI is a run of its own, in which ours and MPI's take turns at every size; all
-figures are medians of the slowest rank. `ratio` is MPI's time over ours: the default's, and the
-smallest of all settings' (its best for that size). `copy` is the time in which all ranks at once
-copy as many bytes from private to private memory, a floor for anything that moves the data.
+Each setting of Open MPI is a run of its own, in which ours and the peers' take turns at every size;
+all figures are medians of the slowest rank. `ratio` is the peer's time over ours: MPI's default's,
+and the smallest of all settings' (its best for that size). `copy` is the time in which all ranks at
+once copy as many bytes from private to private memory, a floor for anything that moves the data.
+MPI knows no bfloat16: float16 takes its place there.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -21,11 +23,12 @@ from pathlib import Path
 
 SIZES = [8, 64, 512, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 
-# Open MPI 5's knobs that win somewhere on one node.
+# Open MPI 5's knobs that win somewhere on one node; the last where ranks outnumber the cores.
 SETTINGS = {
     "default": {},
     "sm": {"OMPI_MCA_coll_sm_priority": "100"},
     "no cma": {"OMPI_MCA_smsc": "^cma"},
+    "yield": {"OMPI_MCA_mpi_yield_when_idle": "1"},
 }
 
 
@@ -33,32 +36,40 @@ def main() -> None:
     """Run every setting in an mpirun of its own and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--most", type=int, default=SIZES[-1], help="bytes of the largest array")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the arrays")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--plot", type=Path, help="draw them here")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.most)
+        worker(options)
         return
-    runs = {name: launch(options, env) for name, env in SETTINGS.items()}
-    rows = [combine(index, runs) for index in range(len(next(iter(runs.values()))))]
-    print(f"float32 SUM, {options.ranks} ranks, microseconds")
-    columns = ["bytes", "plan", "shared", "mpi", "mpi_best", "copy",
-               "plan/default", "plan/best", "shared/best", "plan:copy", "shared:copy"]  # fmt: skip
+    runs = {name: launch(options, name) for name in SETTINGS}
+    rows = [combine(index, runs) for index in range(len(options.sizes))]
+    print(f"{options.dtype} SUM, {options.ranks} ranks, microseconds")
+    columns = list(rows[0])
     print("  ".join(f"{c:>12}" for c in columns))
     for row in rows:
         print("  ".join(f"{row[c]:12.2f}" if c != "bytes" else f"{row[c]:12}" for c in columns))
     if options.json:
-        options.json.write_text(json.dumps({"ranks": options.ranks, "rows": rows}, indent=1))
+        facts = {"ranks": options.ranks, "dtype": options.dtype, "rows": rows}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    if options.plot:
+        draw(options, rows)
 
 
-def launch(options: argparse.Namespace, extra: dict[str, str]) -> list[dict[str, float]]:
+def launch(options: argparse.Namespace, setting: str) -> list[dict[str, float]]:
     """Run the worker under mpirun; returns what rank 0 measured."""
     mpirun = Path(sys.executable).parent / "mpirun"
     command = [str(mpirun), "-np", str(options.ranks), sys.executable, __file__, "--worker"]
+    command += ["--dtype", options.dtype, "--sizes", *map(str, options.sizes)]
+    if setting == "default" and importlib.util.find_spec("torch"):
+        command.append("--gloo")
     done = subprocess.run(
-        [*command, "--most", str(options.most)], env={**os.environ, **extra}, text=True,
-        check=True, stdout=subprocess.PIPE,
+        command, env={**os.environ, **SETTINGS[setting]}, text=True, check=True,
+        stdout=subprocess.PIPE,
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -74,36 +85,67 @@ def combine(index: int, runs: dict[str, list[dict[str, float]]]) -> dict[str, fl
     row["plan/default"] = row["mpi"] / row["plan"]
     row["plan/best"] = row["mpi_best"] / row["plan"]
     row["shared/best"] = row["mpi_best"] / row["shared"]
+    if "gloo" in runs["default"][index]:
+        row["gloo"] = runs["default"][index]["gloo"]
+        row["plan/gloo"] = row["gloo"] / row["plan"]
     row["plan:copy"] = row["plan"] / row["copy"]
     row["shared:copy"] = row["shared"] / row["copy"]
     return row
 
 
-def worker(most: int) -> None:
+def draw(options: argparse.Namespace, rows: list[dict[str, float]]) -> None:
+    """Draw the times over the size into the file of `--plot`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    nbytes = [row["bytes"] for row in rows]
+    names = {"plan": "Unisono, private arrays", "shared": "Unisono, shared_empty",
+             "mpi": "MPI, default", "mpi_best": "MPI, best setting of each size",
+             "gloo": "Gloo", "copy": "all ranks copy as much"}  # fmt: skip
+    for name, label in names.items():
+        if name in rows[0]:
+            axes.loglog(nbytes, [row[name] for row in rows], "--" if name == "copy" else "o-",
+                        label=label)  # fmt: skip
+    axes.set(xlabel="bytes", ylabel="median time of the slowest rank, us")
+    axes.set_title(f"All-reduce of {options.dtype}, {options.ranks} ranks on one node")
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(options.plot)
+
+
+def worker(options: argparse.Namespace) -> None:
     """Measure every size on this rank; rank 0 prints."""
+    import ml_dtypes  # noqa: F401
     import numpy as np
     from mpi4py import MPI
 
     import collectives as cc
+    from collectives import peers
 
     comm = cc.init()
     world = MPI.COMM_WORLD
+    dtype = np.dtype(options.dtype)
     rows = []
-    for nbytes in [size for size in SIZES if size <= most]:
-        count = nbytes // 4
-        private = np.zeros(count, np.float32)
-        result = np.zeros(count, np.float32)
-        shared = comm.shared_empty(count, np.float32)
+    for nbytes in options.sizes:
+        private = np.zeros(nbytes // dtype.itemsize, dtype)
+        result = np.zeros_like(private)
+        shared = comm.shared_empty(private.size, dtype)
         cases = {
             "plan": comm.plan_allreduce(private, op=cc.SUM),
             "shared": comm.plan_allreduce(shared, op=cc.SUM),
-            "mpi": lambda a=private, b=result: world.Allreduce([a, MPI.FLOAT], [b, MPI.FLOAT]),
+            "mpi": peers.native("allreduce", private, (), 0),
             "copy": lambda a=private, b=result: np.copyto(b, a),
         }
-        repeat = max(3, min(1000, int(4e6 / max(nbytes, 4000))))
+        if options.gloo:
+            cases["gloo"] = peers.gloo("allreduce", private, (0, private.size), 0)
         times: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(9):
             for name, run in cases.items():
+                repeat = max(3, min(1000, int(4e6 / max(nbytes, 4000))))
+                if name == "gloo":
+                    repeat = max(3, repeat // 20)
                 run()
                 world.Barrier()
                 began = time.perf_counter()
@@ -113,6 +155,7 @@ def worker(most: int) -> None:
                 world.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
                 times[name].append(1e6 * float(seconds[0]))
         rows.append({"bytes": nbytes} | {n: statistics.median(t) for n, t in times.items()})
+    peers.close()
     if comm.rank == 0:
         print(json.dumps(rows))
 

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 import collectives as cc
-from collectives import exact, figure, information, quantities, selection, topology
+from collectives import exact, figure, information, peers, quantities, selection, topology
 from collectives.arrays import Array, raw_bytes
 from collectives.peers import PEERS
 from collectives.reduction import Op
@@ -80,7 +80,7 @@ class Options:
     operation: str = "allreduce"
     sizes: Sequence[int] = field(default_factory=lambda: quantities.sizes("8:16M"))
     dtype: str = "float32"
-    peers: Sequence[str] = tuple(PEERS)
+    peers: Sequence[str] = ("native",)
     algorithm: str = "auto"
     through: str = "call"
     root: int = 0
@@ -118,17 +118,36 @@ def run(options: Options, to_json: Path | None = None, to_plot: Path | None = No
         The exit status, the same on all ranks.
     """
     comm = cc.init()
-    if not comm.broadcast_object(to_plot is None or figure.is_possible()):
+    absent = peers.missing(options.peers)
+    if comm.rank == 0 and to_plot is not None and not figure.is_possible():
+        absent = "a plot needs matplotlib: pip install unisono[plot]"
+    absent = max(comm.allgather_object(absent))  # any rank's
+    if absent:
         if comm.rank == 0:
-            message = "bench: a plot needs matplotlib, which is not installed: "
-            print(message + "pip install unisono[plot]", file=sys.stderr)
+            print(f"bench: not installed: {absent}", file=sys.stderr)
         return 1
+    try:
+        status = _table(comm, options, to_json, to_plot)
+        comm.barrier()
+    finally:
+        peers.close()
+    return status
+
+
+def _table(
+    comm: cc.Communicator, options: Options, to_json: Path | None, to_plot: Path | None
+) -> int:
     facts = {**information.gather_facts(comm), "machine": _machine()}
     rows = []
     if comm.rank == 0:
         print(_heading(options, facts), flush=True)
     for nbytes in options.sizes:
-        rows.append(measure(comm, options, nbytes))
+        try:
+            rows.append(measure(comm, options, nbytes))
+        except ValueError as error:  # a peer lacks the dtype, on all ranks
+            if comm.rank == 0:
+                print(error, file=sys.stderr, flush=True)
+            return 2
         if comm.rank == 0:
             print(_line(rows[-1]), flush=True)
     if comm.rank == 0:
@@ -138,7 +157,6 @@ def run(options: Options, to_json: Path | None = None, to_plot: Path | None = No
         if to_plot is not None:
             title = f"{options.operation} {options.dtype}, {comm.size} ranks"
             figure.draw(title, rows, bus_factor(options.operation, comm.size), to_plot)
-    comm.barrier()
     return 0
 
 

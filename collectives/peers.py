@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
 
 from collectives import launch, settings
 from collectives.arrays import Array
 
-__all__ = ["PEERS", "native"]
+__all__ = ["PEERS", "close", "gloo", "missing", "native"]
 
 Call = Callable[[], object]
 
@@ -69,4 +74,82 @@ def native(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
     return lambda: world.Alltoallv([x, counts, offsets, kind], [received, own_counts, starts, kind])
 
 
-PEERS: dict[str, Callable[[str, Array, Sequence[int], int], Call]] = {"native": native}
+def gloo(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
+    """Return the call of torch.distributed with the Gloo backend, on CPU tensors.
+
+    Arguments and meaning as `native`. Gloo gathers and scatters equal shares only: where the whole
+    does not divide evenly, every rank's is as large as the largest.
+
+    Raises:
+        ValueError: Gloo does not reduce the dtype.
+    """
+    torch: Any = importlib.import_module("torch")
+    group = _gloo_group()
+    rank, size = group.get_rank(), group.get_world_size()
+    if x.dtype.name in ("int16", "uint16", "uint32", "uint64", "complex128"):
+        raise ValueError(f"bench: gloo does not reduce {x.dtype}, expected --peers native")
+    if x.dtype.name == "bfloat16":
+        send = torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
+    else:
+        send = torch.from_numpy(x.copy())
+    share = max(np.diff(bounds).tolist())
+    if operation in ("allreduce", "reduce"):
+        # In place, again and again, numbers would grow until they overflow: zeros do not.
+        send.zero_()
+        if operation == "allreduce":
+            return lambda: group.all_reduce(send)
+        return lambda: group.reduce(send, root)
+    if operation == "broadcast":
+        return lambda: group.broadcast(send, root)
+    part, whole = send.new_zeros(share), send.new_zeros(share * size)
+    parts = list(whole.chunk(size)) if rank == root else None
+    # New names since PyTorch 2.13, where the old ones warn.
+    reduce_scatter = getattr(group, "reduce_scatter_single", group.reduce_scatter_tensor)
+    allgather = getattr(group, "all_gather_single", group.all_gather_into_tensor)
+    calls: dict[str, Call] = {
+        "reduce_scatter": lambda: reduce_scatter(part, whole),
+        "allgather": lambda: allgather(whole, part),
+        "gather": lambda: group.gather(part, parts, root),
+        "scatter": lambda: group.scatter(part, parts, root),
+        "alltoall": lambda: group.all_to_all_single(torch.empty_like(whole), whole),
+    }
+    return calls[operation]
+
+
+@functools.cache
+def _gloo_group() -> Any:
+    """Return `torch.distributed` with the world's ranks in its default group."""
+    group: Any = importlib.import_module("torch.distributed")
+    world = launch.start_mpi(settings.from_environment())
+    rank, size = world.Get_rank(), world.Get_size()
+    alone = len(set(world.allgather(socket.gethostname()))) == 1
+    limit = timedelta(seconds=60)
+    place = None
+    if rank == 0:  # port 0: whichever is free
+        host = "127.0.0.1" if alone else socket.gethostname()
+        store = group.TCPStore(host, 0, size, True, limit, wait_for_workers=False)
+        place = (host, store.port)
+    place = world.bcast(place)
+    if rank > 0:
+        store = group.TCPStore(*place, size, False, limit)
+    group.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    return group
+
+
+PEERS: dict[str, Callable[[str, Array, Sequence[int], int], Call]] = {
+    "native": native,
+    "gloo": gloo,
+}
+
+
+def close() -> None:
+    """End Gloo's threads, which must not outlive the interpreter; harmless without any."""
+    if _gloo_group.cache_info().currsize:
+        _gloo_group().destroy_process_group()
+        _gloo_group.cache_clear()
+
+
+def missing(names: Sequence[str]) -> str:
+    """Return what to install for these peers, empty if all are there."""
+    absent = "gloo" in names and importlib.util.find_spec("torch") is None
+    return "the peer gloo needs PyTorch: pip install unisono[torch]" if absent else ""
