@@ -34,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # What UNISONO_REQUIRE names must not be skipped, so its packages are installed.
 REQUIRED := $(subst $(COMMA), ,$(UNISONO_REQUIRE))
-KINDS := $(foreach kind,torch jax,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
+KINDS := $(foreach kind,torch jax mpich,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
 CUDA ?= 12
 
 .PHONY: train test test-gpu check slurm clean
@@ -71,6 +71,11 @@ $(VENV)/.unisono-kind-torch: $(STAMP)
 
 $(VENV)/.unisono-kind-jax: $(STAMP)
 	"$(VENV)/bin/python" -m pip install -qq -e ".[jax,optax]"
+	touch "$@"
+
+# A second MPI library for the tests, beside the first: not on PATH, found by tests/run.py.
+$(VENV)/.unisono-kind-mpich: $(STAMP)
+	"$(VENV)/bin/python" -m pip install -qq --no-deps --prefix "$(VENV)/mpich" "mpich>=4.3"
 	touch "$@"
 
 clean:

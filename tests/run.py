@@ -2,6 +2,9 @@
 
     python tests/run.py [arguments for pytest]
 
+Where the environment holds MPICH as a second library, in `mpich/` (`make test` puts it there if
+UNISONO_REQUIRE names it), the ranks meet once more over that one.
+
 Rank 0 reports on the terminal; the others write to `out/mpi-SIZE-rank-R.log`. A test that asks
 for an MPI world and is skipped at every size is a failure: it would never run.
 """
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import NamedTuple
 
 from launcher import MPI_ENVIRONMENT, ROOT, mpirun_path
 
@@ -36,15 +40,38 @@ def main(arguments: list[str]) -> int:
             cwd=ROOT, env=environment, check=False,
         ).returncode
     ]  # fmt: skip
-    for size in SIZES:
-        print(f"== {size} MPI ranks", flush=True)
-        report = OUT / f"mpi-{size}.xml"
-        command = [mpirun_path(), "-np", str(size), sys.executable, __file__, "--rank"]
-        statuses.append(
-            _world([*command, str(size), f"--junitxml={report}", *arguments], environment)
-        )
-        reports.append(report)
+    for library in (FIRST, *second_libraries()):
+        for size in SIZES:
+            print(f"== {size} MPI ranks{library.label}", flush=True)
+            report = OUT / f"mpi-{size}{library.label}.xml"
+            command = [library.mpirun or mpirun_path(), "-np", str(size)]
+            command += [sys.executable, __file__, "--rank", str(size), f"--junitxml={report}"]
+            settings = {**environment, **library.environment}
+            statuses.append(_world([*command, *arguments], settings))
+            reports.append(report)
     return _summary(statuses, reports)
+
+
+class Library(NamedTuple):
+    """An MPI library: how its worlds are told apart, started and found by mpi4py."""
+
+    label: str
+    mpirun: str
+    environment: dict[str, str]
+
+
+FIRST = Library("", "", {})
+
+
+def second_libraries() -> list[Library]:
+    """MPICH, where it is there beside the first library; required if UNISONO_REQUIRE names it."""
+    home = Path(sys.prefix) / "mpich"
+    if (home / "bin" / "mpiexec").exists():
+        library = home / "lib" / "libmpi.so.12"
+        return [Library("-mpich", str(home / "bin" / "mpiexec"), {"MPI4PY_LIBMPI": str(library)})]
+    if "mpich" in os.environ.get("UNISONO_REQUIRE", "").split(","):
+        sys.exit(f"UNISONO_REQUIRE names mpich, but there is none in {home}")
+    return []
 
 
 def _world(command: list[str], environment: dict[str, str]) -> int:
