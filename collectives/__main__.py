@@ -1,13 +1,18 @@
-"""`python -m collectives COMMAND`: look at, check, measure and predict the collectives."""
+"""`python -m collectives COMMAND`: look at, check, measure, tune and predict the collectives."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import collectives as cc
+
+if TYPE_CHECKING:
+    from collectives import links
 
 # The other modules are imported by the command that needs them: `explain` does without MPI.
 
@@ -67,6 +72,18 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them with matplotlib")
     bench.set_defaults(run=_bench)
 
+    tune = commands.add_parser(
+        "tune", help="measure what messages cost here, for `auto` and `explain`; under mpirun"
+    )
+    tune.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to keep it (default: this cluster's file)"
+    )
+    tune.add_argument(
+        "--seconds", type=_seconds, default=20.0, metavar="S",
+        help="how long it may take, roughly (default %(default)g)",
+    )  # fmt: skip
+    tune.set_defaults(run=_tune)
+
     explain = commands.add_parser(
         "explain", help="print how long each algorithm should take, and which one that picks"
     )
@@ -78,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         "--latency", type=_seconds, metavar="SECONDS", help="of a message between nodes"
     )
     explain.add_argument("--gigabits", type=_seconds, help="per second, of a node's link")
+    explain.add_argument(
+        "--tuned", metavar="FILE", help="what tune measured, or off (default: this cluster's file)"
+    )
     explain.set_defaults(run=_explain)
     return parser
 
@@ -115,37 +135,48 @@ def _bench(options: argparse.Namespace) -> int:
     return benchmark.run(chosen, options.json, options.plot)
 
 
-def _explain(options: argparse.Namespace) -> int:
-    from collectives import costs, quantities, selection
+def _tune(options: argparse.Namespace) -> int:
+    from collectives import tune
 
-    network = costs.DEFAULT.network
-    if options.latency is not None:
-        network = network._replace(alpha=options.latency)
-    if options.gigabits is not None:
-        network = network._replace(beta=8e-9 / options.gigabits)
-    machine = costs.DEFAULT._replace(network=network)
+    return tune.run(options.out, options.seconds)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from collectives import costs, links, quantities, selection
+
     try:
+        known = _links(options)
         (nbytes,) = quantities.sizes(options.bytes)
         shape = costs.Shape(options.ranks, options.nodes)
-        times = costs.estimate(options.operation, nbytes, shape, machine)
+        times = costs.estimate(options.operation, nbytes, shape, known.machine)
     except ValueError as error:
         return _refuse(error)
-    layout = selection.Layout(shape.ranks, shape.nodes)
-    auto = selection.choose(options.operation, "auto", nbytes, layout)
-    if "node" in times:  # wherever ranks of one node share memory
-        auto = "node"
+    layout = selection.Layout(shape.ranks, shape.nodes, known.machine)
+    auto = selection.automatic(options.operation, nbytes, layout)
     size = quantities.size_text(nbytes)
     print(f"{options.operation}, {size} bytes, {shape.ranks} ranks on {shape.nodes} nodes")
-    print(f"{'link':<14}{'us/message':>12}{'ns/byte':>12}{'ns/byte reduced':>18}")
-    for name, link in machine._asdict().items():
-        costs_of = (1e6 * link.alpha, 1e9 * link.beta, 1e9 * link.gamma)
-        print("{:<14}{:12.2f}{:12.4f}{:18.4f}".format(name, *costs_of))
+    print(links.table(known))
     print(f"{'algorithm':<14}{'estimated ms':>12}")
     fastest = next(iter(times))
     for name, seconds in times.items():
         marks = ["fastest"] * (name == fastest) + ["picked by auto"] * (name == auto)
         print(f"{name:<14}{1e3 * seconds:12.4f}  {', '.join(marks)}".rstrip())
     return 0
+
+
+def _links(options: argparse.Namespace) -> links.Links:
+    """Return the links that `auto` would go by here, and what the options say instead."""
+    from collectives import links, settings, tuned
+
+    configuration = settings.from_environment()
+    if options.tuned is not None:
+        configuration = replace(configuration, tuned=options.tuned)
+    network = {}
+    if options.latency is not None:
+        network["alpha"] = options.latency
+    if options.gigabits is not None:
+        network["beta"] = 8e-9 / options.gigabits
+    return links.overridden(tuned.found(configuration), {"network": network}, "options")
 
 
 def _refuse(error: ValueError) -> int:

@@ -8,7 +8,7 @@ from importlib import metadata, util
 from typing import Any
 
 import collectives as cc
-from collectives import launch
+from collectives import launch, links
 
 __all__ = ["gather_facts", "table", "thread_level", "versions"]
 
@@ -38,12 +38,21 @@ def gather_facts(comm: cc.Communicator) -> dict[str, Any]:
         "cuda_aware": launch.is_cuda_aware(),
         "fault_tolerance": launch.is_fault_tolerant(),
         "mpi_settings": mpi_set,
+        "links": _links(comm._calls.settings.links),
         "ranks": comm.size,
         "nodes": {
             f"{node} {name}": sum(1 for other in names if other[0] == node)
             for node, name in dict(sorted(names)).items()
         },
         "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _links(known: links.Links) -> dict[str, dict[str, Any]]:
+    """Return the costs of the links that "auto" goes by, in seconds, and where they come from."""
+    return {
+        name: {**link._asdict(), "from": source}
+        for (name, link), source in zip(known.machine._asdict().items(), known.sources, strict=True)
     }
 
 
@@ -74,12 +83,22 @@ def table(facts: dict[str, Any]) -> str:
     """Lay facts out as lines of name and value."""
     rows = []
     for name, value in facts.items():
+        if name == "links":
+            rows += [f"{f'{link} link':<16} {_link(costs)}" for link, costs in value.items()]
+            continue
         if isinstance(value, dict):
             value = ", ".join(f"{k} {'absent' if v is None else v}" for k, v in value.items())
         elif isinstance(value, bool):
             value = "yes" if value else "no"
         rows.append(f"{name.replace('_', ' '):<16} {value}")
     return "\n".join(rows)
+
+
+def _link(costs: dict[str, Any]) -> str:
+    alpha, beta, gamma = 1e6 * costs["alpha"], 1e9 * costs["beta"], 1e9 * costs["gamma"]
+    return (
+        f"{alpha:.3g} us/message, {beta:.3g} ns/byte, {gamma:.3g} ns/byte reduced ({costs['from']})"
+    )
 
 
 def _library() -> str:

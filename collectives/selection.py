@@ -1,17 +1,33 @@
 """Which algorithm an operation uses.
 
-With `algorithm="auto"` ranks of one node that share memory meet in the node engine. Elsewhere the
-size decides, by thresholds that stand with their measurements below.
+With `algorithm="auto"` ranks of one node that share memory meet in the node engine, which beats
+messages at every size that was measured. Elsewhere the cost model decides (`collectives.costs`).
+
+MPI's own ("native") is never picked: how long it takes is not known from alpha, beta and gamma, and
+"auto" promises what it may not keep: the same bits on all ranks and in every run, a deadline that
+names who is missing, any size, every dtype and op. Who wants it says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
+from collectives import costs
 from collectives.algorithms import halving, hierarchical, native, node, ring, rotation, tree
+from collectives.links import DEFAULT, Machine
 
-__all__ = ["ALGORITHMS", "Layout", "check", "choose", "engine_for"]
+__all__ = [
+    "ALGORITHMS",
+    "Layout",
+    "automatic",
+    "check",
+    "choose",
+    "engine_for",
+    "switch_points",
+]
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
     "allreduce": {
@@ -44,22 +60,75 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
     },
 }
 
-# Bytes up to which messages cost more than what they carry, so that log2 P rounds beat P - 1.
-# All-reduce by messages on 2 cores, halving / ring, in us: 2 ranks 4 KiB 62 / 93, 64 KiB 74 / 104,
-# 128 KiB 75 / 73; 4 ranks 4 KiB 259 / 434, 64 KiB 289 / 400, 256 KiB 397 / 405.
-FEW_ROUNDS_BYTES = 1 << 16
+# Sizes beyond which "auto" stays at what it picks there.
+_MOST_BYTES = 1 << 40
 
 
-class Layout(NamedTuple):
-    """How the ranks of a group are spread."""
+class Layout:
+    """What "auto" goes by: how the ranks of a group are spread, and what their links cost.
 
-    size: int
-    num_nodes: int
+    Both are equal on all ranks, so that all pick the same algorithm.
+
+    Args:
+        size: how many ranks there are.
+        num_nodes: on how many nodes.
+        machine: the links, as the ranks have agreed on them.
+    """
+
+    def __init__(self, size: int, num_nodes: int, machine: Machine = DEFAULT) -> None:
+        self.size = size
+        self.num_nodes = num_nodes
+        self.machine = machine
+        self._tables: dict[str, tuple[Sequence[int], Sequence[str]]] = {}
 
     @property
     def is_hierarchical(self) -> bool:
         """Whether there are several nodes, and several ranks on some of them."""
         return 1 < self.num_nodes < self.size
+
+    def pick(self, operation: str, nbytes: int) -> str:
+        """Return the algorithm by messages that should be the fastest: a look-up in a table."""
+        table = self._tables.get(operation)
+        if table is None:
+            shape = costs.Shape(self.size, self.num_nodes)
+            table = self._tables[operation] = switch_points(operation, shape, self.machine)
+        sizes, names = table
+        return names[bisect_right(sizes, nbytes)]
+
+
+@lru_cache(256)  # groups of the same layout share their tables
+def switch_points(
+    operation: str, shape: costs.Shape, machine: Machine
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return at which sizes the pick changes, and what it is between them.
+
+    Returns:
+        Sizes in bytes, ascending, and one name more: `names[i]` holds from `sizes[i - 1]` on and
+        below `sizes[i]`. Where a pick holds for less than an octave it may be missed.
+    """
+
+    def fastest(nbytes: int) -> str:
+        times = costs.estimate(operation, nbytes, shape, machine)
+        return next(name for name in times if name != "node")
+
+    sizes: list[int] = []
+    names = [fastest(0)]
+    low = 0
+    high = 1
+    while high <= _MOST_BYTES:
+        while fastest(high) != names[-1]:
+            below, above = low, high
+            while above - below > 1:
+                middle = (below + above) // 2
+                if fastest(middle) == names[-1]:
+                    below = middle
+                else:
+                    above = middle
+            sizes.append(above)
+            names.append(fastest(above))
+            low = above
+        low, high = high, 2 * high
+    return tuple(sizes), tuple(names)
 
 
 def check(operation: str, algorithm: str, engine: node.Engine | None) -> None:
@@ -91,16 +160,14 @@ def choose(operation: str, algorithm: str, nbytes: int, layout: Layout) -> str:
     Args:
         operation: a key of `ALGORITHMS`.
         algorithm: one of the names listed there for the operation, or "auto".
-        nbytes: the size of the whole array, equal on all ranks.
-        layout: of the group.
+        nbytes: the size of the whole array, equal on all ranks; not used where "auto" has only one
+            algorithm to pick.
+        layout: of the group, and its links.
     """
-    known = ALGORITHMS[operation]
-    if algorithm != "auto":
-        return algorithm
-    if layout.is_hierarchical and "hierarchical" in known:
-        return "hierarchical"
-    if "halving" in known:
-        return "halving" if nbytes <= FEW_ROUNDS_BYTES else "ring"
-    if operation == "broadcast" and nbytes >= ring.SLICE_BYTES * layout.size:
-        return "ring"  # a slice for every link of the chain
-    return next(iter(known))
+    return layout.pick(operation, nbytes) if algorithm == "auto" else algorithm
+
+
+def automatic(operation: str, nbytes: int, layout: Layout) -> str:
+    """Return what "auto" does where ranks of one node share memory: "node", or as `choose`."""
+    alone = layout.num_nodes == 1 < layout.size
+    return "node" if alone else choose(operation, "auto", nbytes, layout)

@@ -9,6 +9,9 @@
 | `UNISONO_RECORDER_DIR` | directory | unisono-recorder-JOB | where flight records go |
 | `UNISONO_ABORT_ON_EXCEPTION` | 0 or 1 | 1 | an uncaught exception on one rank ends the whole job |
 | `UNISONO_MPI_SETTINGS` | 0 or 1 | 1 | give Open MPI the settings listed in `launch.py` |
+| `UNISONO_TUNED` | file, or off | see `tuned.py` | what `python -m collectives tune` measured |
+| `UNISONO_NODE_LINK` | alpha=2us,beta=8GB/s,gamma=30GB/s | tuned | cost of messages inside a node |
+| `UNISONO_NETWORK_LINK` | as above | tuned | cost of messages between nodes |
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+from collectives import links
 
 __all__ = ["Check", "Settings", "from_environment"]
 
@@ -37,6 +42,11 @@ class Settings:
     recorder_dir: str | None = None
     abort_on_exception: bool = True
     mpi_settings: bool = True
+    tuned: str | None = None  # a file, "off", or None for the usual place
+    node_link: Mapping[str, float] = field(default_factory=dict)  # as `links.parse` returns it
+    network_link: Mapping[str, float] = field(default_factory=dict)
+    # What follows from the last three, the same on all ranks: `tuned.agreed` puts it here.
+    links: links.Links = field(default_factory=links.defaults)
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
@@ -58,6 +68,9 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
         recorder_dir=env.get("UNISONO_RECORDER_DIR", "").strip() or None,
         abort_on_exception=_switch(env, "UNISONO_ABORT_ON_EXCEPTION", default.abort_on_exception),
         mpi_settings=_switch(env, "UNISONO_MPI_SETTINGS", default.mpi_settings),
+        tuned=env.get("UNISONO_TUNED", "").strip() or None,
+        node_link=_link(env, "UNISONO_NODE_LINK"),
+        network_link=_link(env, "UNISONO_NETWORK_LINK"),
     )
 
 
@@ -86,6 +99,14 @@ def _directory(env: Mapping[str, str], name: str, default: str | None) -> str | 
     if not text:
         return default
     return None if text == "off" else text
+
+
+def _link(env: Mapping[str, str], name: str) -> Mapping[str, float]:
+    text = env.get(name, "").strip()
+    try:
+        return links.parse(text) if text else {}
+    except ValueError as error:
+        raise ValueError(f"settings: {name} does not describe a link: {error}") from None
 
 
 def _check(env: Mapping[str, str]) -> Check:

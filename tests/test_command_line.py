@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from collectives import benchmark, quantities
-from launcher import mpirun, run
+from collectives import benchmark, quantities, selection, tuned
+from collectives.links import DEFAULT, Link, Machine
+from launcher import ROOT, mpirun, run
 
 COMMAND = ("-m", "collectives")
 
@@ -151,14 +152,17 @@ def test_info_as_json():
         ["bench", "broadcast", "--through", "plan"],
         ["explain", "allreduce", "--bytes", "4M", "--ranks", "2", "--nodes", "3"],
         ["explain", "allreduce", "--bytes", "-4", "--ranks", "2"],
-        ["explain", "barrier", "--bytes", "4", "--ranks", "2"],
+        ["explain", "allgatherv", "--bytes", "4", "--ranks", "2"],
+        ["explain", "allreduce", "--bytes", "4", "--ranks", "2", "--tuned", "/no/such/file"],
+        ["tune", "--seconds", "0"],
+        ["tune", "--out"],
     ],
     ids=" ".join,
 )
 def test_wrong_arguments_are_refused(arguments):
     result = run([sys.executable, *COMMAND, *arguments], timeout=30)
     assert result.status == 2
-    assert "expected" in result.stderr or "usage" in result.stderr
+    assert any(word in result.stderr for word in ("expected", "usage", "No such file"))
     assert "Traceback" not in result.stderr
 
 
@@ -220,12 +224,21 @@ def test_sizes_that_are_none_are_refused(text):
         quantities.sizes(text)
 
 
+def test_sizes_are_written_as_they_are_read():
+    texts = ["0", "8", "1000", "1K", "48K", "1M", "3G"]
+    assert [
+        quantities.size_text(n) for n in (0, 8, 1000, 1 << 10, 48 << 10, 1 << 20, 3 << 30)
+    ] == texts
+    assert [quantities.sizes(text)[0] for text in texts[1:]][:3] == [8, 1000, 1024]
+
+
 def test_explain_needs_no_mpi():
     program = (
         "import sys; sys.modules['mpi4py'] = None; from collectives import __main__; "
         "sys.exit(__main__.main(sys.argv[1:]))"
     )
     question = ["explain", "allreduce", "--bytes", "4M", "--ranks", "64", "--nodes", "8"]
+    question += ["--tuned", "off"]
     result = run([sys.executable, "-c", program, *question], timeout=30)
     assert result.status == 0, result.stderr
     rows = {line.split()[0]: line for line in result.stdout.splitlines()}
@@ -242,19 +255,170 @@ def test_explain_needs_no_mpi():
     assert float(row.split()[1]) < times[0] / 10
 
 
+def example(command):
+    """What docs/command-line.md shows below a command."""
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    return text.split(f"$ {command}\n", 1)[1].split("```", 1)[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m collectives explain allreduce --bytes 4M --ranks 64 --nodes 8",
+        "UNISONO_NETWORK_LINK=alpha=2us,beta=100Gbit/s "
+        "python -m collectives explain broadcast --bytes 1K --ranks 64 --nodes 8",
+    ],
+)
+def test_the_examples_of_the_documentation_are_true(command):
+    *settings, arguments = command.partition("python ")[::2]
+    extra = dict(setting.strip().split("=", 1) for setting in settings if setting)
+    result = run([sys.executable, *arguments.split()], timeout=30, UNISONO_TUNED="off", **extra)
+    assert result.status == 0, result.stderr
+    printed, shown = result.stdout.split(), example(command).split()
+    assert len(printed) == len(shown)
+    for word, expected in zip(printed, shown, strict=True):
+        if "." in expected:  # a constant of an algorithm may have been measured anew
+            assert float(word) == pytest.approx(float(expected), rel=0.02)
+        else:
+            assert word == expected
+
+
+def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
+    file = tmp_path / "cluster.json"
+    tuned.write(file, {"network": Link(1e-3, 1e-9, 1e-11), "node": Link(1e-5, 1e-9, 1e-11)}, {})
+    program = tmp_path / "pick.py"
+    program.write_text(
+        "import collectives as cc\n"
+        "layout = cc.init()._calls.layout\n"
+        "print(cc.rank(), layout.machine, layout.pick('allreduce', 1 << 20), flush=True)\n"
+    )
+    where = {"UNISONO_TUNED": str(file), "UNISONO_NODE_LINK": "alpha=50us"}
+    picked = mpirun(2, program, **where)
+    assert picked.status == 0, picked.stderr
+    answers = sorted(picked.stdout.splitlines())
+    assert [answer.partition(" ")[2] for answer in answers][1:] == [answers[0].partition(" ")[2]]
+    machine = Machine(DEFAULT.shared, Link(5e-5, 1e-9, 1e-11), Link(1e-3, 1e-9, 1e-11))
+    assert f"0 {machine} " in answers[0]
+    command = [*COMMAND, "explain", "allreduce", "--bytes", "1M", "--ranks", "2", "--nodes", "2"]
+    explained = run([sys.executable, *command], timeout=30, **where)
+    assert explained.status == 0, explained.stderr
+    rows = {line.split()[0]: line for line in explained.stdout.splitlines()}
+    assert f"UNISONO_NODE_LINK (alpha), else {file}" in rows["node"]
+    assert rows["network"].endswith(f"0.0100  {file}")
+    (auto,) = (name for name, row in rows.items() if "picked by auto" in row)
+    expected = selection.Layout(2, 2, machine).pick("allreduce", 1 << 20)
+    assert auto == expected
+    facts = mpirun(1, *COMMAND, "info", "--json", **where)
+    link = json.loads(facts.stdout)["links"]["network"]
+    assert link == {"alpha": 1e-3, "beta": 1e-9, "gamma": 1e-11, "from": str(file)}
+
+
+def test_a_damaged_file_stops_every_rank_at_init(tmp_path):
+    file = tmp_path / "cluster.json"
+    file.write_text("{}")
+    result = mpirun(3, *COMMAND, "info", UNISONO_TUNED=str(file))
+    assert result.status != 0
+    assert f"tuned: {file} is not what `python -m collectives tune` writes" in result.stderr
+
+
+def tune(size, *arguments, **extra):
+    return mpirun(size, *COMMAND, "tune", "--seconds", "0.5", *arguments, timeout=100, **extra)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_tune_measures_the_links_and_holds_the_model_against_them(size, tmp_path):
+    file = tmp_path / "made" / "cluster.json"
+    result = tune(size, "--out", file)
+    assert result.status == 0, result.stdout + result.stderr
+    measured = tuned.read(file)
+    assert measured.keys() == {"shared", "node"}
+    for link in measured.values():
+        assert all(0 < number < 1 for number in link)
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith("allreduce")]
+    assert {row[2] for row in rows} == {"ring", "tree", "halving", "native"}
+    assert len({row[1] for row in rows}) == 4
+    assert [row[-1] for row in rows].count("picked") == 4
+    assert all(row[3] == "-" for row in rows if row[2] == "native")
+    assert "picked is within 10 % of the fastest of ours in" in result.stdout
+    assert f"kept in {file}" in result.stdout
+    assert result.stdout.count("kept in") == 1  # by one rank
+
+
+def test_tune_keeps_one_file_for_each_cluster_and_what_it_did_not_measure(tmp_path):
+    file = tmp_path / "unisono" / "apple.json"
+    tuned.write(file, {"network": Link(1e-6, 1e-10, 1e-11)}, {})
+    result = tune(2, UNISONO_TUNED="", XDG_CONFIG_HOME=str(tmp_path), SLURM_CLUSTER_NAME="apple")
+    assert result.status == 0, result.stderr
+    assert tuned.read(file).keys() == {"shared", "node", "network"}
+    assert tuned.read(file)["network"] == Link(1e-6, 1e-10, 1e-11)
+    facts = json.loads(file.read_text())["measured"]
+    assert (facts["ranks"], facts["nodes"]) == (2, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tune_refuses_before_it_measures(size, tmp_path):
+    file = tmp_path / "thesis.json"
+    file.write_text('{"chapters": 7}')
+    result = tune(size, "--out", file)
+    assert result.status == 1
+    reason = "there is one rank" if size == 1 else f"tuned: {file} is not what"
+    assert result.stderr.count(reason) == 1
+    assert "Traceback" not in result.stderr
+    assert file.read_text() == '{"chapters": 7}'
+
+
+def test_tune_says_that_it_cannot_keep_what_it_found(tmp_path):
+    (tmp_path / "file").touch()
+    result = tune(2, "--out", tmp_path / "file" / "cluster.json")
+    assert result.status == 1
+    assert "cannot keep it" in result.stderr
+    assert "picked is within" in result.stdout
+
+
+STUCK = """
+import sys, threading
+from collectives import __main__, measuring
+
+timed, calls = measuring.Clock._timed, []
+
+def faulty(clock, *arguments):
+    calls.append(1)
+    if clock.comm.rank == 1 and len(calls) == 20:
+        if sys.argv[1] == "raises":
+            raise OSError("the rank is not well")
+        threading.Event().wait(90)
+    return timed(clock, *arguments)
+
+measuring.Clock._timed = faulty
+sys.exit(__main__.main(["tune", "--seconds", "0.5", "--out", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("fault", ["raises", "stops"])
+def test_tune_ends_when_a_rank_fails_or_stops(fault, tmp_path):
+    program = tmp_path / "stuck.py"
+    program.write_text(STUCK)
+    file = tmp_path / "cluster.json"
+    result = mpirun(2, program, fault, file, timeout=100, UNISONO_TIMEOUT="12")
+    assert result.status != 0
+    reason = "not well" if fault == "raises" else "tune: no answer within 12 s, still waiting for"
+    assert reason in result.stderr
+    assert not file.exists()
+
+
 def test_importing_the_package_imports_no_command():
     program = "import sys, collectives; print(*(m for m in sys.modules if m.startswith('coll')))"
     result = run([sys.executable, "-c", program], timeout=30)
     loaded = set(result.stdout.split())
     commands = [
         "benchmark",
-        "costs",
         "exact",
         "figure",
         "information",
+        "measuring",
         "peers",
-        "quantities",
         "selftest",
         "surroundings",
+        "tune",
     ]
     assert not loaded & {f"collectives.{name}" for name in commands}

@@ -1,0 +1,167 @@
+"""The file in which `python -m collectives tune` keeps what it measured, one for each cluster.
+
+It is `UNISONO_TUNED` if that is set, else NAME.json in the directory `unisono` of
+`$XDG_CONFIG_HOME` or `~/.config`, where NAME is `SLURM_CLUSTER_NAME` or the name of rank 0's
+machine. `UNISONO_TUNED=off` does without. Rank 0 reads it, and the others take what it found: on
+every rank "auto" has to mean the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from collectives import links
+from collectives.arrays import Array
+from collectives.links import Link, Links, Machine
+from collectives.settings import Settings
+from collectives.transport import Deadline, Transport
+
+__all__ = ["agreed", "found", "path", "read", "write"]
+
+_FORMAT, _VERSION = "unisono links", 1
+
+# Bytes of the longest file that is read; ours has less than a thousand.
+_MOST_BYTES = 1 << 16
+
+
+def path(configuration: Settings, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return where the file of this cluster is, or would be; None if there shall be none."""
+    if configuration.tuned is not None:
+        return None if configuration.tuned == "off" else Path(configuration.tuned)
+    home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME", "~"), ".config")
+    name = environ.get("SLURM_CLUSTER_NAME") or platform.node() or "machine"
+    return Path(home).expanduser() / "unisono" / (re.sub(r"[^\w.-]", "_", name) + ".json")
+
+
+def read(file: Path) -> dict[str, Link]:
+    """Read what was measured: name of a link -> its numbers.
+
+    Raises:
+        ValueError: it is not such a file, or damaged; names it.
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as stream:
+        data = stream.read(_MOST_BYTES + 1)
+    try:
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it is longer than {_MOST_BYTES} bytes")
+        content = json.loads(data)
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f'it does not say "format": "{_FORMAT}"')
+        if content.get("version") != _VERSION:
+            raise ValueError(f"expected version {_VERSION}, got {content.get('version')!r}")
+        return {name: _link(name, numbers) for name, numbers in dict(content["links"]).items()}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(
+            f"tuned: {file} is not what `python -m collectives tune` writes: {why}. Remove it, "
+            "tune again, or set UNISONO_TUNED=off"
+        ) from None
+
+
+def _link(name: str, numbers: Any) -> Link:
+    if name not in Machine._fields:
+        raise ValueError(f"expected links {' '.join(Machine._fields)}, got {name!r}")
+    values = [numbers[field] for field in Link._fields]
+    for field, value in zip(Link._fields, values, strict=True):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 <= value < math.inf:
+            raise ValueError(f"expected seconds >= 0 for {field} of {name}, got {value!r}")
+    return Link(*map(float, values))
+
+
+def write(file: Path, measured: Mapping[str, Link], facts: Mapping[str, Any]) -> None:
+    """Write the file; a reader finds the old one or the new one, never a part.
+
+    Args:
+        file: its directory is made if it does not exist.
+        measured: name of a link -> its numbers.
+        facts: how it was measured, for people.
+    """
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "links": {name: link._asdict() for name, link in measured.items()},
+        "measured": dict(facts),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
+    try:
+        with aside.open("x") as stream:
+            stream.write(json.dumps(content, indent=1) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def found(configuration: Settings, environ: Mapping[str, str] = os.environ) -> Links:
+    """Put together what this process finds: settings, else the file, else defaults.
+
+    Raises:
+        ValueError: the file is damaged, or no such file; names it.
+        OSError: the file cannot be read.
+    """
+    known = links.defaults()
+    file = path(configuration, environ)
+    if file is not None and (configuration.tuned is not None or file.exists()):
+        try:
+            measured = {name: link._asdict() for name, link in read(file).items()}
+        except OSError as error:
+            raise ValueError(f"tuned: cannot read {file}: {error.strerror}") from None
+        known = links.overridden(known, measured, str(file))
+    changes = {"node": configuration.node_link, "network": configuration.network_link}
+    return links.overridden(known, changes, "UNISONO_{}_LINK")
+
+
+def agreed(
+    configuration: Settings, transport: Transport, environ: Mapping[str, str] = os.environ
+) -> Settings:
+    """Return the settings with the links that rank 0 finds; *collective*.
+
+    Raises:
+        ValueError: rank 0's file is damaged; the same error on all ranks.
+    """
+    deadline = Deadline("init", configuration.timeout, configuration.stall_warning)
+    answer: dict[str, Any] = {}
+    if transport.rank == 0:
+        try:
+            answer["links"] = found(configuration, environ)
+        except ValueError as error:
+            answer["problem"] = str(error)
+    answer = json.loads(_from_rank_0(transport, json.dumps(answer), deadline))
+    if "problem" in answer:
+        raise ValueError(answer["problem"])
+    machine, sources = answer["links"]
+    known = Links(Machine(*(Link(*numbers) for numbers in machine)), tuple(sources))
+    return replace(configuration, links=known)
+
+
+def _from_rank_0(transport: Transport, text: str, deadline: Deadline) -> str:
+    """Return rank 0's text on all ranks."""
+    data: Array = np.frombuffer(text.encode(), np.uint8)
+    length = np.array([data.size])
+    if transport.rank:
+        transport.receive(length, 0, deadline)
+        data = np.empty(length[0], np.uint8)
+        transport.receive(data, 0, deadline)
+        return data.tobytes().decode()
+    sends = [
+        transport.start_send(part, rank)
+        for rank in range(1, transport.size)
+        for part in (length, data)
+    ]
+    transport.wait(sends, deadline)
+    return text

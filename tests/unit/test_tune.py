@@ -1,0 +1,108 @@
+"""Measuring: what is fitted to times, and all of it among ranks that are threads."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import inprocess
+from collectives import costs, measuring, selection, tune
+from collectives.costs import Shape
+from collectives.links import DEFAULT, Link
+from collectives.settings import Settings
+from collectives.tune import Row
+
+LAYOUTS = {"one node": [0, 0, 0], "two of two": [0, 0, 2, 2], "uneven": [0, 0, 2], "each": [0, 1]}
+
+
+@pytest.mark.parametrize("link", [Link(1e-6, 8e-11, 0), Link(2e-5, 8e-9, 0), Link(1e-4, 1e-9, 0)])
+def test_a_link_is_found_again_from_its_times(link):
+    times = [link.alpha + nbytes * link.beta for nbytes in measuring.SIZES]
+    shape = [[1.0, nbytes] for nbytes in measuring.SIZES]
+    assert measuring.fitted(shape, times) == pytest.approx(link[:2], rel=1e-6)
+    noise = np.random.default_rng(1).uniform(1.0, 1.1, len(times))
+    assert measuring.fitted(shape, times * noise) == pytest.approx(link[:2], rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "times", [[5e-6, 4e-6, 3e-6], [1e-6, 1e-6, 1e-3], [2e-6, 2e-6, 2e-6], [3e-6]], ids=str
+)
+def test_times_that_contradict_the_model_still_give_numbers_above_zero(times):
+    shape = [[1.0, nbytes] for nbytes in measuring.SIZES[: len(times)]]
+    assert all(0 < number < 1 for number in measuring.fitted(shape, times))
+
+
+@pytest.mark.parametrize("leaders", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_link_that_there_is_gets_measured_alike_on_all_ranks(leaders):
+    def check(comm):
+        return measuring.measure(measuring.Clock(comm), 0.2)
+
+    several = len(set(leaders)) > 1
+    with_company = len(set(leaders)) < len(leaders)
+    found = inprocess.run_ranks(len(leaders), check, leaders=leaders)
+    expected = {"network"} if several else set()
+    expected |= {"node", "shared"} if with_company else set()
+    assert found[0].keys() == expected
+    assert all(other == found[0] for other in found)
+    assert all(0 < number < 1 for link in found[0].values() for number in link)
+
+
+def test_without_shared_memory_its_link_is_left_out():
+    def check(comm):
+        return measuring.measure(measuring.Clock(comm), 0.1).keys()
+
+    settings = Settings(timeout=20, shared_memory=None)
+    assert inprocess.run_ranks(2, check, settings=settings) == [{"node"}] * 2
+
+
+@pytest.mark.parametrize("leaders", LAYOUTS.values(), ids=LAYOUTS)
+def test_what_has_several_algorithms_is_timed_by_all_of_them(leaders):
+    shape = Shape(len(leaders), len(set(leaders)))
+
+    def check(comm):
+        return list(tune.check(measuring.Clock(comm), DEFAULT, 0.1))
+
+    results = inprocess.run_ranks(len(leaders), check, leaders=leaders)
+    assert all(other == results[0] for other in results)
+    operations = {group[0].operation for group in results[0]}
+    assert {"allreduce", "broadcast", "allgather", "reduce_scatter"} <= operations
+    assert ("barrier" in operations) == (1 < shape.nodes < shape.ranks)
+    for group in results[0]:
+        operation, nbytes = group[0][:2]
+        assert {row.algorithm for row in group} == set(costs.estimate(operation, nbytes, shape)) - {
+            "node"
+        }
+        assert [row.picked for row in group].count(True) == 1
+        (picked,) = (row.algorithm for row in group if row.picked)
+        assert picked == selection.Layout(shape.ranks, shape.nodes).pick(operation, nbytes)
+        for one, other in itertools.pairwise(group):
+            assert 0 < one.measured <= other.measured
+
+
+@pytest.mark.parametrize("operation", selection.ALGORITHMS)
+def test_every_operation_can_be_timed(operation):
+    def check(comm):
+        clock = measuring.Clock(comm)
+        comm.barrier()
+        times = clock.times(measuring.algorithms(clock, operation, 1000), 0.01)
+        assert all(seconds > 0 for seconds in times.values())
+        return times
+
+    names = [set(times) for times in inprocess.run_ranks(4, check, leaders=[0, 0, 2, 2])]
+    assert names == [set(selection.ALGORITHMS[operation]) - {"native"}] * 4
+
+
+def test_the_summary_counts_good_picks_and_good_predictions():
+    rows = [
+        Row("allreduce", 8, "native", None, 0.5, False),  # faster, but never picked
+        Row("allreduce", 8, "halving", 1.0, 1.0, True),
+        Row("allreduce", 8, "ring", 1.0, 4.0, False),
+        Row("broadcast", 8, "ring", 2.0, 1.0, False),
+        Row("broadcast", 8, "tree", 1.0, 1.15, True),
+    ]
+    text = tune.summary(rows)
+    assert "10 % of the fastest of ours in 1 of 2 cases" in text
+    assert "20 % in 2, at worst 1.15 x" in text
+    assert "factor of 2 of predicted in 3 of 4" in text
