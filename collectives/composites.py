@@ -1,10 +1,8 @@
-"""Operations made of others, as methods of `Communicator`: objects, many arrays, sparse rows."""
+"""Operations made of others, as methods of `Communicator`: objects, sparse rows."""
 
 from __future__ import annotations
 
 import pickle
-import zlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -12,7 +10,6 @@ import numpy as np
 from collectives import arrays, operations, reduction
 from collectives.arrays import Array
 from collectives.calls import Call
-from collectives.compression import NONE, Compression
 from collectives.reduction import MEAN, SUM, Op
 
 if TYPE_CHECKING:
@@ -22,14 +19,10 @@ __all__ = [
     "allgather_object",
     "broadcast_object",
     "from_root",
-    "grouped_allreduce",
     "sparse_allreduce",
 ]
 
 T = TypeVar("T")
-
-# Arrays in a bucket begin at multiples of this many bytes: a cache line.
-_ALIGNMENT = 64
 
 
 def broadcast_object(
@@ -61,61 +54,6 @@ def allgather_object(self: Communicator, obj: T, *, timeout: float | None = None
     ends = np.cumsum(lengths).tolist()
     parts = zip(ends, lengths.tolist(), strict=True)
     return [pickle.loads(joined[end - length : end].data) for end, length in parts]
-
-
-def grouped_allreduce(
-    self: Communicator,
-    xs: Sequence[Any],
-    *,
-    op: Op = MEAN,
-    compression: Compression = NONE,
-    timeout: float | None = None,
-) -> list[Any]:
-    """Reduce many arrays at once, as if `allreduce` were called for each.
-
-    They are packed into one bucket, which lies in shared memory where there is one and is kept for
-    the next call, and reduced by one call for each dtype among them.
-
-    Args:
-        xs: arrays of any kinds, shapes and dtypes; the same shapes and dtypes on all ranks.
-        op: how to combine, defined for all of the dtypes.
-        compression: as for `allreduce`, without feedback.
-        timeout: seconds.
-
-    Returns:
-        One new array for each of `xs`, of its kind, shape and dtype. Those of NumPy are views of
-        one piece of memory.
-
-    Raises:
-        TypeError: the op is not defined for a dtype.
-        MismatchError: ranks differ in number, shapes or dtypes; on all ranks.
-
-    Cost: two copies of all arrays beside the reduction; a bucket of all their bytes is kept.
-    """
-    with self._calls.enter("grouped_allreduce", timeout) as call:
-        loans = [arrays.borrow(x, operation=call.operation) for x in xs]
-        for loan in loans:
-            reduction.check(op, loan.host.dtype, operation=call.operation)
-        kinds = [(loan.host.dtype.name, loan.host.shape) for loan in loans]
-        call.describe(op=op.value, count=len(xs), arrays=_shortened(kinds), compression=compression)
-        call.agree()
-    # By dtype, so that each dtype is one array of the bucket.
-    order = sorted(range(len(loans)), key=lambda i: (loans[i].host.dtype.name, i))
-    places, spans, total = _layout([loans[i].host for i in order])
-    bucket = self._bucket(total)
-    for i, place in zip(order, places, strict=True):
-        host = loans[i].host
-        bucket[place : place + host.nbytes].view(host.dtype).reshape(host.shape)[...] = host
-    for dtype, (start, stop) in spans.items():
-        part = bucket[start:stop].view(dtype)
-        self.allreduce(part, op=op, out=part, compression=compression, timeout=timeout)
-    results = bucket[:total].copy()
-    given: list[Any] = [None] * len(loans)
-    for i, place in zip(order, places, strict=True):
-        host = loans[i].host
-        own = results[place : place + host.nbytes].view(host.dtype).reshape(host.shape)
-        given[i] = loans[i].give_back(own)
-    return given
 
 
 def sparse_allreduce(
@@ -203,31 +141,6 @@ def from_root(self: Communicator, call: Call, obj: Any, root: int) -> Any:
         data = np.empty(length[0], np.uint8)
     operations.broadcast(self._transport, call, data, root, "auto")
     return obj if own else pickle.loads(data.data)
-
-
-def _layout(hosts: Sequence[Array]) -> tuple[list[int], dict[np.dtype[Any], tuple[int, int]], int]:
-    """Place arrays, sorted by dtype, in a bucket.
-
-    Returns:
-        The first byte of each array, first and last byte of each dtype, and all bytes.
-    """
-    places: list[int] = []
-    spans: dict[np.dtype[Any], tuple[int, int]] = {}
-    at = 0
-    for host in hosts:
-        if host.dtype not in spans:
-            at = -(-at // _ALIGNMENT) * _ALIGNMENT
-            spans[host.dtype] = (at, at)
-        places.append(at)
-        at += host.nbytes
-        spans[host.dtype] = (spans[host.dtype][0], at)
-    return places, spans, at
-
-
-def _shortened(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    """Describe arrays in a line that is short, and another for others."""
-    text = " ".join(f"{name}{list(shape)}" for name, shape in kinds)
-    return f"{zlib.crc32(text.encode()):08x} {text}"
 
 
 def _pickled(obj: object) -> Array:

@@ -15,6 +15,12 @@ is never cut to the largest number, since a loss scaler has to see that the step
 divides before it rounds, so that it overflows only where the mean does, or comes within a rounding
 of the largest number.
 
+On the "network", only what goes between nodes is rounded. Ranks of one node add up their arrays as
+they are, one rounding turns the node's sum into its contribution, and another one the result; where
+there is one node, nothing is rounded. An all-reduce that is asked for 16 bits everywhere does the
+same between nodes of several ranks unless another algorithm is named: where ranks share memory,
+16 bits would save nothing.
+
 With feedback, the error of every rounding is kept and added to the next array of the same name, so
 that errors do not add up over the steps.
 
@@ -50,6 +56,7 @@ class Residuals:
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, str], Array] = {}
+        self._claims: dict[str, tuple[int, np.dtype[Any]]] = {}
 
     def array(self, name: str, part: str, count: int, dtype: np.dtype[Any]) -> Array:
         """Return the residual that is changed in place: shape (count,), zeros at first.
@@ -67,9 +74,29 @@ class Residuals:
             )
         return known
 
+    def claim(self, name: str, count: int, dtype: np.dtype[Any]) -> None:
+        """Let a name stand for arrays of `count` elements of a dtype from now on.
+
+        Raises:
+            ValueError: it stands for others already; on all ranks, since this concerns the whole
+                array, of which ranks may hold different parts.
+        """
+        known = self._claims.setdefault(name, (count, dtype))
+        if known != (count, dtype):
+            raise ValueError(
+                f"feedback: the name stands for another array, expected {known[0]} elements of "
+                f"{known[1]}, got {count} of {dtype} (name: {name})"
+            )
+
+    def forget(self, name: str) -> None:
+        """Forget what belongs to a name, which may stand for another array then."""
+        self._arrays = {key: array for key, array in self._arrays.items() if key[0] != name}
+        self._claims.pop(name, None)
+
     def clear(self) -> None:
         """Forget everything, as after a change of the loss scale or of the group of ranks."""
         self._arrays.clear()
+        self._claims.clear()
 
 
 @dataclass(frozen=True)
@@ -85,6 +112,11 @@ class Codec:
     dtype: np.dtype[Any]
     name: str = ""
     residuals: Residuals | None = None
+
+    def claim(self, count: int, dtype: np.dtype[Any]) -> None:
+        """Refuse an array that is not the one whose residuals are kept; see `Residuals.claim`."""
+        if self.residuals is not None:
+            self.residuals.claim(self.name, count, dtype)
 
     def pack(self, source: Array, divisor: int = 1) -> Array:
         """Return a rank's contribution, rounded.

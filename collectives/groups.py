@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from collectives.errors import LaunchError
+
 if TYPE_CHECKING:
     from collectives.communicator import Communicator
 
-__all__ = ["duplicate", "group", "split"]
+__all__ = ["background", "check_threads", "duplicate", "group", "split"]
 
 
 def split(self: Communicator, color: int | None, key: int = 0) -> Communicator | None:
@@ -69,8 +71,34 @@ def group(self: Communicator, ranks: Sequence[int]) -> Communicator | None:
     return self.split(0 if member else None, listed.index(self.rank) if member else 0)
 
 
+def background(self: Communicator) -> Communicator:
+    """Make the private communicator of the asynchronous operations; *collective*.
+
+    Raises:
+        LaunchError: it would send messages from a thread, and MPI does not allow that.
+    """
+    private = duplicate(self)
+    private.barrier()  # the ranks meet, which takes messages, before another thread takes over
+    try:
+        check_threads(private, "asynchronous operation")
+    except LaunchError:
+        private.close()
+        raise
+    return private
+
+
+def check_threads(self: Communicator, operation: str) -> None:
+    """Refuse to go on where operations of another thread would send messages that MPI forbids.
+
+    Raises:
+        LaunchError: they would.
+    """
+    if self._calls.by_messages:
+        self._transport.check_threads(operation)
+
+
 def duplicate(self: Communicator) -> Communicator:
-    """Make the private communicator of the asynchronous operations; *collective*."""
+    """Make a communicator of the same ranks; *collective*."""
     duplicate = self.split(0, self.rank)
     assert duplicate is not None
     return duplicate

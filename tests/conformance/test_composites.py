@@ -44,6 +44,73 @@ def test_groups_that_differ_are_one_error_on_all(world):
     world.run(check)
 
 
+def test_groups_of_many_stages_and_any_strides(world, monkeypatch):
+    monkeypatch.setattr("collectives.grouped.STAGE_BYTES", 4096)
+    monkeypatch.setattr("collectives.grouped.STAGE_BYTES_CROWDED", 4096)
+
+    def check(comm):
+        kinds = [((300, 7), "float32"), ((40,), "int16"), ((), "float64"), ((5000,), "float32")]
+        kinds += [((3, 5), "float64"), ((1025,), "int16"), ((64, 16), "float32")]
+        everyones = [
+            [oracle.data(r, shape, np.dtype(dtype)) for shape, dtype in kinds]
+            for r in range(comm.size)
+        ]
+        own = list(everyones[comm.rank])
+        own[0] = np.asfortranarray(own[0])
+        own[3] = np.repeat(own[3], 3)[::3]
+        own[4] = own[4].astype(">f8")
+        own[5] = own[5][:, None][:, 0]
+        for x in own:
+            x.flags.writeable = False
+        for _ in range(3):
+            results = comm.grouped_allreduce(own, op=cc.SUM)
+            for i, (result, (shape, dtype)) in enumerate(zip(results, kinds, strict=True)):
+                assert (result.shape, result.dtype) == (shape, np.dtype(dtype))
+                oracle.assert_close(result, [arrays[i] for arrays in everyones], cc.SUM)
+
+    world.run(check)
+
+
+def test_results_of_a_group_stay_as_they_are(world):
+    def check(comm):
+        held = []
+        for step in range(6):
+            results = comm.grouped_allreduce([np.full(n, step, np.float32) for n in (3, 5)])
+            held.append(results[step % 2])  # one is held, one is dropped
+            results[1 - step % 2][...] = 77
+        assert [x.tolist() for x in held] == [[step] * (3 + 2 * (step % 2)) for step in range(6)]
+
+    world.run(check)
+
+
+def test_many_lists_of_shapes_on_ranks_that_start_anew(world):
+    def check(comm):
+        for turn in range(3):
+            for n in range(20):  # more than are remembered
+                x, y = comm.grouped_allreduce([np.full(n, turn), np.ones((n, 2))], op=cc.SUM)
+                assert x.tolist() == [turn * comm.size] * n
+                assert (y == comm.size).all()
+
+    world.run(check)
+
+
+def test_groups_of_other_libraries_come_back_as_what_they_were(world):
+    torch = pytest.importorskip("torch")
+
+    def check(comm):
+        own = [torch.ones(3, 2).t(), np.ones(4), 2.0, torch.ones((), dtype=torch.bfloat16)]
+        for _ in range(2):
+            a, b, c, d = comm.grouped_allreduce(own, op=cc.SUM)
+            assert isinstance(a, torch.Tensor)
+            assert a.shape == (2, 3)
+            assert d.dtype == torch.bfloat16
+            assert isinstance(b, np.ndarray)
+            for x, one in ((a, 1), (b, 1), (c, 2), (d, 1)):
+                assert (x == one * comm.size).all()
+
+    world.run(check)
+
+
 @pytest.mark.parametrize("num_rows", [None, 6, 1000])
 @pytest.mark.parametrize("op", [cc.SUM, cc.MEAN], ids=lambda op: op.value)
 def test_sparse_allreduce_adds_rows_of_equal_index(world, op, num_rows):

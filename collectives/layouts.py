@@ -1,0 +1,184 @@
+"""Which arrays are reduced together, and where they lie: pure integers, equal on all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Piece", "Stage", "lay_out", "places", "shortened", "spans", "stages"]
+
+# Arrays begin at multiples of this many bytes: a cache line, and a multiple of every element.
+ALIGNMENT = 64
+
+
+class Piece(NamedTuple):
+    """Some elements of an array: its number, the first element, and the one behind the last."""
+
+    array: int
+    start: int
+    stop: int
+
+
+class Stage(NamedTuple):
+    """Pieces of arrays of one dtype that are reduced by one call.
+
+    Attributes:
+        dtype: of the arrays.
+        pieces: what it consists of, one behind the other.
+        first: the first byte of the stage, where all stages lie one behind the other.
+        nbytes: of the stage.
+    """
+
+    dtype: Any
+    pieces: tuple[Piece, ...]
+    first: int
+    nbytes: int
+
+
+def lay_out(
+    sizes: Sequence[int], dtypes: Sequence[Any], order: Iterable[int], limits: tuple[int, int]
+) -> list[tuple[int, ...]]:
+    """Group arrays into buckets.
+
+    Each dtype fills buckets of its own; a bucket that has reached its bytes is full. The buckets
+    come in the order in which they can be reduced: by the array that is ready last.
+
+    Args:
+        sizes: bytes of the arrays.
+        dtypes: of the arrays.
+        order: indices of all arrays, as they become ready.
+        limits: bytes of the first bucket, and of the later ones.
+
+    Returns:
+        The indices of the arrays of each bucket, in the given order.
+
+    Example:
+        >>> lay_out([4, 4, 4, 9], ["float32"] * 4, [3, 2, 1, 0], (4, 8))
+        [(3,), (2, 1), (0,)]
+    """
+    limit = limits[0]
+    full: list[tuple[int, tuple[int, ...]]] = []  # when the last array is ready, and all of them
+    filling: dict[Any, tuple[list[int], int]] = {}  # dtype -> arrays, bytes
+    when: dict[int, int] = {}
+    for at, i in enumerate(order):
+        when[i] = at
+        members, nbytes = filling.pop(dtypes[i], ([], 0))
+        members.append(i)
+        nbytes += sizes[i]
+        if nbytes < limit:
+            filling[dtypes[i]] = members, nbytes
+        else:
+            full.append((at, tuple(members)))
+            limit = limits[1]
+    full += [(when[members[-1]], tuple(members)) for members, _ in filling.values()]
+    return [members for _, members in sorted(full)]
+
+
+def places(sizes: Sequence[int], order: Iterable[int]) -> tuple[list[int], int]:
+    """Place arrays in memory, one behind the other in some order.
+
+    Returns:
+        The first byte of each array, and all bytes.
+
+    Example:
+        >>> places([8, 100], [1, 0])
+        ([128, 0], 192)
+    """
+    starts = [0] * len(sizes)
+    at = 0
+    for i in order:
+        starts[i] = at
+        at += _padded(sizes[i])
+    return starts, at
+
+
+def spans(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join arrays that lie side by side.
+
+    Args:
+        parts: first byte and bytes of each array, as `places` has placed them.
+
+    Returns:
+        The first byte of each stretch of memory, and the one behind its last, padding included.
+
+    Example:
+        >>> spans([(128, 8), (0, 100), (256, 4)])
+        [(0, 192), (256, 320)]
+    """
+    joined: list[tuple[int, int]] = []
+    for start, size in sorted(parts):
+        if not size:
+            continue
+        stop = start + _padded(size)
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def stages(
+    counts: Sequence[int], dtypes: Sequence[Any], limit: int
+) -> tuple[list[Stage], list[int], int]:
+    """Cut arrays, which lie one behind the other by dtype, into stages of equal bytes.
+
+    Args:
+        counts: elements of the arrays.
+        dtypes: of the arrays, NumPy dtypes.
+        limit: bytes that a stage has at most; a multiple of every element.
+
+    Returns:
+        The stages, the first byte of each array, and all bytes.
+
+    Example:
+        >>> import numpy as np
+        >>> (first, second), starts, total = stages([3, 2], [np.dtype("int8")] * 2, 4)
+        >>> first.pieces
+        (Piece(array=0, start=0, stop=3), Piece(array=1, start=0, stop=1))
+        >>> second.pieces, second.first, starts
+        ((Piece(array=1, start=1, stop=2),), 4, [0, 3])
+    """
+    cut: list[Stage] = []
+    starts = [0] * len(counts)
+    at = 0
+    for dtype in dict.fromkeys(dtypes):
+        members = [i for i, other in enumerate(dtypes) if other == dtype]
+        for pieces, first in _cut([(i, counts[i]) for i in members], limit // dtype.itemsize):
+            place = at + first * dtype.itemsize
+            count = 0
+            for piece in pieces:
+                if piece.start == 0:
+                    starts[piece.array] = place + count * dtype.itemsize
+                count += piece.stop - piece.start
+            cut.append(Stage(dtype, tuple(pieces), place, count * dtype.itemsize))
+        at += _padded(sum(counts[i] for i in members) * dtype.itemsize)
+    return cut, starts, at
+
+
+def _cut(members: Sequence[tuple[int, int]], most: int) -> Iterator[tuple[list[Piece], int]]:
+    """Yield the pieces of each stage of arrays of one dtype, and the elements before it."""
+    pieces: list[Piece] = []
+    first, room = 0, most
+    for index, count in members:
+        start = 0
+        while start < count:
+            stop = min(count, start + room)
+            pieces.append(Piece(index, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield pieces, first
+                pieces, first, room = [], first + most, most
+    if pieces:
+        yield pieces, first
+
+
+def shortened(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """Describe arrays in a line that is short when it is cut, and another for others."""
+    text = " ".join(f"{name}{list(shape)}" for name, shape in kinds)
+    return f"{zlib.crc32(text.encode()):08x} {text}"
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
