@@ -10,13 +10,15 @@ program, when. A rank that has waited too long reads the notes of those it waits
 `number` counts the operations of the communicator; it is negative once the operation is over, and 0
 before the first. `time` is that of the monotonic clock, one clock for all processes of a node.
 
-Cost: about 0.5 us per operation, 128 bytes per rank.
+Cost: about 0.3 us per operation, 128 bytes per rank.
 """
 
 from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Sequence
+from types import CodeType
 from typing import NamedTuple
 
 from collectives.algorithms import node
@@ -32,6 +34,11 @@ NOTE_BYTES = node.NOTE_BYTES
 _NAMES = 8
 
 _LAYOUT = struct.Struct(f"qdH{NOTE_BYTES - 18}s")
+_TEXT = struct.Struct(f"H{NOTE_BYTES - 18}s")
+_TEXT_AT = 16
+
+# How many texts are kept; a notebook makes new lines of code as long as it is used.
+_TEXTS = 1024
 
 
 class Board:
@@ -39,28 +46,48 @@ class Board:
 
     Args:
         memory: shape (size * NOTE_BYTES,), uint8, zeros at first, shared by all ranks.
-        rank: this rank in the group.
+        rank: this rank among them.
+        numbers: by which warnings name them.
     """
 
-    def __init__(self, memory: Array, rank: int) -> None:
+    def __init__(self, memory: Array, rank: int, numbers: Sequence[int]) -> None:
         self._memory = memory.data.cast("B")
         self._rank = rank
+        self._numbers = numbers
         self._size = len(self._memory) // NOTE_BYTES
         self._at = rank * NOTE_BYTES
-        self._texts: dict[tuple[object, ...], bytes] = {}
+        self._words = self._memory.cast("q")
+        self._times = self._memory.cast("d")
+        # What the text in the own note says, and all texts by operation and line.
+        self._told: tuple[str, tuple[CodeType, int]] | None = None
+        self._texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
 
     def enter(self, record: Record) -> None:
         """Note that this rank enters an operation."""
-        key = (record.operation, *record.caller)
-        text = self._texts.get(key)
-        if text is None:
+        if (record.operation, record.caller) != self._told:
+            self._write_text(record)
+        word = self._at // 8
+        self._words[word] = record.number
+        self._times[word + 1] = record.began
+
+    def _write_text(self, record: Record) -> None:
+        code, instruction = record.caller
+        # By the identity of the code, which is kept alive here: its hash would take 1 us.
+        key = (record.operation, id(code), instruction)
+        if key not in self._texts:
+            if len(self._texts) >= _TEXTS:
+                self._texts.clear()
             text = f"{record.operation} at {record.site}".encode()[: NOTE_BYTES - 18]
-            self._texts[key] = text
-        _LAYOUT.pack_into(self._memory, self._at, record.number, record.began, len(text), text)
+            self._texts[key] = text, code
+        text, _ = self._texts[key]
+        _TEXT.pack_into(self._memory, self._at + _TEXT_AT, len(text), text)
+        self._told = record.operation, record.caller
 
     def leave(self, record: Record) -> None:
         """Note that this rank has left the operation."""
-        struct.pack_into("qd", self._memory, self._at, -record.number, record.ended or 0.0)
+        word = self._at // 8
+        self._words[word] = -record.number
+        self._times[word + 1] = record.ended or 0.0
 
     def missing(self) -> str:
         """Say which ranks have not entered this rank's current operation, and what they last did.
@@ -69,7 +96,9 @@ class Board:
         """
         current = abs(self._note(self._rank).number)
         notes = [(rank, self._note(rank)) for rank in range(self._size)]
-        late = [_told(rank, note) for rank, note in notes if abs(note.number) < current]
+        late = [
+            _told(self._numbers[rank], note) for rank, note in notes if abs(note.number) < current
+        ]
         more = f", and {len(late) - _NAMES} more" if len(late) > _NAMES else ""
         return ", ".join(late[:_NAMES]) + more
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from collectives import arrays, reduction, selection
-from collectives.algorithms import compressed, rotation
+from collectives.algorithms import compressed, hierarchical, rotation
 from collectives.arrays import Array
 from collectives.calls import Call
 from collectives.compression import Codec
@@ -39,29 +39,46 @@ def allreduce(
 ) -> None:  # fmt: skip
     """Reduce `send` over all ranks into `out`, which may be `send`.
 
-    A codec says how the array travels by messages; shared memory moves it as it is.
+    A codec says how the array travels by messages; shared memory moves it as it is. Between nodes
+    of several ranks, one level with a codec stands between two without.
     """
+    if codec is not None:
+        codec.claim(send.size, send.dtype)
     engine = selection.engine_for(call.engine, algorithm)
     if engine is not None:
-        if place := engine.place_of(send):
+        if place := engine.place_of(send, out):
             call.add(memory=f"shared array {place.number} + {place.offset} bytes")
         call.met(engine.allreduce(send, out, op, call.digest, call.deadline))
         return
     run = call.by_messages("allreduce", algorithm, send.nbytes)
     call.agree()
     if codec is not None:
-        divisor = transport.size if op is MEAN else 1
-        compressed.allreduce(
-            transport, out, op, call.deadline, codec=codec, contribution=send, divisor=divisor
-        )
+        _allreduce_compressed(transport, call, send, out, op, algorithm, codec)
         return
-    if algorithm == "auto" and _is_half(send) and send.nbytes > selection.FEW_ROUNDS_BYTES:
+    on_ring = algorithm == "auto" and call.picks("allreduce", algorithm, send.nbytes) == "ring"
+    if on_ring and _is_half(send):  # which sends half of what a ring of float32 would
         buffer = arrays.flat_copy(send, out, send.dtype)
         divisor = transport.size if op is MEAN else 1
         compressed.allreduce_16(transport, buffer, op, call.deadline, divisor=divisor)
     else:
         buffer = _contribution(send, out, op, transport.size)
         run(buffer, op, call.deadline)
+    arrays.store(buffer, out.shape, out.dtype, out)
+
+
+def _allreduce_compressed(
+    transport: Transport, call: Call, send: Array, out: Array, op: Op, algorithm: str, codec: Codec
+) -> None:
+    """As `allreduce` by messages of 16 bits: all of them, or those between nodes."""
+    if call.levels is None or algorithm not in ("auto", "hierarchical"):
+        divisor = transport.size if op is MEAN else 1
+        compressed.allreduce(
+            transport, out, op, call.deadline, codec=codec, contribution=send, divisor=divisor
+        )
+        return
+    buffer = _contribution(send, out, op, transport.size)
+    levels = compressed.between_nodes(call.levels, codec)
+    hierarchical.allreduce(levels, buffer, op, call.deadline)
     arrays.store(buffer, out.shape, out.dtype, out)
 
 

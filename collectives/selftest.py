@@ -21,9 +21,9 @@ import numpy as np
 
 import collectives as cc
 from collectives import communicator, exact, launch, selection, settings, surroundings
+from collectives.mpi import MpiTransport
 from collectives.reduction import Op
 from collectives.surroundings import Line, some
-from collectives.transport import MpiTransport
 
 __all__ = ["run"]
 

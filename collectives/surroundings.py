@@ -17,7 +17,8 @@ import numpy as np
 
 import collectives as cc
 from collectives import information
-from collectives.transport import Deadline, MpiTransport
+from collectives.mpi import MpiTransport
+from collectives.transport import Deadline
 
 __all__ = [
     "Line",
@@ -132,15 +133,23 @@ def node_engine(comm: cc.Communicator, reports: cc.Communicator, shared_memory: 
         refusal = str(error)
     finally:
         logger.removeHandler(warned)
-    refusal, warning = reports.broadcast_object((refusal, warned.text))
+    refusal = reports.broadcast_object(refusal)
+    warnings = [text for text in reports.allgather_object(warned.text) if text]
+    warning = warnings[0] if warnings else ""
     if refusal is None:
         return Line("node engine", "ok", "in use: ranks meet in shared memory")
     if comm.size == 1:
         return Line("node engine", "ok", "not in use: there is one rank")
-    if comm.num_nodes > 1:
-        return Line("node engine", "ok", f"not in use: {comm.num_nodes} nodes send messages")
+    if comm.num_nodes == comm.size:
+        return Line("node engine", "ok", "not in use: there is one rank on each node")
     if shared_memory is None:
         return Line("node engine", "note", "not in use: UNISONO_SHARED_MEMORY=off")
+    if comm.num_nodes > 1 and not warnings:
+        text = f"in use inside each of {comm.num_nodes} nodes, with messages between them"
+        return Line("node engine", "ok", text)
+    if comm.num_nodes > 1:
+        text = f"not in use on {len(warnings)} of {comm.num_nodes} nodes: {warning}"
+        return Line("node engine", "note", text)
     return Line("node engine", "note", f"not in use: {warning or refusal}")
 
 

@@ -17,6 +17,10 @@ Cost per rank: 2 (P - 1) messages, in slices, and 2 (P - 1)/P S bytes, where S a
 16-bit array: half of what a ring sends for float32. Scratch: at most 8 MiB of slices, and the
 16-bit array where the caller's is wider.
 
+Between nodes of several ranks only the network carries 16 bits (`between_nodes`): the ranks of a
+node add up in the type of the array, their sum is the contribution that is rounded. So a number is
+rounded twice here, too, whatever the number of nodes and ranks.
+
 Order: elements are summed in rank order, wherever they stand; all ranks get the same bits.
 
 Source: the first half is a direct reduce-scatter, as in R. Thakur, R. Rabenseifner, W. Gropp,
@@ -26,22 +30,25 @@ Source: the first half is a direct reduce-scatter, as in R. Thakur, R. Rabenseif
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from collectives import topology
 from collectives.algorithms import ring
+from collectives.algorithms.hierarchical import Levels
 from collectives.algorithms.rotation import IN_FLIGHT
 from collectives.arrays import Array
 from collectives.compression import Codec
 from collectives.reduction import Op
 from collectives.transport import Deadline, Message, Transport
 
-__all__ = ["Exchange", "allreduce", "allreduce_16", "exchanges"]
+__all__ = ["Exchange", "allreduce", "allreduce_16", "between_nodes", "exchanges"]
 
 # Elements of one slice: 256 KiB, as on a ring, and less where many ranks would need much scratch.
 SLICE_ELEMENTS = 1 << 17
@@ -89,6 +96,18 @@ def allreduce_16(
         divisor: what every contribution is divided by, in float32.
     """
     _reduce_packed(transport, buffer, op, divisor, None, deadline)
+
+
+def between_nodes(levels: Levels, codec: Codec) -> Levels:
+    """Return levels of which the one over the network sends 16 bits.
+
+    Args:
+        levels: of `hierarchical`.
+        codec: how to round the nodes' sums, with or without feedback. Residuals are those of a
+            rank's chunk, apart from those of a call that sends the whole array as 16 bits.
+    """
+    of_chunk = dataclasses.replace(codec, name=f"{codec.name}, between nodes")
+    return levels._replace(allreduce=partial(allreduce, codec=of_chunk))
 
 
 def _reduce_packed(

@@ -51,6 +51,7 @@ class Levels(NamedTuple):
     The first four work among the ranks of the node, by local rank, on a flat buffer in place.
     """
 
+    node: Transport  # the ranks of this rank's node, by local rank
     reduce_scatter: Callable[[Array, Sequence[int], Op, Deadline], None]
     allgather: Callable[[Array, Sequence[int], Deadline], None]
     broadcast: Callable[[Array, int, Deadline], None]
@@ -78,6 +79,7 @@ def levels(transport: Transport, leaders: Sequence[int]) -> Levels:
     rails = topology.rails(leaders, transport.rank)
     node = _Members(transport, rails.node)
     return Levels(
+        node=node,
         reduce_scatter=partial(ring.reduce_scatter, node),
         allgather=partial(ring.allgather, node),
         broadcast=partial(tree.broadcast, node),
@@ -167,6 +169,19 @@ class _Members(Transport):
         self._ranks = ranks
         self.rank = ranks.index(whole.rank)
         self.size = len(ranks)
+
+    @property
+    def whole(self) -> Transport:
+        return self._whole
+
+    def number(self, rank: int) -> int:
+        return self._ranks[rank]
+
+    def look_around(self, operation: str) -> None:
+        self._whole.look_around(operation)
+
+    def progress(self) -> None:
+        self._whole.progress()
 
     def _start_send(self, data: Array, dest: int) -> Message:
         return self._whole.start_send(data, self._ranks[dest])

@@ -17,7 +17,8 @@ import numpy as np
 
 from collectives import reduction
 from collectives.arrays import Array, raw_bytes
-from collectives.transport import Deadline, MpiTransport, Transport
+from collectives.mpi import MpiTransport
+from collectives.transport import Deadline, Transport
 
 __all__ = [
     "allgather",
@@ -145,13 +146,16 @@ def alltoall(
 ) -> Array:
     """Exchange a part with every rank; arguments and result as `rotation.alltoall`.
 
-    A rank whose own arrays are too long for the library raises alone, the others time out.
+    Each rank knows only its own sum of bytes; what is too long for one is refused on all.
     """
     from mpi4py import MPI
 
     t = _of_mpi(transport)
+    longest = np.array([max(sum(send_counts), sum(receive_counts)) * send.itemsize])
+    if MPI.Get_version() < (4, 0):
+        t.wait([t.watch(t.mpi.Iallreduce, MPI.IN_PLACE, longest, MPI.MAX)], deadline)
+    _check_count("alltoall", int(longest[0]), "bytes")
     result = np.empty(sum(receive_counts), send.dtype)
-    _check_count("alltoall", max(send.nbytes, result.nbytes), "bytes")
     outgoing = [raw_bytes(send), [n * send.itemsize for n in send_counts], MPI.BYTE]
     incoming = [raw_bytes(result), [n * send.itemsize for n in receive_counts], MPI.BYTE]
     t.wait([t.watch(t.mpi.Ialltoallv, outgoing, incoming)], deadline)

@@ -41,23 +41,31 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from collectives import liveness, segment, topology
-from collectives.arrays import Array
+from collectives.arrays import Array, address
 from collectives.errors import PeerFailure
 from collectives.reduction import Op
-from collectives.transport import Deadline, Transport
+from collectives.transport import Deadline, Transport, this_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Kernel = Callable[[int], int]
 
-__all__ = ["Engine", "Place", "Work", "start"]
+__all__ = ["Engine", "Place", "Rows", "Work", "start"]
 
-# Bytes of a slot. Two per rank stay in a core's level 2 cache together with what is read; with many
-# ranks a slot grows, so that a rank's piece of it keeps at least 16 KiB, up to 1 MiB.
-SLOT_BYTES = 1 << 18
+# Bytes of a slot: large, so that ranks wait for each other seldom, but a rank's two stay in its
+# level 2 cache. Time of a private all-reduce over that of all ranks copying as much, 2 ranks, for
+# slots of 256 KiB, 512 KiB, 1 MiB, 2 MiB: arrays of 1 MiB 1.95 1.91 2.15 2.12, of 2 MiB 1.96 1.78
+# 1.60 2.27, of 4 MiB 2.14 1.82 1.74 1.84, of 16 MiB 1.99 1.93 1.94 2.12. With many ranks a slot
+# grows, so that a rank's piece of it keeps at least 16 KiB, up to 1 MiB.
+SLOT_BYTES = 1 << 19
 _PIECE_BYTES = 1 << 14
 _MOST_SLOT_BYTES = 1 << 20
+
+# At least, where the node is a part of a group, and its ranks often wait: fewer rounds in which
+# they meet. Reduce-scatter and all-gather of 16 MiB, 2 ranks on each of 4 machines that share 2
+# cores, slots of 512 KiB / 1 MiB / 4 MiB, in ms: 120 / 84 / 60 (by messages 48, shared arrays 36).
+SLOT_BYTES_OF_PART = 1 << 20
 
 # Bytes for the note of a rank's last call (`collectives.board`).
 NOTE_BYTES = 128
@@ -72,12 +80,22 @@ _PAGE = 4096
 
 # Polls before a kernel returns: with a core for each rank about 46 us of pauses, then a few
 # hundred yields; with fewer cores a rank that spins only keeps the one it waits for from running.
+# 8 bytes among 4 ranks on 2 cores, in us: 0 pauses 7.6, 20 8.0, 100 14.5, 1000 135; of 8 ranks 30,
+# 32, 67, 308. 20 or 2000 yields instead of 200: 9.1, 6.8; of 8 ranks 42, 42.
 _SPINS, _SPINS_CROWDED, _YIELDS = 2000, 20, 200
 
 # Between calls of a kernel that still waits: nothing for the first while, then naps that grow with
 # the wait, so that a rank that waits for a slow one leaves its core to others, and now and then a
 # look for ranks that have died.
 _DROWSY_SECONDS, _MOST_NAP_SECONDS, _LOOK_SECONDS = 0.02, 0.005, 0.1
+
+# The nap of a thread that waits in the background while its rank computes, and cores are few: about
+# a meeting's share of the time in which a bucket of 4 MiB is reduced.
+_BACKGROUND_NAP_SECONDS = 0.0002
+
+
+# Parts of other ranks' streams: rank, first byte, byte after the last, and where the bytes go.
+Rows = Sequence[tuple[int, int, int, int]]
 
 
 class Work(NamedTuple):
@@ -125,6 +143,8 @@ def start(transport: Transport, directory: str | None, deadline: Deadline) -> En
     from collectives import rounds
 
     slot = max(SLOT_BYTES, min(_MOST_SLOT_BYTES, transport.size * _PIECE_BYTES))
+    if transport.whole is not transport:
+        slot = max(slot, SLOT_BYTES_OF_PART)
     headers = -(-transport.size * (rounds.HEADER_BYTES + NOTE_BYTES) // _PAGE) * _PAGE
     memory = segment.create(transport, headers + transport.size * 2 * slot, directory, deadline)
     if memory is None:
@@ -160,7 +180,8 @@ class Engine:
     """The operations of a group of ranks on one node.
 
     Args:
-        transport: the ranks; serves for errors only.
+        transport: the ranks; serves for errors only. Where it is a part of a larger group, they
+            name ranks by their numbers there.
         memory: the segment: headers, notes of the ranks' last calls, then two slots per rank.
         headers: bytes in front of the slots.
         slot: bytes of a slot.
@@ -176,6 +197,7 @@ class Engine:
         self._rounds = rounds
         self._loops = kernels.loops
         self._transport = transport
+        self._is_part = transport.whole is not transport
         self._living = living
         self._looked = 0.0  # when somebody last looked for the dead
         first = transport.size * rounds.HEADER_BYTES
@@ -187,8 +209,10 @@ class Engine:
         self._counter = np.zeros(1, np.int64)
         self._scratch = np.empty(2 * rounds.TILE_BYTES, np.uint8)
         self._shared: list[_Shared] = []
-        base = _address(memory)
+        base = address(memory)
         crowded = self.size > (os.cpu_count() or 1)
+        # Whether a second busy thread of every rank takes a core from somebody.
+        self._two_are_many = 2 * self.size > (os.cpu_count() or 1)
         self._one_shot_bytes = ONE_SHOT_BYTES_CROWDED if crowded else ONE_SHOT_BYTES
         self._template = np.zeros(rounds.WORDS, np.int64)
         for word, value in (
@@ -197,8 +221,8 @@ class Engine:
             (rounds.HEADERS, base),
             (rounds.SLOTS, base + headers),
             (rounds.SLOT_BYTES, slot),
-            (rounds.COUNTER, _address(self._counter)),
-            (rounds.SCRATCH, _address(self._scratch)),
+            (rounds.COUNTER, address(self._counter)),
+            (rounds.SCRATCH, address(self._scratch)),
             (rounds.SPINS, _SPINS_CROWDED if crowded else _SPINS),
             (rounds.YIELDS, _YIELDS),
         ):
@@ -221,21 +245,20 @@ class Engine:
         return self.drive(self.plan_allreduce(send, out, op, digest), deadline)
 
     def plan_allreduce(self, send: Array, out: Array, op: Op, digest: int) -> Work:
-        """Prepare an all-reduce; the work may be driven again and again."""
+        """Prepare an all-reduce; the work may be driven again and again while the arrays live."""
         k = self._rounds
-        place = self.place_of(send) if _address(send) == _address(out) else None
+        place = self.place_of(send, out)
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         block = self._block(digest, send, out, op)
         block[k.COUNT] = send.size
-        block[k.BOUNDS], block[k.TAKE] = _address(bounds), k.TAKE_ALL
+        block[k.BOUNDS], block[k.TAKE] = address(bounds), k.TAKE_ALL
         if place is not None:
             shared = self._shared[place.number]
             table = np.array([base + place.offset for base in shared.bases], np.int64)
-            block[k.TABLE] = _address(table)
-            return Work(k.shared, block, (bounds, table, send))
-        if send.nbytes <= self._one_shot_bytes:
-            return Work(k.one_shot, block, (bounds, send, out))
-        return Work(k.pipelined, block, (bounds, send, out))
+            block[k.TABLE] = address(table)
+            return Work(k.shared, block, (bounds, table))
+        kernel = k.one_shot if send.nbytes <= self._one_shot_bytes else k.pipelined
+        return Work(kernel, block, (bounds,))
 
     def shared_empty(
         self, nbytes: int, transport: Transport, directory: str, deadline: Deadline
@@ -249,18 +272,43 @@ class Engine:
         memory = segment.create(transport, stride * self.size, directory, deadline)
         if memory is None:
             return None
-        bases = [_address(memory) + stride * rank for rank in range(self.size)]
+        bases = [address(memory) + stride * rank for rank in range(self.size)]
         self._shared.append(_Shared(memory, bases, stride))
         return memory[stride * self.rank : stride * self.rank + nbytes]
 
-    def place_of(self, array: Array) -> Place | None:
-        """Say where in shared memory a flat array lies; None if it lies elsewhere."""
+    @property
+    def has_shared_arrays(self) -> bool:
+        """Whether `shared_empty` has made any; the same on all ranks."""
+        return bool(self._shared)
+
+    def everyones(self, place: Place, like: Array) -> list[Array]:
+        """Return what all ranks have at a place of a shared array, as flat arrays like `like`."""
+        memory, _, stride = self._shared[place.number]
+        starts = [rank * stride + place.offset for rank in range(self.size)]
+        return [memory[at : at + like.nbytes].view(like.dtype) for at in starts]
+
+    def place_of(self, array: Array, out: Array | None = None) -> Place | None:
+        """Say where in shared memory an array that is changed in place lies.
+
+        Args:
+            array: flat.
+            out: where its change goes; the array itself if None.
+
+        Returns:
+            None if it lies elsewhere, or if `out` is other memory.
+        """
         if not self._shared or not array.size:
             return None
-        address = _address(array)
+        start = address(array)
+        if out is not None and address(out) != start:
+            return None
+        return self.place_at(start, array.nbytes)
+
+    def place_at(self, start: int, nbytes: int) -> Place | None:
+        """As `place_of` an array that begins at an address."""
         for number, shared in enumerate(self._shared):
-            offset = address - shared.bases[self.rank]
-            if offset >= 0 and offset + array.nbytes <= shared.stride:
+            offset = start - shared.bases[self.rank]
+            if offset >= 0 and 0 < nbytes <= shared.stride - offset:
                 return Place(number, offset)
         return None
 
@@ -268,28 +316,34 @@ class Engine:
         self, send: Array, out: Array | None, op: Op, root: int, digest: int, deadline: Deadline
     ) -> bool:
         """As `allreduce`, with the result on the root only; `out` is None elsewhere."""
+        return self.drive(self.plan_reduce(send, out, op, root, digest), deadline)
+
+    def plan_reduce(self, send: Array, out: Array | None, op: Op, root: int, digest: int) -> Work:
+        """Prepare a reduction; as `plan_allreduce`."""
         k = self._rounds
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         block = self._block(digest, send, out, op)
-        block[k.BOUNDS] = _address(bounds)
+        block[k.BOUNDS] = address(bounds)
         block[k.TAKE] = k.TAKE_ALL if self.rank == root else k.TAKE_NONE
-        work = Work(k.pipelined, block, (bounds,))
-        return self.drive(work, deadline)
+        return Work(k.pipelined, block, (bounds,))
 
     def reduce_scatter(
         self, send: Array, out: Array, bounds: Sequence[int], op: Op, digest: int,
         deadline: Deadline,
     ) -> bool:  # fmt: skip
         """Reduce flat arrays, of which this rank takes chunk `rank` into `out`."""
+        work = self.plan_reduce_scatter(send, bounds, op, digest)
+        # The kernel counts from where the whole array would begin.
+        work.block[self._rounds.OUT] = address(out) - bounds[self.rank] * send.itemsize
+        return self.drive(work, deadline)
+
+    def plan_reduce_scatter(self, send: Array, bounds: Sequence[int], op: Op, digest: int) -> Work:
+        """Prepare a reduction of which every rank takes its chunk; as `plan_allreduce`."""
         k = self._rounds
         table = np.array(bounds, np.int64)
-        block = self._block(digest, send, out, op)
-        block[k.OUT] -= (
-            bounds[self.rank] * send.itemsize
-        )  # the kernel counts from the array's start
-        block[k.BOUNDS], block[k.TAKE] = _address(table), k.TAKE_OWN
-        work = Work(k.pipelined, block, (table,))
-        return self.drive(work, deadline)
+        block = self._block(digest, send, None, op)
+        block[k.BOUNDS], block[k.TAKE] = address(table), k.TAKE_OWN
+        return Work(k.pipelined, block, (table,))
 
     def publish(
         self, stream: Array | None, wanted: Sequence[tuple[int, int, Array]], digest: int,
@@ -304,14 +358,28 @@ class Engine:
             deadline: the limit of every wait.
             longest: bytes of the longest stream of all ranks, equal on all of them.
         """
+        rows = [(r, first, first + a.nbytes, address(a)) for r, first, a in wanted if a.nbytes]
+        work = self.plan_publish(0 if stream is None else stream.nbytes, rows, digest, longest)
+        if stream is not None:
+            work.block[self._rounds.SEND] = address(stream)
+        return self.drive(work, deadline)
+
+    def plan_publish(self, nbytes: int, rows: Rows, digest: int, longest: int) -> Work:
+        """Prepare to publish; as `plan_allreduce`.
+
+        Args:
+            nbytes: of this rank's stream.
+            rows: what this rank wants; where it goes is counted from the address of the result.
+            digest: of the call.
+            longest: bytes of the longest stream of all ranks, equal on all of them.
+        """
         k = self._rounds
-        rows = [(r, first, first + a.nbytes, _address(a)) for r, first, a in wanted if a.nbytes]
         table = np.array(rows, np.int64).reshape(-1, 4)
-        block = self._block(digest, stream, None)
-        block[k.COUNT] = 0 if stream is None else stream.nbytes
-        block[k.TABLE], block[k.ROWS] = _address(table), len(rows)
+        block = self._block(digest, None, None)
+        block[k.COUNT] = nbytes
+        block[k.TABLE], block[k.ROWS] = address(table), len(rows)
         block[k.ROUNDS] = max(1, -(-longest // self._slot))
-        return self.drive(Work(k.publish, block, (table,)), deadline)
+        return Work(k.publish, block, (table,))
 
     def drive(self, work: Work, deadline: Deadline, status: int | None = None) -> bool:
         """Go on with a call until it is done; False if the ranks disagree about it.
@@ -324,24 +392,35 @@ class Engine:
         Raises:
             CollectiveTimeout: a rank has not come in time.
         """
-        kernel, address = work.kernel, _address(work.block)
+        kernel, block = work.kernel, address(work.block)
         if status is None:
-            status = kernel(address)
+            status = kernel(block)
+        standing, since = None, 0.0
         while status == self._rounds.WAITING:
-            self._pause(work.block, deadline)
-            status = kernel(address)
+            # Only a wait for one thing makes drowsy: after a long one the next rounds are quick.
+            stands = work.block[self._rounds.PHASE], work.block[self._rounds.DONE_ROUNDS]
+            if stands != standing:
+                standing, since = stands, time.monotonic()
+            self._pause(work.block, deadline, since)
+            status = kernel(block)
         return status == self._rounds.DONE
 
-    def _pause(self, block: Array, deadline: Deadline) -> None:
-        """Look at the clock between two calls of a kernel that waits."""
-        deadline.check(self.rank, self.size, [_Absent(int(block[self._rounds.MISSING]))])
-        if deadline.waited < _DROWSY_SECONDS:
-            return
+    def _pause(self, block: Array, deadline: Deadline, since: float) -> None:
+        """Look at the clock between two calls of a kernel that waits for one thing since then."""
+        whole = self._transport.whole
+        absent = _Absent(self._transport.number(int(block[self._rounds.MISSING])))
+        deadline.check(whole.rank, whole.size, [absent])
+        if self._is_part:  # other nodes may wait for what this rank has sent
+            self._transport.progress()
         now = time.monotonic()
+        if now - since < _DROWSY_SECONDS:
+            if self._two_are_many and this_thread.stop is not None:
+                time.sleep(_BACKGROUND_NAP_SECONDS)  # a thread of the same rank computes
+            return
         if now - self._looked > _LOOK_SECONDS:
             self._looked = now
             self._look_for_the_dead(deadline.operation)
-        time.sleep(min(_MOST_NAP_SECONDS, deadline.waited / 64))
+        time.sleep(min(_MOST_NAP_SECONDS, (now - since) / 64))
 
     def _look_for_the_dead(self, operation: str) -> None:
         """Raise `PeerFailure` if a rank has died, however the job was launched."""
@@ -349,8 +428,10 @@ class Engine:
         dead = [] if self._living is None else self._living.dead()
         if dead:
             liveness.limit_exit()
-            names = f"rank {dead[0]}" if len(dead) == 1 else f"ranks {' '.join(map(str, dead))}"
-            raise PeerFailure(f"{operation}: {names} died (rank {self.rank} of {self.size})")
+            whole = self._transport.whole
+            numbers = " ".join(str(self._transport.number(rank)) for rank in dead)
+            names = f"rank{'s' * (len(dead) > 1)} {numbers}"
+            raise PeerFailure(f"{operation}: {names} died (rank {whole.rank} of {whole.size})")
 
     def close(self) -> None:
         """Take back this rank's sign of life."""
@@ -363,14 +444,10 @@ class Engine:
         """Describe a call as far as all kinds of calls are alike."""
         block: Array = self._template.copy()
         block[self._rounds.HASH] = digest
-        block[self._rounds.SEND] = 0 if send is None else _address(send)
-        block[self._rounds.OUT] = 0 if out is None else _address(out)
+        block[self._rounds.SEND] = 0 if send is None else address(send)
+        block[self._rounds.OUT] = 0 if out is None else address(out)
         if op is not None and send is not None:
             block[self._rounds.WIDTH] = send.itemsize
             first = self._rounds.FILL
             block[first : first + 4] = self._loops(send.dtype, op.value)
         return block
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])

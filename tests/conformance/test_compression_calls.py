@@ -67,3 +67,32 @@ def test_feedback_makes_up_for_the_roundings(world):
         np.testing.assert_allclose(total, 100 * exact, rtol=0, atol=4 * comm.size * 2.0**-11)
 
     world.run(check)
+
+
+@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16], ids=str)
+def test_on_the_network_nothing_is_rounded_where_there_is_one_node(world, compression):
+    def check(comm):
+        x = oracle.data(comm.rank, (70_001,), np.dtype(np.float32))
+        plain = comm.allreduce(x, op=cc.SUM, algorithm="ring")
+        result = comm.allreduce(
+            x, op=cc.SUM, algorithm="ring", compression=compression.on("network")
+        )
+        np.testing.assert_array_equal(result, plain)
+
+    world.run(check)
+
+
+def test_a_name_that_stands_for_another_array_is_refused_and_the_next_call_works(world):
+    def check(comm):
+        compression = cc.BF16.with_feedback()
+        comm.allreduce(np.ones(40, np.float32), compression=compression, name="w")
+        with pytest.raises(ValueError, match=r"expected 40 elements of float32, got 40 of float64"):
+            comm.allreduce(np.ones(40), compression=compression, name="w")
+        with pytest.raises(ValueError, match=r"got 41 of float32 \(name: w\)"):
+            comm.allreduce(np.ones(41, np.float32), compression=compression, name="w")
+        compression.residuals.clear()
+        np.testing.assert_array_equal(
+            comm.allreduce(np.ones(41, np.float32), compression=compression, name="w"), 1
+        )
+
+    world.run(check)

@@ -18,6 +18,8 @@ comm = cc.init()
 transport = comm._transport
 leaders = comm.allgather(comm.node_rank).tolist()
 levels = hierarchical.levels(transport, leaders)
+in_memory = comm._calls.levels  # the same where ranks of a machine meet in shared memory
+assert (comm._calls.node_engine is None) == (comm.local_size == 1)
 SIZE = comm.size
 
 
@@ -34,6 +36,7 @@ ALLREDUCES = {
     "halving": lambda buffer, op: halving.allreduce(transport, buffer, op, limit()),
     "native": lambda buffer, op: native.allreduce(transport, buffer, op, limit()),
     "hierarchical": lambda buffer, op: hierarchical.allreduce(levels, buffer, op, limit()),
+    "in memory": lambda buffer, op: hierarchical.allreduce(in_memory, buffer, op, limit()),
 }
 
 BROADCASTS = {
@@ -41,6 +44,7 @@ BROADCASTS = {
     "tree": lambda buffer, root: tree.broadcast(transport, buffer, root, limit()),
     "native": lambda buffer, root: native.broadcast(transport, buffer, root, limit()),
     "hierarchical": lambda buffer, root: hierarchical.broadcast(levels, buffer, root, limit()),
+    "in memory": lambda buffer, root: hierarchical.broadcast(in_memory, buffer, root, limit()),
 }
 
 
@@ -90,17 +94,21 @@ for count in COUNTS:
 
 # Longer than an int of C counts; the memory is never touched.
 huge = np.empty(2**31, np.uint8)
+own_share = 2**31 if comm.rank == 1 else 0
+to_itself = [own_share if rank == comm.rank else 0 for rank in range(SIZE)]
 if MPI.Get_version() < (4, 0):
     for refused in (
         lambda: native.allreduce(transport, huge, cc.MAX, limit()),
         lambda: native.broadcast(transport, huge, 0, limit()),
-        lambda: native.alltoall(transport, huge, [2**31], [2**31], limit()),
+        # Too long for rank 1 alone: it sends 2 GiB to itself, the others nothing to anybody.
+        lambda: native.alltoall(transport, huge[:own_share], to_itself, to_itself, limit()),
     ):
         with pytest.raises(ValueError, match="expected at most 2147483647"):
             refused()
 
 for _ in range(5):
     hierarchical.barrier(levels, limit())
+    hierarchical.barrier(in_memory, limit())
 
 print(
     f"rank {comm.rank} of {SIZE} on node {comm.node_rank} of {comm.num_nodes}: all right\n", end=""

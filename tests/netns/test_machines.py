@@ -75,6 +75,61 @@ def test_all_algorithms_are_right_between_machines(two_machines, ranks, by):
     assert right == [str(rank) for rank in range(sum(ranks))], result
 
 
+def test_check_finds_nothing_wrong_with_two_machines(two_machines):
+    result = two_machines.run((2, 1), "-m", "collectives", "check", timeout=RUN_SECONDS)
+    assert result.status == 0, result
+    lines = result.stdout.splitlines()
+    assert lines[0] == "ranks: 3, nodes: 2"
+    assert lines[-1] == "all well"
+    (engine,) = [line for line in lines if line.startswith("node engine")]
+    assert "ok      in use inside each of 2 nodes, with messages between them" in engine
+
+
+def test_bench_measures_between_two_machines(two_machines, tmp_path):
+    file = tmp_path / "figures.json"
+    command = ("-m", "collectives", "bench", "allreduce", "--sizes", "8,64K", "--json", file)
+    result = two_machines.run(2, *command, timeout=RUN_SECONDS)
+    assert result.status == 0, result
+    assert "4 ranks, 2 nodes" in result.stdout
+    assert file.exists()
+
+
+KILLED = """
+import os, signal, sys, time
+import numpy as np
+import collectives as cc
+
+comm = cc.init()
+algorithm = sys.argv[1]
+x = comm.shared_empty(100_000, np.float32)
+for step in range(3):
+    comm.allreduce(x, out=x, algorithm=algorithm)
+if comm.rank == 3:
+    print(f"died at {time.monotonic()}", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        comm.allreduce(x, out=x, algorithm=algorithm)
+except cc.PeerFailure as error:
+    print(f"rank {comm.rank} knew at {time.monotonic()}: {error}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical", "ring"])
+def test_a_killed_rank_is_named_by_its_number_on_both_machines(two_machines, tmp_path, algorithm):
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    result = two_machines.run(
+        2, program, algorithm, timeout=RUN_SECONDS, options=("--with-ft", "ulfm")
+    )
+    died = float(re.search(r"died at (\S+)", result.stdout)[1])
+    for rank in range(3):
+        words = rf"rank {rank} knew at (\S+): allreduce: ranks? (?:\d )*3 died \(rank {rank} of 4\)"
+        told = re.search(words, result.stdout)
+        assert told, result
+        assert float(told[1]) - died < 5.0
+
+
 RATE = """
 import time
 import numpy as np

@@ -1,0 +1,380 @@
+"""Groups that span nodes: ranks of a node meet in shared memory, messages go between nodes.
+
+All ranks are on this machine; which of them count as one node is made up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import collectives as cc
+import inprocess
+import oracle
+from collectives import rounds, segment
+from collectives.algorithms import hierarchical, node
+from collectives.communicator import Communicator
+from collectives.settings import Settings
+from collectives.transport import Deadline
+
+OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
+UNDER_MPI = os.environ.get("UNISONO_TEST_WORLD") == "mpi"
+SETTINGS = Settings(timeout=20)
+
+# For tests of both worlds: ranks that are threads, and MPI processes.
+everywhere = pytest.mark.mpi if UNDER_MPI else lambda test: test
+
+# Around one rail, all rails, several slots of the engine; fewer elements than ranks.
+COUNTS = [0, 1, 3, 1000, 20_001, 300_007]
+
+
+class Nodes(NamedTuple):
+    """A layout: for every rank the lowest one of its node."""
+
+    leaders: list[int]
+
+    def run(self, check, settings=SETTINGS):
+        """Call `check(comm)` on all ranks: threads, or the processes of a world of this size."""
+        if not UNDER_MPI:
+            inprocess.run_ranks(
+                len(self.leaders), check, "synchronous", leaders=self.leaders, settings=settings
+            )
+            return
+        from mpi4py import MPI
+
+        from collectives.mpi import MpiTransport
+
+        if MPI.COMM_WORLD.Get_size() != len(self.leaders):
+            pytest.skip(f"needs {len(self.leaders)} ranks")
+        with Communicator(MpiTransport(MPI.COMM_WORLD), self.leaders, settings) as comm:
+            check(comm)
+
+
+@pytest.fixture(
+    params=[[0, 0, 2, 2], [0, 0, 0, 3], [0, 1, 1], [0, 1, 0, 1]],
+    ids=["2 and 2", "3 and 1", "1 and 2", "2 and 2 dealt out"],
+)
+def nodes(request):
+    """Some ranks on two nodes."""
+    return Nodes(request.param)
+
+
+def everyones(comm, count, dtype=np.float32):
+    return [oracle.data(rank, (count,), np.dtype(dtype)) for rank in range(comm.size)]
+
+
+def assert_equal_everywhere(comm, array):
+    """The same bits on all ranks."""
+    bits = np.ascontiguousarray(array).view(np.uint8)
+    all_of_them = comm.allgather(bits.reshape(1, -1))
+    np.testing.assert_array_equal(all_of_them, np.broadcast_to(bits, all_of_them.shape))
+
+
+@everywhere
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
+def test_private_and_shared_arrays_have_the_same_sums(nodes, op):
+    def check(comm):
+        for dtype in oracle.DTYPES:
+            if not oracle.is_defined(op, dtype):
+                continue
+            for count in COUNTS if dtype == np.float32 else [1, 70_001]:
+                arrays = everyones(comm, count, dtype)
+                private = arrays[comm.rank].copy()
+                private.flags.writeable = False
+                result = comm.allreduce(private, op=op, algorithm="hierarchical")
+                oracle.assert_close(result, arrays, op)
+                np.testing.assert_array_equal(private, arrays[comm.rank])
+                shared = comm.shared_empty(count, dtype)
+                shared[...] = arrays[comm.rank]
+                assert comm.allreduce(shared, op=op, out=shared, algorithm="hierarchical") is shared
+                oracle.assert_close(shared, arrays, op)
+                if op is not cc.PRODUCT:  # complex ones may be contracted in another way
+                    np.testing.assert_array_equal(shared, result)
+        assert_equal_everywhere(comm, result)
+
+    nodes.run(check)
+
+
+@everywhere
+def test_a_node_with_company_has_an_engine_and_the_others_need_none(nodes):
+    def check(comm):
+        comm.barrier()
+        assert (comm._calls.node_engine is not None) == (comm.local_size > 1)
+        with pytest.raises(ValueError, match="'node' needs two or more ranks, all on one node"):
+            comm.barrier(algorithm="node")
+
+    nodes.run(check)
+
+
+@everywhere
+def test_shared_arrays_are_reduced_in_whole_or_in_part_and_beside_private_ones(nodes):
+    def check(comm):
+        shared = comm.shared_empty((300, 100), np.float64)
+        shared[...] = comm.rank + 1
+        total = comm.size * (comm.size + 1) / 2
+        part = shared[50:250]
+        comm.allreduce(part, op=cc.SUM, out=part, algorithm="hierarchical")
+        np.testing.assert_array_equal(part, total)
+        np.testing.assert_array_equal(shared[:50], comm.rank + 1)
+        np.testing.assert_array_equal(shared[250:], comm.rank + 1)
+        # One rank brings private memory, another one a different place.
+        own = [shared[:200], shared[100:], np.zeros((200, 100)), shared[:200]][comm.rank]
+        own[...] = comm.rank
+        result = comm.allreduce(own, op=cc.MAX, algorithm="hierarchical")
+        np.testing.assert_array_equal(result, comm.size - 1)
+        comm.allreduce(own, op=cc.MAX, out=own, algorithm="hierarchical")
+        np.testing.assert_array_equal(own, comm.size - 1)
+
+    nodes.run(check)
+
+
+@everywhere
+def test_calls_of_many_kinds_follow_each_other_without_a_trace(nodes):
+    def check(comm):
+        random = np.random.default_rng(7)  # the same on all ranks
+        own = np.random.default_rng(comm.rank)
+        shared = comm.shared_empty(200_000, np.float32)
+        for _ in range(60):
+            count = int(random.choice([1, 5000, 40_000, 200_000]))
+            root = int(random.integers(comm.size))
+            busy = own.standard_normal(own.integers(1, 20_000))  # ranks come at different times
+            busy.sort()
+            arrays = everyones(comm, count)
+            kind = random.integers(4)
+            if kind == 0:
+                y = shared[:count]
+                y[...] = arrays[comm.rank]
+                comm.allreduce(y, op=cc.SUM, out=y, algorithm="hierarchical")
+                oracle.assert_close(y, arrays, cc.SUM)
+                y[...] = -1  # at once: no other rank may still read it
+            elif kind == 1:
+                result = comm.broadcast(arrays[comm.rank], root, algorithm="hierarchical")
+                np.testing.assert_array_equal(result, arrays[root])
+            elif kind == 2:
+                result = comm.allreduce(arrays[comm.rank], op=cc.MEAN, algorithm="hierarchical")
+                oracle.assert_close(result, arrays, cc.MEAN)
+            else:
+                comm.barrier(algorithm="hierarchical")
+                np.testing.assert_array_equal(comm.allgather(arrays[comm.rank][:1]).size, comm.size)
+
+    nodes.run(check)
+
+
+@everywhere
+@pytest.mark.parametrize("scheme", [cc.FP16, cc.BF16, cc.FP16.on("network")], ids=str)
+@pytest.mark.parametrize("op", [cc.SUM, cc.MEAN, cc.MAX], ids=lambda op: op.value)
+def test_between_nodes_a_sum_is_rounded_twice_whatever_the_number_of_ranks(nodes, scheme, op):
+    # The node's sum is rounded, then the result; in between float32 adds up, as it does before.
+    u = float(ml_dtypes.finfo(scheme.dtype).eps) / 2
+
+    def check(comm):
+        for count in (0, 3, 70_001):
+            arrays = everyones(comm, count)
+            result = comm.allreduce(arrays[comm.rank], op=op, compression=scheme)
+            if op is cc.MAX:
+                expected = np.maximum.reduce([a.astype(scheme.dtype) for a in arrays])
+                np.testing.assert_array_equal(result, expected.astype(np.float32))
+            else:
+                by = comm.size if op is cc.MEAN else 1
+                stack = np.stack(arrays).astype(np.float64) / by
+                exact, magnitude = stack.sum(axis=0), np.abs(stack).sum(axis=0)
+                before = (u + 2 * comm.size * float(np.finfo(np.float32).eps)) * magnitude
+                assert (np.abs(result - exact) <= before + u * (np.abs(exact) + before)).all()
+            assert_equal_everywhere(comm, result)
+
+    nodes.run(check)
+
+
+@everywhere
+def test_what_cancels_inside_a_node_is_not_rounded(nodes):
+    def check(comm):
+        if comm.local_size % 2 == 0:
+            # Too large for float16, and gone before anything is rounded.
+            x = np.full(50_001, 1e6 if comm.local_rank % 2 else -1e6, np.float32)
+        else:
+            x = np.zeros(50_001, np.float32)
+        result = comm.allreduce(x, op=cc.SUM, compression=cc.FP16.on("network"))
+        np.testing.assert_array_equal(result, 0)
+
+    nodes.run(check)
+
+
+@everywhere
+def test_feedback_makes_up_for_the_roundings_between_nodes(nodes):
+    def check(comm):
+        compression = cc.BF16.on("network").with_feedback()
+        x = np.full(20_001, 1 / 3 + comm.rank, np.float32)
+        total = np.zeros(x.size)
+        for _ in range(100):
+            total += comm.allreduce(x, op=cc.MEAN, compression=compression, name="x")
+        exact = np.mean([1 / 3 + r for r in range(comm.size)])
+        # What is left is the last step's: of each node's sum, at most `exact`, and of the result.
+        assert np.abs(total - 100 * exact).max() <= 4 * exact * 2.0**-8 + 100 * exact * 2.0**-20
+        # Without feedback the same error comes back in every step.
+        plain = comm.allreduce(x, op=cc.MEAN, compression=cc.BF16.on("network"))
+        assert np.abs(100 * plain.astype(np.float64) - 100 * exact).max() > 4 * exact * 2.0**-8
+
+    nodes.run(check)
+
+
+@everywhere
+def test_a_name_that_stands_for_another_array_is_refused_on_all_ranks(nodes):
+    def check(comm):
+        compression = cc.FP16.on("network").with_feedback()
+        comm.allreduce(np.ones(70_001, np.float32), compression=compression, name="w")
+        with pytest.raises(ValueError, match="expected 70001 elements of float32, got 3"):
+            comm.allreduce(np.ones(3, np.float32), compression=compression, name="w")
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    nodes.run(check)
+
+
+@everywhere
+@pytest.mark.parametrize("other", ["broadcast", "allgather", "gather", "barrier"])
+def test_another_operation_on_one_rank_is_the_same_error_on_all(nodes, other):
+    def check(comm):
+        call = comm.allreduce if comm.rank != 1 else getattr(comm, other)
+        arguments = [] if call == comm.barrier else [np.ones(5000)]
+        with pytest.raises(cc.MismatchError, match=f"{other} on rank 1") as caught:
+            call(*arguments)
+        assert len(set(comm.allgather_object(str(caught.value)))) == 1
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    nodes.run(check)
+
+
+@everywhere
+def test_a_rank_that_does_not_come_is_named_by_its_number_in_the_group():
+    def check(comm):
+        part = comm.split(0)
+        part.barrier()
+        comm.barrier()
+        if comm.rank != 3:
+            # Ranks 2 and 3 are a node; 2 waits for 3 there, where that is number 1 of 2.
+            with pytest.raises(cc.CollectiveTimeout) as caught:
+                part.allreduce(np.ones(50_000), op=cc.SUM, algorithm="hierarchical", timeout=0.5)
+            if comm.rank == 2:
+                text = str(caught.value)
+                assert "still waiting for rank 3 to enter the call" in text
+                assert "rank 3 left barrier #1" in text
+                assert "(rank 2 of 4)" in text
+        comm.barrier()
+
+    Nodes([0, 0, 2, 2]).run(check, Settings(timeout=20, check="off"))
+
+
+@everywhere
+def test_without_the_comparison_of_calls_different_stages_are_an_error_and_no_memory_is_touched():
+    def check(comm):
+        part = comm.split(0)
+        count = 5000 if comm.rank == 3 else 50_000
+        x = np.ones(count)
+        if comm.rank > 1:
+            words = "the ranks of a node do not mean the same call"
+            with pytest.raises(cc.CollectiveError, match=words):
+                part.allreduce(x, op=cc.SUM, algorithm="hierarchical", timeout=5)
+            np.testing.assert_array_equal(x, 1)
+        comm.barrier()
+
+    Nodes([0, 0, 2, 2]).run(check, Settings(timeout=20, check="off"))
+
+
+def test_a_node_without_shared_memory_sends_messages_and_says_so_once(caplog, monkeypatch):
+    # Rank 2 and 3 find no room; ranks 0 and 1 do.
+    create = segment.create
+
+    def full_on_one_node(transport, nbytes, directory, deadline):
+        there = directory if transport.number(0) == 0 else "/nowhere"
+        return create(transport, nbytes, there, deadline)
+
+    monkeypatch.setattr(segment, "create", full_on_one_node)
+
+    def check(comm):
+        for count in (3, 50_001):
+            arrays = everyones(comm, count)
+            for x in (arrays[comm.rank].copy(), comm.shared_empty(count, np.float32)):
+                x[...] = arrays[comm.rank]
+                comm.allreduce(x, op=cc.SUM, out=x, algorithm="hierarchical")
+                oracle.assert_close(x, arrays, cc.SUM)
+        return comm._calls.node_engine is not None
+
+    with caplog.at_level(logging.WARNING):
+        engines = inprocess.run_ranks(4, check, leaders=[0, 0, 2, 2], settings=SETTINGS)
+    assert engines == [True, True, False, False]
+    told = [r.getMessage() for r in caplog.records if "no shared memory" in r.getMessage()]
+    assert len(told) == 1
+    assert "/nowhere" in told[0]
+
+
+def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(monkeypatch):
+    # The network stage may take a second; the rounds after it take microseconds each.
+    class Clock:
+        """Every look takes 15 ms: shorter than what makes drowsy, longer if added up."""
+
+        def __init__(self):
+            self.now = 0.0
+            self.naps = []
+
+        def monotonic(self):
+            self.now += 0.015
+            return self.now
+
+        def sleep(self, seconds):
+            self.naps.append(seconds)
+
+    def naps(engine, standing):
+        block = np.zeros(rounds.WORDS, np.int64)
+        stands = iter(standing)
+
+        def kernel(address):
+            block[rounds.DONE_ROUNDS] = next(stands, -1)
+            return rounds.DONE if block[rounds.DONE_ROUNDS] < 0 else rounds.WAITING
+
+        clock = Clock()
+        with monkeypatch.context() as patch:
+            patch.setattr(node, "time", clock)
+            assert engine.drive(node.Work(kernel, block, ()), Deadline("allreduce", 20))
+        return clock.naps
+
+    def check(comm):
+        comm.barrier()
+        if comm.rank == 0:
+            engine = comm._calls.node_engine
+            assert naps(engine, range(50)) == []
+            waits = naps(engine, [1] * 50)
+            assert len(waits) > 40
+            assert waits == sorted(waits)
+        comm.barrier()
+
+    inprocess.run_ranks(2, check, settings=SETTINGS)
+
+
+def test_shared_arrays_go_through_no_slot(monkeypatch):
+    # With them the engine only lets the ranks meet: nothing but numbers is published.
+    published = []
+
+    def check(comm):
+        x = comm.shared_empty(100_000, np.float64)
+        comm.barrier()
+        engine = comm._calls.node_engine
+        publish = engine.publish
+        monkeypatch.setattr(
+            engine, "publish",
+            lambda stream, *rest: published.append(0 if stream is None else stream.nbytes)
+            or publish(stream, *rest),
+        )  # fmt: skip
+        monkeypatch.setattr(engine, "reduce_scatter", None)
+        levels = comm._calls.levels
+        x[...] = 1
+        limit = comm._calls.deadline("allreduce", 20)
+        hierarchical.allreduce(levels, x, cc.SUM, limit)
+        np.testing.assert_array_equal(x, 4)
+
+    inprocess.run_ranks(4, check, leaders=[0, 0, 2, 2], settings=SETTINGS)
+    assert published
+    assert max(published) <= 8
