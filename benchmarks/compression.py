@@ -22,8 +22,9 @@ from mpi4py import MPI
 from collectives import compression, packing
 from collectives.algorithms import compressed, ring
 from collectives.arrays import Array
+from collectives.mpi import MpiTransport
 from collectives.reduction import SUM
-from collectives.transport import Deadline, MpiTransport
+from collectives.transport import Deadline
 
 FORMATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 CAST_ELEMENTS = (1 << 16, 1 << 20, 1 << 24)

@@ -8,6 +8,7 @@ Example:
 
 from __future__ import annotations
 
+from collectives.buckets import Buckets
 from collectives.communicator import Communicator
 from collectives.compression import BF16, FP16, NONE, Compression
 from collectives.errors import (
@@ -17,6 +18,7 @@ from collectives.errors import (
     MismatchError,
     PeerFailure,
 )
+from collectives.launch import launched_processes
 from collectives.plans import Plan
 from collectives.reduction import MAX, MEAN, MIN, PRODUCT, SUM
 from collectives.requests import Request
@@ -44,13 +46,16 @@ from collectives.world import (
     node_rank,
     num_nodes,
     plan_allreduce,
+    plan_buckets,
     rank,
+    recv,
     reduce,
     reduce_async,
     reduce_scatter,
     reduce_scatter_async,
     scatter,
     scatter_async,
+    send,
     shared_empty,
     shutdown,
     size,
@@ -68,6 +73,7 @@ __all__ = [
     "NONE",
     "PRODUCT",
     "SUM",
+    "Buckets",
     "CollectiveError",
     "CollectiveTimeout",
     "Communicator",
@@ -95,18 +101,22 @@ __all__ = [
     "grouped_allreduce_async",
     "init",
     "is_initialized",
+    "launched_processes",
     "local_rank",
     "local_size",
     "node_rank",
     "num_nodes",
     "plan_allreduce",
+    "plan_buckets",
     "rank",
+    "recv",
     "reduce",
     "reduce_async",
     "reduce_scatter",
     "reduce_scatter_async",
     "scatter",
     "scatter_async",
+    "send",
     "shared_empty",
     "shutdown",
     "size",

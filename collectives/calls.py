@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
 from collectives import board, fingerprint, recorder, selection, settings
-from collectives.algorithms import hierarchical, node
+from collectives.algorithms import hierarchical, node, stages
 from collectives.arrays import Array
 from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError, PeerFailure
 from collectives.selection import Layout
@@ -21,6 +22,9 @@ __all__ = ["Call", "Calls"]
 # every so many, where ranks drift apart. Counted per communicator, so that all ranks choose alike.
 _SAMPLE_FIRST = 64
 _SAMPLE_EVERY = 64
+
+
+_NO_FIELDS: Mapping[str, object] = {}
 
 
 class Calls:
@@ -45,12 +49,13 @@ class Calls:
         self.recorder = recorder.Recorder(name, transport.rank, transport.size)
         self.board: board.Board | None = None
         self.settings = configuration
-        self.layout = Layout(transport.size, len(set(leaders)))
+        self.layout = Layout(transport.size, len(set(leaders)), configuration.links.machine)
         self.levels = hierarchical.levels(transport, leaders)
         self.number = 0
         self.unusable: str | None = None
-        self._on_one_node = self.layout.num_nodes == 1 < transport.size
-        self._engine: node.Engine | None = None
+        self._on_one_node = self.layout.num_nodes == 1
+        self._met = False  # whether the ranks of a node have tried to make an engine
+        self.node_engine: node.Engine | None = None  # of the ranks of this rank's node
 
     def enter(self, operation: str, timeout: float | None) -> Call:
         """Begin a call; use as a context manager.
@@ -62,10 +67,10 @@ class Calls:
         self.check_usable(operation)
         limit = self.settings.timeout if timeout is None else timeout
         self.number += 1
-        if not limit > 0:
+        if not isinstance(limit, Real) or not limit > 0:
             with Call(self, operation, self.settings.timeout):  # so that the others hear of it
                 raise ValueError(
-                    f"{operation}: timeout is no time, expected seconds > 0, got {limit}"
+                    f"{operation}: timeout is no time, expected seconds > 0, got {limit!r}"
                 )
         return Call(self, operation, limit)
 
@@ -73,9 +78,17 @@ class Calls:
         """Return a deadline that begins now."""
         return Deadline(operation, limit, self.settings.stall_warning, self._missing)
 
-    def begin(self, operation: str) -> recorder.Record:
-        """Record that an operation begins, where other ranks of the node can see it."""
-        record = self.recorder.begin(self.number, operation)
+    def begin(
+        self, operation: str, fields: Mapping[str, object] = _NO_FIELDS, depth: int = 3
+    ) -> recorder.Record:
+        """Record that an operation begins, where other ranks of the node can see it.
+
+        Args:
+            operation: its name.
+            fields: what is known of it.
+            depth: how many frames, from the recorder's, belong to our packages.
+        """
+        record = self.recorder.begin(self.number, operation, fields, depth)
         if self.board is not None:
             self.board.enter(record)
         return record
@@ -85,14 +98,14 @@ class Calls:
         record.end(error)
         if self.board is not None:
             self.board.leave(record)
-        if isinstance(error, (CollectiveTimeout, PeerFailure)):
+        if error is not None and isinstance(error, (CollectiveTimeout, PeerFailure)):
             recorder.write(f"{record.operation}: {type(error).__name__}")
 
     def close(self) -> None:
         """Refuse later calls, and give back what the node engine holds."""
         self.unusable = "it was closed"
-        if self._engine is not None:
-            self._engine.close()
+        if self.node_engine is not None:
+            self.node_engine.close()
 
     def _missing(self) -> str:
         """Say what the ranks that have not come did last, where that is known."""
@@ -107,20 +120,34 @@ class Calls:
             )
 
     def engine(self, deadline: Deadline) -> node.Engine | None:
-        """Return the node engine, None where messages have to serve.
+        """Return the node engine if all ranks meet there, None where messages have to serve.
 
-        It is made in the first call, in which all ranks take part, however it ends.
+        It is made in the first call, in which all ranks take part, however it ends. Where there are
+        several nodes, each has its own, for the stages inside it.
         """
-        if self._on_one_node and self._engine is None:
+        if not self._met:
             try:
-                self._engine = node.start(self.transport, self.settings.shared_memory, deadline)
+                self._meet(deadline)
             except BaseException as error:
                 self.failed(deadline.operation, error)
                 raise
-            self._on_one_node = self._engine is not None
-            if self._engine is not None:
-                self.board = board.Board(self._engine.notes, self.transport.rank)
-        return self._engine
+            self._met = True
+        return self.node_engine if self._on_one_node else None
+
+    @property
+    def by_messages(self) -> bool:
+        """Whether the ranks exchange messages in their operations; known after the first call."""
+        return self.transport.size > 1 and not (self._on_one_node and self.node_engine)
+
+    def _meet(self, deadline: Deadline) -> None:
+        """Make the engine of this rank's node, where it has company and memory to share."""
+        ranks = self.transport if self._on_one_node else self.levels.node
+        engine = node.start(ranks, self.settings.shared_memory, deadline)
+        if engine is not None:
+            numbers = [ranks.number(rank) for rank in range(ranks.size)]
+            self.node_engine = engine
+            self.board = board.Board(engine.notes, ranks.rank, numbers)
+            self.levels = stages.in_shared_memory(self.levels, engine)
 
     def failed(self, operation: str, error: BaseException) -> None:
         """Close the communicator to later calls: they would meet what is left of this one."""
@@ -186,6 +213,10 @@ class Call:
             self.met(self.engine.agree(self.digest, self.deadline))
             return
         self._agreed = True
+        self._compare()
+
+    def _compare(self) -> None:
+        """Compare the ranks' descriptions by messages, the same ones for every operation."""
         if self._calls.checked:
             fingerprint.agree(self._calls.transport, self.digest, self._description, self.deadline)
 
@@ -198,16 +229,20 @@ class Call:
             assert facts is not None
             return facts
         self._agreed = True
+        self._compare()
         return fingerprint.agree_on_rows(
             transport, self.digest, self._description, rows, self.deadline
         )
 
     def shared_empty(self, nbytes: int) -> Array | None:
-        """Make memory that all ranks of the node can reach; None where there is none."""
-        directory = self._calls.settings.shared_memory
-        if self.engine is None or directory is None:
+        """Make memory that all ranks of the node can reach; None on a node where there is none."""
+        calls = self._calls
+        if calls.node_engine is None or calls.settings.shared_memory is None:
             return None
-        return self.engine.shared_empty(nbytes, self._calls.transport, directory, self.deadline)
+        ranks = calls.levels.node
+        return calls.node_engine.shared_empty(
+            nbytes, ranks, calls.settings.shared_memory, self.deadline
+        )
 
     def by_messages(self, operation: str, algorithm: str, nbytes: int) -> Callable[..., Any]:
         """Return the function that carries out an operation by messages, and knows the ranks.
@@ -218,9 +253,18 @@ class Call:
             nbytes: the size of the whole array, equal on all ranks.
         """
         calls = self._calls
-        name = selection.choose(operation, algorithm, nbytes, calls.layout)
+        name = self.picks(operation, algorithm, nbytes)
         ranks = calls.levels if name == "hierarchical" else calls.transport
         return partial(selection.ALGORITHMS[operation][name], ranks)
+
+    def picks(self, operation: str, algorithm: str, nbytes: int) -> str:
+        """Return the name of the algorithm that `by_messages` would use."""
+        return selection.choose(operation, algorithm, nbytes, self._calls.layout)
+
+    @property
+    def levels(self) -> hierarchical.Levels | None:
+        """What stages need; None where all ranks are on one node, or each is on its own."""
+        return self._calls.levels if self._calls.layout.is_hierarchical else None
 
     def met(self, alike: bool) -> None:
         """Take note of what the ranks found as they met in the node engine.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,22 +10,29 @@ import numpy as np
 
 from collectives import (
     arrays,
+    buckets,
     composites,
+    grouped,
     groups,
     operations,
+    point_to_point,
     reduction,
+    rows,
     selection,
     settings,
     shared,
     topology,
+    tuned,
 )
-from collectives.arrays import Array, Borrowed
+from collectives.arrays import Borrowed
 from collectives.calls import Call, Calls
 from collectives.channel import Channel, open_channel
 from collectives.compression import NONE, Compression
+from collectives.mpi import MpiTransport
 from collectives.reduction import MEAN, Op
+from collectives.repeats import NEW, Repeats
 from collectives.requests import Progress, asynchronous
-from collectives.transport import MpiTransport, Transport
+from collectives.transport import Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,6 +44,9 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
     """Make a communicator of an `mpi4py.MPI.Comm`, which stays the caller's own.
 
     *Collective*: every rank of `comm`.
+
+    Raises:
+        ValueError: what rank 0 knows of the links cannot be read; on all ranks.
     """
     from mpi4py import MPI
 
@@ -48,7 +56,9 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
     node.Free()
     leaders = np.empty(comm.Get_size(), leader.dtype)
     comm.Allgather(leader, leaders)
-    return Communicator(MpiTransport(comm), leaders.tolist(), configuration)
+    transport = MpiTransport(comm)
+    configuration = tuned.agreed(configuration or settings.from_environment(), transport)
+    return Communicator(transport, leaders.tolist(), configuration)
 
 
 class Communicator:
@@ -80,9 +90,12 @@ class Communicator:
         self._nodes = topology.nodes(self._leaders, transport.rank)
         configuration = configuration or settings.from_environment()
         self._calls = Calls(transport, self._leaders, configuration, name)
-        self._progress = Progress(self._duplicate)
+        self._repeats = Repeats(self._calls)
+        self._progress = Progress(self._background)
+        self._direct = point_to_point.PointToPoint(transport, self._calls)
         self._splits_made = 0
         self._memory = np.empty(0, np.uint8)
+        self._groupings = grouped.Groupings()
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"
@@ -141,7 +154,7 @@ class Communicator:
             algorithm: "auto", "node", "ring", "tree" or "native".
             compression: `FP16` or `BF16` let float32 and float64 arrays travel as 16 bits wherever
                 they travel as messages: rounded once, summed in float32, and the result rounded
-                once, however many ranks there are.
+                once, however many ranks there are. `on("network")` is for those between nodes.
             name: of the array, for compression with feedback.
             timeout: seconds.
 
@@ -164,6 +177,9 @@ class Communicator:
             >>> comm.allreduce([1.0, 2.0], op=cc.SUM).tolist() == [comm.size, 2.0 * comm.size]
             True
         """
+        done = self._repeats.allreduce(x, op, out, algorithm, compression, timeout)
+        if done is not NEW:
+            return done
         with self._calls.enter("allreduce", timeout) as call:
             loan = self._reducible(call, x, op, out)
             array = loan.host
@@ -171,10 +187,11 @@ class Communicator:
             facts = {"op": op.value, "dtype": array.dtype, "shape": array.shape}
             self._describe(call, algorithm, **facts, compression=compression)
             result = np.empty(array.shape, array.dtype) if loan.target is None else loan.target
-            flat = arrays.flat_target(result)
+            flat = arrays.flat_target(result, array)
             operations.allreduce(
                 self._transport, call, arrays.flat(array), flat, op, algorithm, codec
             )
+            self._repeats.note_allreduce(call, x, result, op, algorithm, compression)
         return loan.give_back(arrays.stored(flat, result))
 
     def reduce(
@@ -196,6 +213,9 @@ class Communicator:
 
         Cost: one message of S bytes per rank, ceil(log2 P) received by the root.
         """
+        done = self._repeats.reduce(x, root, op, out, algorithm, timeout)
+        if done is not NEW:
+            return done
         with self._calls.enter("reduce", timeout) as call:
             loan = self._reducible(call, x, op, out if self.rank == root else None)
             array = loan.host
@@ -206,10 +226,12 @@ class Communicator:
                 operations.reduce(
                     self._transport, call, arrays.flat(array), None, op, root, algorithm
                 )
+                self._repeats.note_reduce(call, x, root, op, algorithm)
                 return None
             result = np.empty(array.shape, array.dtype) if loan.target is None else loan.target
-            flat = arrays.flat_target(result)
+            flat = arrays.flat_target(result, array)
             operations.reduce(self._transport, call, arrays.flat(array), flat, op, root, algorithm)
+            self._repeats.note_reduce(call, x, root, op, algorithm)
         return loan.give_back(arrays.stored(flat, result))
 
     def reduce_scatter(
@@ -238,6 +260,9 @@ class Communicator:
 
         Cost: "ring" P - 1 messages and (P - 1)/P S bytes sent per rank.
         """
+        done = self._repeats.reduce_scatter(x, op, algorithm, timeout)
+        if done is not NEW:
+            return done
         with self._calls.enter("reduce_scatter", timeout) as call:
             loan = self._reducible(call, x, op, None)
             array = loan.host
@@ -251,6 +276,7 @@ class Communicator:
             operations.reduce_scatter(
                 self._transport, call, arrays.flat(array), result.reshape(-1), bounds, op, algorithm
             )
+            self._repeats.note_reduce_scatter(call, x, bounds, result, op, algorithm)
         return loan.give_back(result)
 
     def broadcast(
@@ -280,6 +306,9 @@ class Communicator:
 
         Cost: ceil(log2 P) messages of S bytes sent by the root.
         """
+        done = self._repeats.broadcast(x, root, out, algorithm, timeout)
+        if done is not NEW:
+            return done
         with self._calls.enter("broadcast", timeout) as call:
             loan = arrays.borrow(x, out, operation="broadcast")
             array = loan.host
@@ -287,168 +316,38 @@ class Communicator:
             self._describe(call, algorithm, dtype=array.dtype, shape=array.shape, root=root)
             buffer = arrays.flat_copy(array, loan.target, array.dtype)
             operations.broadcast(self._transport, call, buffer, root, algorithm)
+            self._repeats.note_broadcast(call, x, root, algorithm)
         return loan.give_back(arrays.store(buffer, array.shape, array.dtype, loan.target))
-
-    def gather(
-        self,
-        x: Any,
-        root: int = 0,
-        *,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Any:
-        """Join the arrays of all ranks along their first axis on one rank.
-
-        Args:
-            x: shape (n, ...); n may differ between ranks; a scalar counts as shape (1,).
-            root: who gets the result.
-            algorithm: "auto", "tree" or "native".
-            timeout: seconds.
-
-        Returns:
-            On the root a new array of shape (sum of n, ...), elsewhere None.
-
-        Raises:
-            ValueError: no such root.
-            MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
-                ranks.
-            CollectiveTimeout: as `allreduce`.
-        """
-        with self._calls.enter("gather", timeout) as call:
-            loan = arrays.borrow(x, operation="gather")
-            array = np.atleast_1d(loan.host)
-            self._check_root(call, root)
-            row = array.shape[1:]
-            self._describe(call, algorithm, dtype=array.dtype, row=row, root=root)
-            rows = call.agree_on_rows(array.shape[0])
-            counts = [n * math.prod(row) for n in rows]
-            result = operations.gather(
-                self._transport, call, arrays.flat(array), counts, root, algorithm
-            )
-        return None if result is None else loan.give_back(result.reshape(sum(rows), *row))
-
-    def allgather(self, x: Any, *, algorithm: str = "auto", timeout: float | None = None) -> Any:
-        """Join the arrays of all ranks along their first axis on every rank.
-
-        Arguments and errors as `gather`, without a root; algorithms "auto", "ring" and "native".
-
-        Returns:
-            A new array of shape (sum of n, ...) in the order of the ranks, on all ranks.
-
-        Cost: "ring" P - 1 messages per rank, (P - 1)/P of the result's bytes.
-        """
-        with self._calls.enter("allgather", timeout) as call:
-            loan = arrays.borrow(x, operation="allgather")
-            array = np.atleast_1d(loan.host)
-            row = array.shape[1:]
-            self._describe(call, algorithm, dtype=array.dtype, row=row)
-            rows = call.agree_on_rows(array.shape[0])
-            counts = [n * math.prod(row) for n in rows]
-            result = operations.allgather(
-                self._transport, call, arrays.flat(array), counts, algorithm
-            )
-        return loan.give_back(result.reshape(sum(rows), *row))
-
-    def scatter(
-        self,
-        x: Any,
-        root: int = 0,
-        *,
-        splits: Sequence[int] | None = None,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Any:
-        """Share the rows of one rank's array among all ranks.
-
-        Args:
-            x: on the root shape (n, ...); not looked at elsewhere.
-            root: whose array.
-            splits: on the root, the rows of every rank, which add up to n; even shares if None,
-                the first `n % size` ranks getting one row more.
-            algorithm: "auto", "node", "tree" or "native".
-            timeout: seconds.
-
-        Returns:
-            A new array of shape (own rows, ...): of the kind of `x` on the root, a NumPy array
-            elsewhere.
-
-        Raises:
-            ValueError: no such root; on the root, a scalar, or splits that do not add up.
-            CollectiveTimeout: as `allreduce`.
-        """
-        with self._calls.enter("scatter", timeout) as call:
-            self._check_root(call, root)
-            loan = arrays.borrow(x, operation="scatter") if self.rank == root else None
-            rows = [] if loan is None else self._splits(call, loan.host, splits)
-            self._describe(call, algorithm, root=root)
-            # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
-            facts = None if loan is None else (loan.host.dtype.name, loan.host.shape[1:], rows)
-            dtype, row, rows = composites.from_root(self, call, facts, root)
-            counts = [n * math.prod(row) for n in rows]
-            result = np.empty((rows[self.rank], *row), np.dtype(dtype))
-            send = None if loan is None else arrays.flat(loan.host)
-            out = result.reshape(-1)
-            operations.scatter(self._transport, call, send, counts, root, out, algorithm)
-        return result if loan is None else loan.give_back(result)
-
-    def alltoall(
-        self,
-        x: Any,
-        *,
-        splits: Sequence[int] | None = None,
-        algorithm: str = "auto",
-        timeout: float | None = None,
-    ) -> Any:
-        """Give every rank some rows of this rank's array, and join what all ranks give to this one.
-
-        Args:
-            x: shape (n, ...); n may differ between ranks. The first rows go to rank 0, and so on.
-            splits: the rows for every rank, which add up to n; even shares if None.
-            algorithm: "auto", "node", "rotation" or "native".
-            timeout: seconds.
-
-        Returns:
-            A new array of shape (received rows, ...), of the kind of `x`, in the order of the
-            ranks that they came from.
-
-        Raises:
-            ValueError: a scalar, or splits that do not add up.
-            MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
-                ranks.
-            CollectiveTimeout: as `allreduce`.
-
-        Cost: P - 1 messages and (P - 1)/P S bytes sent per rank.
-        """
-        with self._calls.enter("alltoall", timeout) as call:
-            loan = arrays.borrow(x, operation="alltoall")
-            rows = self._splits(call, loan.host, splits)
-            row = loan.host.shape[1:]
-            self._describe(call, algorithm, dtype=loan.host.dtype, row=row)
-            counts = [n * math.prod(row) for n in rows]
-            result = operations.alltoall(
-                self._transport, call, arrays.flat(loan.host), counts, algorithm
-            )
-        return loan.give_back(
-            result.reshape(-1, *row) if math.prod(row) else result.reshape(0, *row)
-        )
 
     def barrier(self, *, algorithm: str = "auto", timeout: float | None = None) -> None:
         """Return when every rank of the group has called this."""
+        if self._repeats.barrier(algorithm, timeout):
+            return
         with self._calls.enter("barrier", timeout) as call:
             self._describe(call, algorithm)
             operations.barrier(self._transport, call, algorithm)
+            self._repeats.note_barrier(call, algorithm)
+
+    gather = rows.gather
+    allgather = rows.allgather
+    scatter = rows.scatter
+    alltoall = rows.alltoall
 
     broadcast_object = composites.broadcast_object
     allgather_object = composites.allgather_object
-    grouped_allreduce = composites.grouped_allreduce
+    grouped_allreduce = grouped.grouped_allreduce
     sparse_allreduce = composites.sparse_allreduce
+
+    send = point_to_point.send
+    recv = point_to_point.recv
 
     shared_empty = shared.shared_empty
     plan_allreduce = shared.plan_allreduce
+    plan_buckets = buckets.plan_buckets
     split = groups.split
     group = groups.group
     _bucket = shared.bucket
-    _duplicate = groups.duplicate
+    _background = groups.background
 
     allreduce_async = asynchronous(allreduce)
     reduce_async = asynchronous(reduce)
@@ -478,6 +377,7 @@ class Communicator:
     def close(self) -> None:
         """Release the communicator; *collective*. Closing twice is harmless."""
         self._progress.close()
+        self._direct.close()
         if self._calls.unusable is None:
             self._calls.close()
             self._transport.close()
@@ -499,21 +399,6 @@ class Communicator:
         loan = arrays.borrow(x, out, operation=call.operation)
         reduction.check(op, loan.host.dtype, operation=call.operation)
         return loan
-
-    def _splits(self, call: Call, array: Array, splits: Sequence[int] | None) -> list[int]:
-        """Return the rows of an array for every rank."""
-        if array.ndim == 0:
-            raise ValueError(f"{call.operation}: a scalar has no rows, expected shape (n, ...)")
-        if splits is None:
-            bounds = topology.chunk_bounds(array.shape[0], self.size)
-            return [stop - start for start, stop in itertools.pairwise(bounds)]
-        rows = [operator.index(n) for n in splits]
-        if len(rows) != self.size or min(rows) < 0 or sum(rows) != array.shape[0]:
-            raise ValueError(
-                f"{call.operation}: splits do not fit, expected {self.size} numbers >= 0 that add "
-                f"up to {array.shape[0]} rows, got {rows}"
-            )
-        return rows
 
     def _describe(self, call: Call, algorithm: str, **facts: object) -> None:
         """Check the algorithm, and say what must be equal on all ranks."""

@@ -31,6 +31,7 @@ __all__ = [
     "check_world_size",
     "is_cuda_aware",
     "is_fault_tolerant",
+    "launched_processes",
     "mpi_settings",
     "start_mpi",
 ]
@@ -117,6 +118,15 @@ def check_world_size(environ: Mapping[str, str], world_size: int, library: str) 
             f"world of 1, so each process would train alone. The MPI library here is "
             f"{library.splitlines()[0].strip(chr(0)).strip().rstrip(',')}. {cure}"
         )
+
+
+def launched_processes() -> int:
+    """Return how many processes the launcher of this one says it started, 1 if there is none.
+
+    Looks at the environment only: MPI is not started.
+    """
+    launched = _launched(os.environ)
+    return 1 if launched is None else launched[1]
 
 
 def _launched(environ: Mapping[str, str]) -> tuple[str, int, str, str] | None:

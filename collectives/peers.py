@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives import launch, settings
+from collectives import launch, settings, world
 from collectives.arrays import Array
 
 __all__ = ["PEERS", "close", "gloo", "missing", "native"]
@@ -33,8 +33,8 @@ def native(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
     """
     from mpi4py import MPI
 
-    world = launch.start_mpi(settings.from_environment())
-    rank, size = world.Get_rank(), world.Get_size()
+    mpi_world = launch.start_mpi(settings.from_environment())
+    rank, size = mpi_world.Get_rank(), mpi_world.Get_size()
     if x.dtype.name == "bfloat16":  # MPI has none: float16 has as many bytes
         x = x.astype(np.float16)
     # One of MPI's own datatypes: its reductions take no duplicates.
@@ -48,30 +48,32 @@ def native(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
     send = [x, kind]
     if operation == "allreduce":
         out = np.empty_like(x)
-        return lambda: world.Allreduce(send, [out, kind], mpi_op)
+        return lambda: mpi_world.Allreduce(send, [out, kind], mpi_op)
     if operation == "reduce":
         into = [np.empty_like(x), kind] if rank == root else None
-        return lambda: world.Reduce(send, into, mpi_op, root)
+        return lambda: mpi_world.Reduce(send, into, mpi_op, root)
     if operation == "reduce_scatter":
         own = np.empty(counts[rank], x.dtype)
-        return lambda: world.Reduce_scatter(send, [own, kind], counts, mpi_op)
+        return lambda: mpi_world.Reduce_scatter(send, [own, kind], counts, mpi_op)
     if operation == "broadcast":
         buffer = [x.copy(), kind]
-        return lambda: world.Bcast(buffer, root)
+        return lambda: mpi_world.Bcast(buffer, root)
     whole = np.empty(bounds[-1], x.dtype)
     if operation == "allgather":
-        return lambda: world.Allgatherv(send, [whole, counts, offsets, kind])
+        return lambda: mpi_world.Allgatherv(send, [whole, counts, offsets, kind])
     if operation == "gather":
         gathered = [whole, counts, offsets, kind] if rank == root else None
-        return lambda: world.Gatherv(send, gathered, root)
+        return lambda: mpi_world.Gatherv(send, gathered, root)
     if operation == "scatter":
         own = np.empty(counts[rank], x.dtype)
         parts = [x, counts, offsets, kind] if rank == root else None
-        return lambda: world.Scatterv(parts, [own, kind], root)
+        return lambda: mpi_world.Scatterv(parts, [own, kind], root)
     own_counts = [counts[rank]] * size
     starts = [counts[rank] * r for r in range(size)]
     received = np.empty(counts[rank] * size, x.dtype)
-    return lambda: world.Alltoallv([x, counts, offsets, kind], [received, own_counts, starts, kind])
+    return lambda: mpi_world.Alltoallv(
+        [x, counts, offsets, kind], [received, own_counts, starts, kind]
+    )
 
 
 def gloo(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
@@ -120,16 +122,15 @@ def gloo(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
 def _gloo_group() -> Any:
     """Return `torch.distributed` with the world's ranks in its default group."""
     group: Any = importlib.import_module("torch.distributed")
-    world = launch.start_mpi(settings.from_environment())
-    rank, size = world.Get_rank(), world.Get_size()
-    alone = len(set(world.allgather(socket.gethostname()))) == 1
+    comm = world.init()
+    rank, size = comm.rank, comm.size
     limit = timedelta(seconds=60)
-    place = None
+    place: Any = None
     if rank == 0:  # port 0: whichever is free
-        host = "127.0.0.1" if alone else socket.gethostname()
+        host = "127.0.0.1" if comm.num_nodes == 1 else socket.gethostname()
         store = group.TCPStore(host, 0, size, True, limit, wait_for_workers=False)
         place = (host, store.port)
-    place = world.bcast(place)
+    place = comm.broadcast_object(place)
     if rank > 0:
         store = group.TCPStore(*place, size, False, limit)
     group.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)

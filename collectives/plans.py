@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from collectives import fingerprint, operations
-from collectives.arrays import Array
+from collectives.arrays import Array, address
 from collectives.calls import Call, Calls
+from collectives.errors import MismatchError
 from collectives.reduction import Op
+from collectives.resolved import Resolved
 
 __all__ = ["Plan"]
 
@@ -32,18 +34,8 @@ class Plan:
         CollectiveTimeout: as `Communicator.allreduce`.
     """
 
-    __slots__ = (
-        "_address",
-        "_calls",
-        "_engine",
-        "_facts",
-        "_flat",
-        "_kernel",
-        "_op",
-        "_timeout",
-        "_work",
-        "array",
-    )
+    __slots__ = ("_address", "_calls", "_facts", "_flat", "_kernel", "_op", "_resolved", "_timeout",
+                 "array")  # fmt: skip
 
     def __init__(
         self, calls: Calls, call: Call, array: Any, flat: Array, op: Op, timeout: float | None
@@ -54,15 +46,14 @@ class Plan:
         self._op = op
         self._timeout = timeout
         self._facts = {**call.description, "operation": "planned allreduce"}
-        self._engine = call.engine
         self._kernel = None
-        if self._engine is not None:
-            if place := self._engine.place_of(flat):
+        if call.engine is not None:
+            if place := call.engine.place_of(flat):
                 self._facts["memory"] = f"shared array {place.number} + {place.offset} bytes"
-            digest = fingerprint.digest(self._facts)
-            self._work = self._engine.plan_allreduce(flat, flat, op, digest)
-            self._kernel = self._work.kernel
-            self._address = self._work.block.__array_interface__["data"][0]
+            work = call.engine.plan_allreduce(flat, flat, op, fingerprint.digest(self._facts))
+            self._resolved = Resolved(calls, call.engine, "allreduce", self._facts, work)
+            self._kernel = work.kernel
+            self._address = address(work.block)
 
     def __call__(self) -> Any:
         """Reduce the array over all ranks, in place, and return it."""
@@ -75,22 +66,18 @@ class Plan:
         return self.array
 
     def _go_on(self, status: int) -> None:
-        """Wait for the others, or say in what they differ."""
-        assert self._engine is not None
-        limit = self._calls.settings.timeout if self._timeout is None else self._timeout
-        deadline = self._calls.deadline("allreduce", limit)
+        """Wait for the others, and record that."""
         record = self._calls.begin("planned allreduce")
         failure = None
         try:
-            alike = self._engine.drive(self._work, deadline, status)
+            self._resolved.go_on(status, self._timeout)
         except BaseException as error:
             failure = error
-            self._calls.failed("allreduce", error)
+            if not isinstance(error, MismatchError):
+                self._calls.failed("allreduce", error)
             raise
         finally:
             self._calls.end(record, failure)
-        if not alike:
-            fingerprint.raise_mismatch(self._calls.transport, self._facts, deadline)
 
     def _by_messages(self) -> Any:
         flat = self._flat

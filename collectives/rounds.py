@@ -63,7 +63,8 @@ WORDS = 27
 
 TAKE_NONE, TAKE_OWN, TAKE_ALL = 0, 1, 2
 
-# A row of the table of `publish`: whose stream, its first and last byte, and where they go.
+# A row of the table of `publish`: whose stream, its first byte, the one after its last, and where
+# they go, counted from OUT.
 PEER, FROM, TO, DEST = 0, 1, 2, 3
 
 # Words of a header; one cache line with its neighbour, which processors fetch in pairs.
@@ -451,7 +452,8 @@ def _copy_wanted(block: Any, turn: int) -> None:
         stop = min(table[row, TO], window + block[SLOT_BYTES])
         if start < stop:
             source = _slot(block, table[row, PEER], block[FIRST] + turn) + start - window
-            _copy(table[row, DEST] + start - table[row, FROM], source, stop - start)
+            dest = block[OUT] + table[row, DEST] + start - table[row, FROM]
+            _copy(dest, source, stop - start)
 
 
 @_entry

@@ -7,24 +7,25 @@ memory until it is complete, also when a wait ends with an error.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from collectives import liveness
-from collectives.arrays import Array, raw_bytes
-from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError, PeerFailure
-from collectives.mail import Mail, MpiMail
+from collectives.arrays import Array
+from collectives.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+)
+from collectives.mail import Mail
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    pass
 
-__all__ = ["Deadline", "Message", "MpiTransport", "Transport", "this_thread"]
+__all__ = ["Deadline", "Message", "Transport", "this_thread"]
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +41,6 @@ _LONGEST_NAP = 0.005
 
 # Seconds between two looks at whether a rank that this one does not wait for has died.
 _LOOK_EVERY = 0.1
-
-# Seconds within which it becomes known who died, once it is known that somebody did.
-_NAME_WITHIN = 1.0
-
-# MPI counts are ints in many builds; longer arrays go as several messages.
-_MESSAGE_BYTES = 1 << 30
-
-_TAG = 1
 
 
 class _Thread(threading.local):
@@ -151,6 +144,15 @@ class Transport(ABC):
     rank: int
     size: int
 
+    @property
+    def whole(self) -> Transport:
+        """The group by whose numbers errors name ranks: another one if this is a part of it."""
+        return self
+
+    def number(self, rank: int) -> int:
+        """Return the number that a rank of this transport has in the whole group."""
+        return rank
+
     @abstractmethod
     def _start_send(self, data: Array, dest: int) -> Message:
         """Start sending a contiguous array of at least one byte."""
@@ -162,6 +164,13 @@ class Transport(ABC):
     @abstractmethod
     def split(self, color: int | None, key: int) -> Transport | None:
         """Make a transport for the ranks that name the same color, ordered by key, then rank."""
+
+    def lane(self) -> Transport:
+        """Return messages among the same ranks that never meet those of this; sends nothing.
+
+        It is the same transport under another tag, and closes with it.
+        """
+        raise NotImplementedError(f"lane: {type(self).__name__} is only a part of a transport")
 
     def open_mail(self) -> Mail:
         """Make mail between the same ranks, independent of this transport; *collective*."""
@@ -180,6 +189,16 @@ class Transport(ABC):
             operation: the name that the error carries.
         """
 
+    def check_threads(self, operation: str) -> None:  # noqa: B027  (most transports do not mind)
+        """Refuse to be used by several threads at a time, this transport and others like it.
+
+        Raises:
+            LaunchError: MPI was started without support for that.
+        """
+
+    def progress(self) -> None:  # noqa: B027  (not every transport needs it)
+        """Move on messages that are under way while this rank waits for something else."""
+
     def _explain(self, error: RuntimeError, operation: str) -> RuntimeError:
         """Return what an error means to callers, who know nothing of how messages travel."""
         return error
@@ -191,6 +210,16 @@ class Transport(ABC):
     def start_receive(self, into: Array, source: int) -> Message:
         """Start receiving exactly `into.nbytes` bytes; `into` is undefined until done."""
         return self._start_receive(into, source) if into.size else _NOTHING
+
+    def poll(self, message: Message, operation: str) -> bool:
+        """Tell whether a message is done, without waiting; errors as those of `wait`."""
+        try:
+            return message.done()
+        except RuntimeError as error:
+            meaning = self._explain(error, operation)
+            if meaning is error:
+                raise
+            raise meaning from error
 
     def wait(self, messages: Sequence[Message], deadline: Deadline) -> None:
         """Wait until every message is done.
@@ -247,233 +276,3 @@ class Transport(ABC):
 
 
 _NOTHING = _Nothing()
-
-
-# Messages that nobody waits for any more although MPI may still read or write their memory: it is
-# never released.
-_abandoned: list[set[Message]] = []
-
-
-class MpiTransport(Transport):
-    """Messages over a private duplicate of an MPI communicator.
-
-    Args:
-        comm: the ranks that take part. Collective: all of them must construct it together.
-    """
-
-    def __init__(self, comm: MPI.Comm) -> None:
-        from mpi4py import MPI
-
-        # Messages under way: their memory must not be released as long as MPI may touch it.
-        self._live: set[Message] = set()
-        self.mpi = comm.Dup()
-        self.rank = self.mpi.Get_rank()
-        self.size = self.mpi.Get_size()
-        self._byte = MPI.BYTE
-        self._status = MPI.Status()
-
-    def _start_send(self, data: Array, dest: int) -> Message:
-        return self._start(self.mpi.Isend, data, dest, "receive")
-
-    def _start_receive(self, into: Array, source: int) -> Message:
-        return self._start(self.mpi.Irecv, into, source, "send")
-
-    def _start(self, start: Any, array: Array, peer: int, verb: str) -> Message:
-        if array.nbytes > _MESSAGE_BYTES:
-            flat = raw_bytes(array)
-            cuts = range(0, flat.size, _MESSAGE_BYTES)
-            return _Parts(
-                [self._start(start, flat[at:][:_MESSAGE_BYTES], peer, verb) for at in cuts]
-            )
-        try:
-            request = start((array, array.nbytes, self._byte), peer, _TAG)
-        except RuntimeError as error:
-            raise self._explain(error, f"message to or from rank {peer}") from error
-        return _MpiMessage(self, request, array, peer, verb)
-
-    def watch(self, start: Callable[..., MPI.Request], *arguments: Any) -> Message:
-        """Start an operation of MPI's own, such as a non-blocking collective, as a message."""
-        try:
-            return _MpiRequest(self, start(*arguments), arguments)
-        except RuntimeError as error:
-            raise self._explain(error, "native") from error
-
-    def split(self, color: int | None, key: int) -> MpiTransport | None:
-        """Make a transport over MPI for the ranks that name the same color."""
-        from mpi4py import MPI
-
-        try:
-            part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
-            if part == MPI.COMM_NULL:
-                return None
-            transport = MpiTransport(part)
-            part.Free()
-        except RuntimeError as error:
-            raise self._explain(error, "split") from error
-        return transport
-
-    def open_mail(self) -> MpiMail:
-        """Make mail over MPI between the same ranks."""
-        return MpiMail(self.mpi)
-
-    def close(self) -> None:
-        """Free the communicator, unless messages are under way or MPI has ended."""
-        from mpi4py import MPI
-
-        # With messages under way, freeing would wait for what never becomes complete.
-        if self.mpi != MPI.COMM_NULL and not MPI.Is_finalized() and not self._live:
-            self.mpi.Free()
-
-    def __del__(self) -> None:
-        # Messages are dropped unfinished when an error or Ctrl-C ended the operation.
-        if self._live:
-            _abandoned.append(self._live)
-
-    def look_around(self, operation: str) -> None:
-        """Ask MPI whether a rank has died, or another one has seen so."""
-        try:
-            self.mpi.Iprobe()  # MPI hears of anything only while it is called
-        except RuntimeError as error:
-            raise self._explain(error, operation) from error
-        dead = self._dead()
-        if dead:
-            raise self._peer_failure(operation, dead)
-
-    def _dead(self) -> list[int]:
-        """Return the ranks of this transport that MPI knows to be dead."""
-        from mpi4py import MPI
-
-        try:
-            failed = self.mpi.Get_failed()
-        except (NotImplementedError, MPI.Exception):  # a library that does not tell
-            return []
-        count = failed.Get_size()
-        ranks: list[int] = []
-        if count:
-            group = self.mpi.Get_group()
-            ranks = failed.Translate_ranks(list(range(count)), group)
-            group.Free()
-        if failed != MPI.GROUP_EMPTY:
-            failed.Free()
-        return sorted(rank for rank in ranks if rank != MPI.UNDEFINED)
-
-    def _explain(self, error: RuntimeError, operation: str) -> RuntimeError:
-        from mpi4py import MPI
-
-        if not isinstance(error, MPI.Exception):
-            return error
-        code = error.Get_error_class()
-        if code in _death_codes():
-            return self._peer_failure(operation, self._dead_soon())
-        where = f"(rank {self.rank} of {self.size})"
-        if code == MPI.ERR_TRUNCATE:
-            return MismatchError(
-                f"{operation}: the other rank sent an array that is longer than expected {where}"
-            )
-        return CollectiveError(f"{operation}: MPI reports an error: {error} {where}")
-
-    def _peer_failure(self, operation: str, dead: Sequence[int]) -> PeerFailure:
-        """Let all ranks leave their operations, and return the error for this one."""
-        from mpi4py import MPI
-
-        liveness.limit_exit()
-        with contextlib.suppress(NotImplementedError, MPI.Exception):
-            # Revoking twice can disturb the other ranks' way out.
-            if not self.mpi.Is_revoked():
-                self.mpi.Revoke()
-        names = f"rank{'s' * (len(dead) > 1)} {' '.join(map(str, dead))}" if dead else "some rank"
-        return PeerFailure(f"{operation}: {names} died (rank {self.rank} of {self.size})")
-
-    def _dead_soon(self) -> list[int]:
-        """Return who died; the news that somebody did may come before the news who."""
-        from mpi4py import MPI
-
-        give_up = time.monotonic() + _NAME_WITHIN
-        while not (dead := self._dead()) and time.monotonic() < give_up:
-            MPI.COMM_SELF.Iprobe()  # as in look_around; the group's own communicator only raises
-            time.sleep(_LONGEST_NAP)
-        return dead
-
-
-def _death_codes() -> set[int]:
-    """Return the error classes by which MPI says that a rank is dead."""
-    from mpi4py import MPI
-
-    codes = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
-    return codes - {MPI.ERR_UNKNOWN}  # what a library without these classes has in their place
-
-
-class _MpiMessage:
-    """One array as one MPI message of bytes."""
-
-    __slots__ = ("_memory", "_peer", "_request", "_transport", "_verb")
-
-    def __init__(
-        self, transport: MpiTransport, request: MPI.Request, memory: Array, peer: int, verb: str
-    ) -> None:
-        self._transport = transport
-        self._request: MPI.Request | None = request
-        self._memory = memory
-        self._peer = peer
-        self._verb = verb
-        transport._live.add(self)
-
-    def done(self) -> bool:
-        request = self._request
-        if request is None:
-            return True
-        transport = self._transport
-        status = transport._status
-        if not request.Test(status):
-            return False
-        self._request = None
-        transport._live.discard(self)
-        if self._verb == "send" and status.count != self._memory.nbytes:
-            raise self._wrong_length(status.count)
-        return True
-
-    def describe(self) -> str:
-        return f"rank {self._peer} to {self._verb} {self._memory.nbytes} bytes"
-
-    def _wrong_length(self, got: int) -> MismatchError:
-        return MismatchError(
-            f"receive: rank {self._peer} sent an array of another length, expected "
-            f"{self._memory.nbytes} bytes, got {got} (rank {self._transport.rank} of "
-            f"{self._transport.size})"
-        )
-
-
-class _Parts:
-    """One array as several messages, because its length is no count for MPI."""
-
-    def __init__(self, parts: Sequence[Message]) -> None:
-        self._parts = list(parts)
-
-    def done(self) -> bool:
-        while self._parts and self._parts[0].done():
-            del self._parts[0]
-        return not self._parts
-
-    def describe(self) -> str:
-        return self._parts[0].describe() if self._parts else "nothing"
-
-
-class _MpiRequest:
-    """A request of MPI's own, with the memory that it uses."""
-
-    def __init__(
-        self, transport: MpiTransport, request: MPI.Request, memory: tuple[Any, ...]
-    ) -> None:
-        self._transport = transport
-        self._request = request
-        self._memory = memory
-        transport._live.add(self)
-
-    def done(self) -> bool:
-        finished = bool(self._request.Test())
-        if finished:
-            self._transport._live.discard(self)
-        return finished
-
-    def describe(self) -> str:
-        return "the other ranks to enter MPI's own operation"

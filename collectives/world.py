@@ -32,13 +32,16 @@ __all__ = [
     "node_rank",
     "num_nodes",
     "plan_allreduce",
+    "plan_buckets",
     "rank",
+    "recv",
     "reduce",
     "reduce_async",
     "reduce_scatter",
     "reduce_scatter_async",
     "scatter",
     "scatter_async",
+    "send",
     "shared_empty",
     "shutdown",
     "size",
@@ -60,7 +63,8 @@ def init() -> Communicator:
     Raises:
         LaunchError: a launcher started several processes, but MPI sees one; or there is no MPI
             library.
-        ValueError: an environment variable of Unisono cannot be understood.
+        ValueError: an environment variable of Unisono cannot be understood, or the file of
+            `python -m collectives tune` is damaged.
     """
     global _world
     if _world is None:
@@ -143,6 +147,8 @@ broadcast = _on_world(Communicator.broadcast)
 gather = _on_world(Communicator.gather)
 allgather = _on_world(Communicator.allgather)
 barrier = _on_world(Communicator.barrier)
+send = _on_world(Communicator.send)
+recv = _on_world(Communicator.recv)
 broadcast_object = _on_world(Communicator.broadcast_object)
 allgather_object = _on_world(Communicator.allgather_object)
 allreduce_async = _on_world(Communicator.allreduce_async)
@@ -159,3 +165,4 @@ grouped_allreduce_async = _on_world(Communicator.grouped_allreduce_async)
 sparse_allreduce = _on_world(Communicator.sparse_allreduce)
 shared_empty = _on_world(Communicator.shared_empty)
 plan_allreduce = _on_world(Communicator.plan_allreduce)
+plan_buckets = _on_world(Communicator.plan_buckets)

@@ -67,14 +67,17 @@ class _Receive:
             if not self.finished and self.queue[0] is self and box:
                 send = box.popleft()
                 self.queue.popleft()
-                self.finished = send.taken = True
+                self.finished = True
+                fits = send.data.size == self.into.size
+                if fits:
+                    self.into[...] = send.data
+                send.taken = True  # its memory may change from now on
                 self.group.event()
-                if send.data.size != self.into.size:
+                if not fits:
                     raise MismatchError(
                         f"receive: rank {self.source} sent an array of another length, expected "
                         f"{self.into.size} bytes, got {send.data.size}"
                     )
-                self.into[...] = send.data
         return self.finished
 
     def describe(self):
@@ -129,6 +132,11 @@ class ThreadTransport(Transport):
                 (number, color), _Group(len(members), self.group.mode)
             )
         return ThreadTransport(part, members.index(self.rank))
+
+    def lane(self):
+        with self.group.lock:
+            group = self.group.parts.setdefault("lane", _Group(self.size, self.group.mode))
+        return ThreadTransport(group, self.rank)
 
     def open_mail(self):
         return ThreadMail(self.split(0, self.rank))

@@ -11,9 +11,10 @@ from launcher import ROOT
 
 # From the ground up; a file imports from its own floor or from floors below it, never in a circle.
 COLLECTIVES = [
-    {"errors", "topology", "settings", "quantities"},
+    {"errors", "topology", "settings", "quantities", "links"},
     {"arrays", "devices", "reduction", "kernels", "halves", "packing", "rounds"},
-    {"compression", "doorbell", "letters", "mail", "transport", "segment", "liveness"},
+    {"compression", "doorbell", "letters", "mail", "transport",
+        "mpi", "segment", "liveness", "tuned"},
     {
         "algorithms",
         "algorithms.compressed",
@@ -23,6 +24,7 @@ COLLECTIVES = [
         "algorithms.node",
         "algorithms.ring",
         "algorithms.rotation",
+        "algorithms.stages",
         "algorithms.tree",
     },
     {
@@ -31,12 +33,28 @@ COLLECTIVES = [
         "calls",
         "operations",
         "plans",
+        "repeats",
+        "resolved",
         "recorder",
         "board",
         "costs",
         "exact",
+        "layouts",
+        "views",
     },
-    {"communicator", "requests", "composites", "groups", "shared", "channel"},
+    {
+        "communicator",
+        "requests",
+        "rows",
+        "composites",
+        "grouped",
+        "buckets",
+        "places",
+        "groups",
+        "shared",
+        "channel",
+        "point_to_point",
+    },
     {
         "launch",
         "world",
@@ -45,6 +63,8 @@ COLLECTIVES = [
         "surroundings",
         "selftest",
         "peers",
+        "measuring",
+        "tune",
         "benchmark",
         "figure",
         "__main__",
@@ -52,9 +72,13 @@ COLLECTIVES = [
 ]
 
 MAY_IMPORT = {
-    "cupy": {"collectives.devices", "collectives.kernels"},
+    "cupy": {
+        "collectives.devices",
+        "collectives.kernels",
+        "strategies.cluster.gpus",  # bounds its pool
+    },
     "mpi4py": {
-        "collectives.transport",
+        "collectives.mpi",
         "collectives.algorithms.native",
         "collectives.communicator",
         "collectives.launch",

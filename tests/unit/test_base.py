@@ -40,8 +40,12 @@ def test_mixing_strategies_is_an_error():
 
 
 def test_an_unknown_device_is_an_error():
-    with pytest.raises(ValueError, match=r"no such device, expected /cpu:0, got '/gpu:0'"):
+    with pytest.raises(ValueError, match=r"no such device, expected /cpu:0, .* got '/gpu:0'"):
         strategies.OneDeviceStrategy("/gpu:0")
+    with pytest.raises(ValueError, match=r"expected different devices, .* \['/cpu:0', '/cpu:0'\]"):
+        strategies.MirroredStrategy(["/cpu:0", "cpu:0"])
+    with pytest.raises(TypeError, match="no list of names, got '/cpu:0'"):
+        strategies.MirroredStrategy("/cpu:0")
 
 
 @pytest.mark.parametrize("make", STRATEGIES)
@@ -97,6 +101,18 @@ def test_variables_have_unique_names_a_shape_and_a_dtype():
         w.assign([3, 4])
     with pytest.raises(TypeError, match="expected float32, got complex128"):
         w.assign([[1j, 2]])
+
+
+def test_how_variables_are_combined_is_one_of_some_words():
+    strategy = strategies.DefaultStrategy()
+    v = strategy.variable(1.0, synchronization="Auto", aggregation="Sum")
+    assert (v.synchronization, v.aggregation) == ("on_write", "sum")
+    with pytest.raises(ValueError, match="no such synchronization, expected .* got 'none'"):
+        strategy.variable(0.0, synchronization="none")
+    with pytest.raises(ValueError, match="no such aggregation, .* none sum mean .* got 'max'"):
+        strategy.variable(0.0, aggregation="max")
+    with pytest.raises(ValueError, match="integers have no mean .* got int64"):
+        strategy.variable(1, aggregation="mean", dtype=np.int64)
 
 
 def test_a_global_batch_that_cannot_be_shared_evenly_is_an_error():

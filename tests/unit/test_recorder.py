@@ -219,7 +219,7 @@ class TestBoard:
     @pytest.fixture
     def ranks(self):
         memory = np.zeros(3 * board.NOTE_BYTES, np.uint8)
-        return [(Board(memory, rank), Recorder("world", rank, 3)) for rank in range(3)]
+        return [(Board(memory, rank, range(3)), Recorder("world", rank, 3)) for rank in range(3)]
 
     @staticmethod
     def enter(rank, number, operation):

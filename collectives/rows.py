@@ -1,0 +1,188 @@
+"""Operations that join and share rows of arrays, as methods of `Communicator`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collectives import arrays, composites, operations, topology
+from collectives.arrays import Array
+from collectives.calls import Call
+from collectives.repeats import NEW
+
+if TYPE_CHECKING:
+    from collectives.communicator import Communicator
+
+__all__ = ["allgather", "alltoall", "gather", "scatter"]
+
+
+def gather(
+    self: Communicator,
+    x: Any,
+    root: int = 0,
+    *,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Any:
+    """Join the arrays of all ranks along their first axis on one rank.
+
+    Args:
+        x: shape (n, ...); n may differ between ranks; a scalar counts as shape (1,).
+        root: who gets the result.
+        algorithm: "auto", "tree" or "native".
+        timeout: seconds.
+
+    Returns:
+        On the root a new array of shape (sum of n, ...), elsewhere None.
+
+    Raises:
+        ValueError: no such root.
+        MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
+            ranks.
+        CollectiveTimeout: as `allreduce`.
+    """
+    with self._calls.enter("gather", timeout) as call:
+        loan = arrays.borrow(x, operation="gather")
+        array = np.atleast_1d(loan.host)
+        self._check_root(call, root)
+        row = array.shape[1:]
+        self._describe(call, algorithm, dtype=array.dtype, row=row, root=root)
+        rows = call.agree_on_rows(array.shape[0])
+        counts = [n * math.prod(row) for n in rows]
+        result = operations.gather(
+            self._transport, call, arrays.flat(array), counts, root, algorithm
+        )
+    return None if result is None else loan.give_back(result.reshape(sum(rows), *row))
+
+
+def allgather(
+    self: Communicator, x: Any, *, algorithm: str = "auto", timeout: float | None = None
+) -> Any:
+    """Join the arrays of all ranks along their first axis on every rank.
+
+    Arguments and errors as `gather`, without a root; algorithms "auto", "ring" and "native".
+
+    Returns:
+        A new array of shape (sum of n, ...) in the order of the ranks, on all ranks.
+
+    Cost: "ring" P - 1 messages per rank, (P - 1)/P of the result's bytes.
+    """
+    done = self._repeats.allgather(x, algorithm, timeout)
+    if done is not NEW:
+        return done
+    with self._calls.enter("allgather", timeout) as call:
+        loan = arrays.borrow(x, operation="allgather")
+        array = np.atleast_1d(loan.host)
+        row = array.shape[1:]
+        self._describe(call, algorithm, dtype=array.dtype, row=row)
+        rows = call.agree_on_rows(array.shape[0])
+        counts = [n * math.prod(row) for n in rows]
+        result = operations.allgather(self._transport, call, arrays.flat(array), counts, algorithm)
+        self._repeats.note_allgather(call, x, algorithm)
+    return loan.give_back(result.reshape(sum(rows), *row))
+
+
+def scatter(
+    self: Communicator,
+    x: Any,
+    root: int = 0,
+    *,
+    splits: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Any:
+    """Share the rows of one rank's array among all ranks.
+
+    Args:
+        x: on the root shape (n, ...); not looked at elsewhere.
+        root: whose array.
+        splits: on the root, the rows of every rank, which add up to n; even shares if None,
+            the first `n % size` ranks getting one row more.
+        algorithm: "auto", "node", "tree" or "native".
+        timeout: seconds.
+
+    Returns:
+        A new array of shape (own rows, ...): of the kind of `x` on the root, a NumPy array
+        elsewhere.
+
+    Raises:
+        ValueError: no such root; on the root, a scalar, or splits that do not add up.
+        CollectiveTimeout: as `allreduce`.
+    """
+    with self._calls.enter("scatter", timeout) as call:
+        self._check_root(call, root)
+        loan = arrays.borrow(x, operation="scatter") if self.rank == root else None
+        rows = [] if loan is None else _splits(self, call, loan.host, splits)
+        self._describe(call, algorithm, root=root)
+        # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
+        facts = None if loan is None else (loan.host.dtype.name, loan.host.shape[1:], rows)
+        dtype, row, rows = composites.from_root(self, call, facts, root)
+        counts = [n * math.prod(row) for n in rows]
+        result = np.empty((rows[self.rank], *row), np.dtype(dtype))
+        send = None if loan is None else arrays.flat(loan.host)
+        out = result.reshape(-1)
+        operations.scatter(self._transport, call, send, counts, root, out, algorithm)
+    return result if loan is None else loan.give_back(result)
+
+
+def alltoall(
+    self: Communicator,
+    x: Any,
+    *,
+    splits: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Any:
+    """Give every rank some rows of this rank's array, and join what all ranks give to this one.
+
+    Args:
+        x: shape (n, ...); n may differ between ranks. The first rows go to rank 0, and so on.
+        splits: the rows for every rank, which add up to n; even shares if None.
+        algorithm: "auto", "node", "rotation" or "native".
+        timeout: seconds.
+
+    Returns:
+        A new array of shape (received rows, ...), of the kind of `x`, in the order of the
+        ranks that they came from.
+
+    Raises:
+        ValueError: a scalar, or splits that do not add up.
+        MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
+            ranks.
+        CollectiveTimeout: as `allreduce`.
+
+    Cost: P - 1 messages and (P - 1)/P S bytes sent per rank.
+    """
+    with self._calls.enter("alltoall", timeout) as call:
+        loan = arrays.borrow(x, operation="alltoall")
+        rows = _splits(self, call, loan.host, splits)
+        row = loan.host.shape[1:]
+        self._describe(call, algorithm, dtype=loan.host.dtype, row=row)
+        counts = [n * math.prod(row) for n in rows]
+        result = operations.alltoall(
+            self._transport, call, arrays.flat(loan.host), counts, algorithm
+        )
+    return loan.give_back(result.reshape(-1, *row) if math.prod(row) else result.reshape(0, *row))
+
+
+def _splits(
+    self: Communicator, call: Call, array: Array, splits: Sequence[int] | None
+) -> list[int]:
+    """Return the rows of an array for every rank."""
+    if array.ndim == 0:
+        raise ValueError(f"{call.operation}: a scalar has no rows, expected shape (n, ...)")
+    if splits is None:
+        bounds = topology.chunk_bounds(array.shape[0], self.size)
+        return [stop - start for start, stop in itertools.pairwise(bounds)]
+    rows = [operator.index(n) for n in splits]
+    if len(rows) != self.size or min(rows) < 0 or sum(rows) != array.shape[0]:
+        raise ValueError(
+            f"{call.operation}: splits do not fit, expected {self.size} numbers >= 0 that add "
+            f"up to {array.shape[0]} rows, got {rows}"
+        )
+    return rows

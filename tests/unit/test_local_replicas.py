@@ -1,0 +1,205 @@
+"""Replicas of one process, without MPI."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import inprocess
+import strategies
+from strategies.errors import InvalidArgumentError
+
+
+def cpus(count):
+    return [f"/cpu:{i}" for i in range(count)]
+
+
+def replica_id():
+    return strategies.get_replica_context().replica_id_in_sync_group
+
+
+GOLDEN = [
+    # policy, replicas of one process, rows, batch -> the last step
+    ("data", 2, 10, 4, [[8], [9]]),
+    ("off", 2, 10, 4, [[8, 9], []]),
+    ("data", 2, 9, 4, [[8], []]),
+    ("off", 2, 9, 4, [[8], []]),
+    ("data", 3, 4, 4, [[0, 1], [2, 3], []]),
+    ("off", 3, 4, 4, [[0, 1], [2], [3]]),
+]
+
+
+def test_results_are_regrouped_leaf_by_leaf():
+    strategy = strategies.MirroredStrategy(cpus(2))
+    same = object()
+
+    def step(x):
+        return {"id": replica_id(), "same": same, "pair": (x, None), "one": 1}
+
+    values = strategy.distribute_values_from_function(lambda c: c.replica_id_in_sync_group * 10)
+    assert values.values == (0, 10)
+    result = strategy.run(step, args=(values,))
+    assert result["same"] is same
+    assert result["pair"] == (strategies.PerReplica((0, 10)), None)
+    assert result["id"] == strategies.PerReplica((0, 1))
+    assert result["one"] == strategies.PerReplica((1, 1))  # numbers have no identity
+    assert strategy.local_results(result)[1] == {
+        "id": 1,
+        "same": same,
+        "pair": (10, None),
+        "one": 1,
+    }
+    assert strategy.local_results(5) == (5,)
+    with pytest.raises(ValueError, match="different structures, got leaf and list of 1"):
+        strategy.run(lambda: [0] if replica_id() else 0)
+    with pytest.raises(ValueError, match=r"different structures, got list of 1 and tuple of 1"):
+        strategy.run(lambda: [0] if replica_id() else (0,))
+
+
+def test_replicas_run_at_the_same_time():
+    strategy = strategies.MirroredStrategy(cpus(3))
+    barrier = threading.Barrier(3)
+    strategy.run(barrier.wait, args=(10,))  # which none of them passes alone
+
+
+def test_other_objects_pass_through_run_as_they_are():
+    torch = pytest.importorskip("torch")
+    strategy = strategies.MirroredStrategy(cpus(2))
+    tensor, state = torch.ones(2), {"list": [1]}
+    result = strategy.run(lambda t, s: (t is tensor, s is state), args=(tensor, state))
+    assert result == (True, True) or strategy.local_results(result) == ((True, True),) * 2
+
+
+def test_a_result_that_replicas_share_cannot_be_changed_by_one():
+    strategy = strategies.MirroredStrategy(cpus(2))
+
+    def step():
+        strategies.get_replica_context().all_reduce("sum", np.ones(2))[0] = 7
+
+    with pytest.raises(ValueError, match="read-only"):
+        strategy.run(step)
+
+
+def test_outside_of_any_scope_there_is_one_replica():
+    context = strategies.get_replica_context()
+    assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (0, 1)
+    assert context.all_reduce("mean", {"a": 3.0})["a"] == 3.0
+    assert context.all_gather(np.ones(3)).shape == (3,)
+
+    def merge(strategy, value):
+        assert strategies.in_cross_replica_context()
+        return value, strategy
+
+    assert context.merge_call(merge, args=(1,)) == (1, strategies.get_strategy())
+
+
+def test_a_context_is_of_no_use_to_others():
+    strategy = strategies.MirroredStrategy(cpus(2))
+    contexts = strategy.run(strategies.get_replica_context)
+    with pytest.raises(RuntimeError, match="all_reduce: called outside of the replica"):
+        contexts.values[0].all_reduce("sum", 1)
+    assert strategy.run(replica_id).values == (0, 1)
+
+
+def test_wrong_contexts_are_errors():
+    strategy = strategies.MirroredStrategy(cpus(2))
+    other = strategies.MirroredStrategy(cpus(2))
+    for call in (
+        lambda: strategy.reduce("sum", 1.0),
+        lambda: strategy.gather(np.ones(1), 0),
+        lambda: strategy.run(abs, args=(1,)),
+        lambda: strategy.variable(0.0),
+        lambda: strategy.scope().__enter__(),
+    ):
+        with pytest.raises(RuntimeError, match="called inside a replica"):
+            strategy.run(call)
+    with strategy.scope():
+        for call in (
+            lambda: other.run(abs, args=(1,)),
+            lambda: other.variable(0.0),
+            lambda: other.scope().__enter__(),
+        ):
+            with pytest.raises(RuntimeError, match="another strategy's scope is open"):
+                call()
+
+
+def test_the_golden_mean_of_uneven_replicas():
+    strategy = strategies.MirroredStrategy(cpus(2))
+    values = strategies.PerReplica((np.array([1, 1, 1]), np.array([1, 1, 2])))
+    assert strategy.reduce("MEAN", values, axis=0) == pytest.approx(7 / 6)
+    assert strategy.reduce("MEAN", values, axis=0).dtype == np.float64
+    uneven = strategies.PerReplica((np.array([1.0, 2.0, 3.0]), np.array([6.0])))
+    assert strategy.reduce("mean", uneven, axis=0) == 3.0
+    with pytest.raises(InvalidArgumentError, match=r"one shape, got \(3,\), \(1,\)"):
+        strategy.reduce("mean", uneven)
+    assert strategy.reduce("mean", strategies.PerReplica((True, False))) == 0.5
+    assert strategy.reduce("sum", strategies.PerReplica((True, True))) == 2
+
+
+def test_a_value_that_is_the_same_for_all_replicas():
+    strategy = strategies.MirroredStrategy(cpus(2))
+    assert strategy.reduce("mean", 3.0) == 3.0
+    assert strategy.reduce("mean", np.array([1.0, 3.0]), axis=0) == 2.0
+    assert strategy.reduce("sum", 0) == 0
+    with pytest.raises(ValueError, match="the value is the same for all 2 replicas"):
+        strategy.reduce("sum", 1)
+    same = np.ones(2)
+    assert strategy.gather(same, 0) is same
+
+
+@pytest.mark.parametrize(
+    ("arrays", "axis"),
+    [
+        (((2, 3), (2, 4)), 0),
+        (((2, 3), (3, 3)), 1),
+        (((2, 3), (2,)), 0),
+        (((), ()), 0),
+        (((2,), (2,)), 1),
+    ],
+)
+def test_arrays_that_cannot_be_joined(arrays, axis):
+    strategy = strategies.MirroredStrategy(cpus(2))
+    values = strategies.PerReplica(tuple(np.zeros(shape) for shape in arrays))
+    with pytest.raises(InvalidArgumentError):
+        strategy.gather(values, axis)
+
+
+@pytest.mark.parametrize(("policy", "replicas", "rows", "batch", "last"), GOLDEN)
+def test_golden_batches_of_one_process(policy, replicas, rows, batch, last):
+    strategy = strategies.MirroredStrategy(cpus(replicas))
+    batches = [np.arange(start, min(start + batch, rows)) for start in range(0, rows, batch)]
+    *_, step = strategy.distribute_dataset(batches, policy=policy)
+    assert [part.tolist() for part in step.values] == last
+    with pytest.raises(ValueError, match="no such policy, expected one of data off, got 'auto'"):
+        strategy.distribute_dataset(batches, policy="auto")
+
+
+def test_options_of_a_call_go_over_those_of_the_strategy():
+    earlier = strategies.CommunicationOptions(bytes_per_pack=8, timeout=5)
+    later = strategies.CommunicationOptions(compression=cc.FP16, timeout=7)
+    assert later.over(earlier) == strategies.CommunicationOptions(8, cc.FP16, 7)
+    with pytest.raises(ValueError, match="bytes_per_pack is no size, expected >= 0, got -1"):
+        strategies.CommunicationOptions(bytes_per_pack=-1)
+    with pytest.raises(ValueError, match="timeout is no time"):
+        strategies.CommunicationOptions(timeout=0)
+
+
+def test_mirrored_replicas_are_on_one_node():
+    def check(comm):
+        assert comm.num_nodes == 2
+        with pytest.raises(ValueError, match="the ranks are on several nodes, expected 1, got 2"):
+            strategies.MirroredStrategy(comm=comm)
+        assert strategies.MultiWorkerMirroredStrategy(comm).num_replicas_in_sync == 2
+
+    inprocess.run_ranks(2, check, leaders=[0, 1])
+
+
+def test_how_many_processes_a_launcher_started(monkeypatch):
+    for variable in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    assert cc.launched_processes() == 1
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    assert cc.launched_processes() == 3
