@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import ml_dtypes
+import array_api_compat
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["COMPUTE", "Pair", "check_slots", "resolve"]
+from strategies import arrays
+from strategies.arrays import COMPUTE
+from strategies.sparse import Rows, in_order
 
-COMPUTE: dict[Any, Any] = {
-    np.dtype(ml_dtypes.bfloat16): np.dtype(np.float32),
-    np.dtype(np.float16): np.dtype(np.float32),
-    np.dtype(np.float32): np.dtype(np.float32),
-    np.dtype(np.float64): np.dtype(np.float64),
-}
-"""dtype of a variable -> dtype of its slots and of the arithmetic."""
+__all__ = ["Pair", "check_slots", "floats", "resolve"]
 
 
 class Pair(NamedTuple):
-    """One variable: its key for slots, its name for people, its array, a gradient or None."""
+    """One variable and its gradient.
+
+    Attributes:
+        key: for slots.
+        where: for people.
+        value: the variable's array, a view of it as a NumPy array where its memory allows.
+        gradient: of the same kind, or None; if there are rows, those rows alone.
+        rows: shape (k,), int64, increasing: where the gradient belongs; None if everywhere.
+    """
 
     key: str
     where: str
     value: Any
     gradient: Any
+    rows: npt.NDArray[np.int64] | None = None
 
 
 def resolve(grads_and_vars: Iterable[tuple[Any, Any]], operation: str) -> list[Pair]:
     """Look at every pair before the first variable is changed.
 
     Raises:
-        ValueError: shape or dtype do not fit, a variable is read-only or given twice.
-        TypeError: something is no array, or no pair.
+        ValueError: shape, dtype or indices do not fit, a variable is read-only or given twice.
+        TypeError: something is no array, or no pair, or a gradient is in another memory.
     """
     pairs: dict[str, Pair] = {}
     for position, item in enumerate(grads_and_vars):
@@ -45,48 +51,96 @@ def resolve(grads_and_vars: Iterable[tuple[Any, Any]], operation: str) -> list[P
         gradient, variable = item
         named = hasattr(variable, "name") and hasattr(variable, "value")
         key, value = (variable.name, variable.value) if named else (str(position), variable)
-        pair = Pair(key, f"variable {key!r}, position {position}", value, gradient)
+        where = f"variable {key!r}, position {position}"
         if key in pairs:
-            raise ValueError(f"{operation}: a variable is given twice ({pair.where})")
-        _check_pair(pair, operation)
-        pairs[key] = pair
+            raise ValueError(f"{operation}: a variable is given twice ({where})")
+        value = _writable(value, operation, where)
+        pairs[key] = _paired(key, where, value, gradient, operation)
     return list(pairs.values())
 
 
-def _check_pair(pair: Pair, operation: str) -> None:
-    _, where, value, gradient = pair
-    for what, array in (("variable", value), ("gradient", value if gradient is None else gradient)):
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            kind = type(array).__name__
-            raise TypeError(f"{operation}: {what} is no array, got {kind} ({where})")
-    if value.dtype not in COMPUTE:
-        names = ", ".join(str(dtype) for dtype in COMPUTE)
+def floats(what: str, array: Any, operation: str, where: str) -> Any:
+    """Return an array of floats, as a NumPy array where its memory allows.
+
+    Raises:
+        TypeError: it is no array.
+        ValueError: its dtype is none of `COMPUTE`.
+    """
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        kind = type(array).__name__
+        raise TypeError(f"{operation}: {what} is no array, got {kind} ({where})")
+    if arrays.dtype_name(array) not in COMPUTE:
         raise ValueError(
-            f"{operation}: unsupported dtype, expected {names}, got {value.dtype} ({where})"
+            f"{operation}: unsupported dtype, expected {', '.join(COMPUTE)}, "
+            f"got {arrays.dtype_name(array)} ({where})"
         )
-    if isinstance(value, np.ndarray) and not value.flags.writeable:
-        raise ValueError(f"{operation}: variable is read-only ({where})")
-    if gradient is not None:
-        _check_like("gradient", gradient, value.dtype, pair, operation)
+    try:
+        view = arrays.host(array)
+    except (TypeError, RuntimeError) as error:  # a sparse tensor, say
+        raise TypeError(f"{operation}: {what} cannot be read: {error} ({where})") from error
+    return array if view is None else view
 
 
-def _check_like(what: str, array: Any, dtype: Any, pair: Pair, operation: str) -> None:
-    shape = pair.value.shape
-    if (array.shape, array.dtype) != (shape, dtype):
+def _writable(value: Any, operation: str, where: str) -> Any:
+    """Return the array of a variable, as a NumPy array where its memory allows."""
+    if isinstance(value, np.generic):  # its array would be a copy
+        raise TypeError(f"{operation}: variable is no array, got the number {value!r} ({where})")
+    value = floats("variable", value, operation, where)
+    if isinstance(value, np.ndarray):
+        if not value.flags.writeable:
+            raise ValueError(f"{operation}: variable is read-only ({where})")
+        return value
+    if not array_api_compat.is_array_api_obj(value) or array_api_compat.is_jax_array(value):
+        raise TypeError(
+            f"{operation}: variable cannot be changed in place, expected an array of NumPy, CuPy "
+            f"or PyTorch, got {type(value).__name__} ({where})"
+        )
+    return value.detach() if hasattr(value, "detach") else value
+
+
+def _paired(key: str, where: str, value: Any, gradient: Any, operation: str) -> Pair:
+    """Check a gradient, or the rows of one, against its variable."""
+    if gradient is None:
+        return Pair(key, where, value, None)
+    sparse = isinstance(gradient, Rows)
+    array = floats("gradient", gradient.values if sparse else gradient, operation, where)
+    shape = (*array.shape[:1], *value.shape[1:]) if sparse else tuple(value.shape)
+    _check_like("gradient", array, arrays.dtype_name(value), shape, operation, where)
+    both_host = isinstance(array, np.ndarray) and isinstance(value, np.ndarray)
+    if not both_host and arrays.place(array) != arrays.place(value):
+        raise TypeError(
+            f"{operation}: gradient is in another memory than the variable, expected "
+            f"{_describe(value)}, got {_describe(array)} ({where})"
+        )
+    if not sparse:
+        return Pair(key, where, value, array)
+    length = value.shape[0] if value.ndim else 0
+    rows = in_order(Rows(gradient.indices, array), operation, where, length=length)
+    return Pair(key, where, value, rows.values, rows.indices)
+
+
+def _describe(array: Any) -> str:
+    return f"{type(array).__module__}.{type(array).__name__} on {array_api_compat.device(array)}"
+
+
+def _check_like(
+    what: str, array: Any, dtype: str, shape: tuple[int, ...], operation: str, where: str
+) -> None:
+    if (tuple(array.shape), arrays.dtype_name(array)) != (shape, dtype):
         raise ValueError(
             f"{operation}: {what} does not fit, expected {dtype} of shape {shape}, "
-            f"got {array.dtype} of shape {array.shape} ({pair.where})"
+            f"got {arrays.dtype_name(array)} of shape {tuple(array.shape)} ({where})"
         )
 
 
 def check_slots(
-    pairs: list[Pair], slots: Mapping[str, Any], loaded: set[str], operation: str
+    pairs: list[Pair], slots: Mapping[str, Collection[Any]], loaded: set[str], operation: str
 ) -> None:
     """Check that slots fit, and that those just loaded were not meant for other variables.
 
     Args:
         pairs: from `resolve`.
-        slots: key -> array, those that exist.
+        slots: key -> arrays, those that exist.
         loaded: keys of slots that were loaded and not used since.
         operation: beginning of the message.
 
@@ -95,13 +149,13 @@ def check_slots(
     """
     unused = sorted(loaded - {pair.key for pair in pairs})
     for pair in pairs:
-        slot = slots.get(pair.key)
         if pair.gradient is None:
             continue
-        if slot is None and unused:
+        if pair.key not in slots and unused:
             raise ValueError(
                 f"{operation}: loaded state belongs to other variables, "
                 f"got slots for {', '.join(unused)} and none for this one ({pair.where})"
             )
-        if slot is not None:
-            _check_like("slot", slot, COMPUTE[pair.value.dtype], pair, operation)
+        dtype = COMPUTE[arrays.dtype_name(pair.value)]
+        for slot in slots.get(pair.key, ()):
+            _check_like("slot", slot, dtype, tuple(pair.value.shape), operation, pair.where)

@@ -1,0 +1,122 @@
+"""Arrays of any library: those in host memory as NumPy arrays, others by array-api-compat."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import array_api_compat
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "COMPUTE",
+    "astype",
+    "beside",
+    "copy",
+    "dtype_name",
+    "full",
+    "host",
+    "place",
+    "put",
+    "take",
+    "wide",
+]
+
+COMPUTE = {
+    "bfloat16": "float32",
+    "float16": "float32",
+    "float32": "float32",
+    "float64": "float64",
+}
+"""dtype of a variable -> dtype of its slots and of the arithmetic."""
+
+_CPU, _CPU_PINNED = 1, 3  # DLPack's device types whose memory the processor reads
+
+
+def host(array: Any) -> npt.NDArray[Any] | None:
+    """View an array as a NumPy array, without a copy; None if it is on a device."""
+    if isinstance(array, (np.ndarray, np.generic)):
+        return np.asarray(array)
+    device = getattr(array, "__dlpack_device__", None)
+    if device is None or device()[0] not in (_CPU, _CPU_PINNED):
+        return None
+    if not hasattr(array, "detach"):
+        return np.asarray(array)
+    tensor = array.detach()  # PyTorch: the same memory, out of sight of its differentiation
+    if dtype_name(tensor) == "bfloat16":  # which PyTorch does not hand to NumPy
+        bits = tensor.view(array_api_compat.array_namespace(tensor).int16).numpy()
+        return np.asarray(bits.view(ml_dtypes.bfloat16))
+    return np.asarray(tensor.numpy())
+
+
+def place(array: Any) -> tuple[Any, Any]:
+    """Return the library and the device of an array, equal for arrays that can be combined."""
+    return array_api_compat.array_namespace(array), array_api_compat.device(array)
+
+
+def dtype_name(array: Any) -> str:
+    """Return the name of an array's dtype, the same for all libraries."""
+    return _name(array.dtype)
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def astype(array: Any, name: str) -> Any:
+    """Return an array converted to the dtype of this name, or itself; too large is infinite."""
+    if isinstance(array, (np.ndarray, np.generic)):
+        with np.errstate(over="ignore"):
+            return np.asarray(array).astype(name, copy=False)
+    if dtype_name(array) == name:
+        return array
+    xp = array_api_compat.array_namespace(array)
+    return xp.astype(array, getattr(xp, name))
+
+
+def wide(array: Any) -> Any:
+    """Return an array in the dtype of its arithmetic: float32 for a 16-bit one, else itself."""
+    return astype(array, COMPUTE[dtype_name(array)])
+
+
+def full(like: Any, number: float, name: str) -> Any:
+    """Return a new array of one number, of another's shape, where that one is."""
+    if isinstance(like, np.ndarray):
+        return np.full(like.shape, number, name) if number else np.zeros(like.shape, name)
+    xp, device = place(like)
+    return xp.full(tuple(like.shape), number, dtype=getattr(xp, name), device=device)
+
+
+def beside(like: Any, array: Any) -> Any:
+    """Return an array where another one is: itself, or a copy of one in host memory."""
+    if isinstance(like, np.ndarray) or not isinstance(array, np.ndarray):
+        return array
+    xp, device = place(like)
+    return xp.asarray(array, device=device)
+
+
+def copy(array: Any) -> Any:
+    """Return a copy in the same memory."""
+    if isinstance(array, np.ndarray):
+        return array.copy()
+    return array_api_compat.array_namespace(array).asarray(array, copy=True)
+
+
+def take(array: Any, rows: npt.NDArray[np.int64]) -> Any:
+    """Return a copy of some rows."""
+    if isinstance(array, np.ndarray):
+        return array.take(rows, axis=0)
+    xp, device = place(array)
+    return xp.take(array, xp.asarray(rows, device=device), axis=0)
+
+
+def put(array: Any, rows: npt.NDArray[np.int64], values: Any) -> None:
+    """Overwrite some rows, each given once."""
+    if isinstance(array, np.ndarray):
+        array[rows] = values
+        return
+    xp, device = place(array)
+    array[xp.asarray(rows, device=device)] = values

@@ -1,0 +1,219 @@
+"""Optimizers that give each element a rate of its own, by the squares of its gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from strategies.checks import number
+from strategies.gradients import Pair
+from strategies.optimizers import rules
+from strategies.optimizers.base import LearningRate, Optimizer
+
+__all__ = ["Adagrad", "Adam", "AdamW", "RMSProp"]
+
+# A smaller epsilon would lose precision as float32, or be zero, and 0 / 0 appear.
+_EPSILON = float(np.finfo(np.float32).tiny)
+
+
+class Adagrad(Optimizer):
+    """Steps that shrink with the sum of the squares of all gradients so far.
+
+    For every variable, with a slot that starts at `initial_total`:
+
+        total = total + gradient ** 2
+        variable -= learning_rate * gradient / (sqrt(total) + epsilon)
+
+    A gradient of `Rows` has the same effect as the array that it stands for.
+
+    Args:
+        learning_rate: a number >= 0, or a function that gives one for each step.
+        initial_total: a number >= 0.
+        epsilon: a number > 0.
+
+    Attributes:
+        step: number of calls of `apply_gradients` so far.
+
+    Source: J. Duchi, E. Hazan, Y. Singer, "Adaptive subgradient methods for online learning and
+    stochastic optimization", JMLR 12 (2011).
+    """
+
+    def __init__(
+        self, learning_rate: LearningRate, *, initial_total: float = 0.0, epsilon: float = 1e-10
+    ) -> None:
+        initial = number("Adagrad", "initial_total", initial_total)
+        super().__init__(learning_rate, rules.adagrad, {"total": initial})
+        self._epsilon = number("Adagrad", "epsilon", epsilon, least=_EPSILON)
+
+    def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
+        return (rate, self._epsilon)
+
+
+class RMSProp(Optimizer):
+    """Steps divided by the root of a moving mean of the squares of gradients.
+
+    For every variable, with slots that start at zero:
+
+        square = decay * square + (1 - decay) * gradient ** 2
+        mean = decay * mean + (1 - decay) * gradient                      if centered
+        step = gradient / (sqrt(square) + epsilon)
+        step = gradient / (sqrt(square - mean ** 2) + epsilon)            if centered
+        slot = momentum * slot + step                                     if momentum is not 0
+        variable -= learning_rate * (slot or step)
+
+    Of a variable whose gradient is `Rows`, only those rows and those of the slots change.
+
+    Args:
+        learning_rate: a number >= 0, or a function that gives one for each step.
+        decay: a number in [0, 1).
+        momentum: a number in [0, 1).
+        epsilon: a number > 0.
+        centered: divide by an estimate of the standard deviation.
+
+    Attributes:
+        step: number of calls of `apply_gradients` so far.
+
+    Source: T. Tieleman, G. Hinton, "Lecture 6.5: RMSProp", Coursera, 2012; centered: A. Graves,
+    "Generating sequences with recurrent neural networks", arXiv:1308.0850, section 4.2.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        *,
+        decay: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-8,
+        centered: bool = False,
+    ) -> None:
+        self._decay = number("RMSProp", "decay", decay, below=1)
+        self._momentum = number("RMSProp", "momentum", momentum, below=1)
+        self._epsilon = number("RMSProp", "epsilon", epsilon, least=_EPSILON)
+        slots = ["square", *["mean"] * centered, *["momentum"] * (self._momentum > 0)]
+        choices: dict[tuple[str, ...], rules.Rule] = {
+            ("square",): rules.rmsprop,
+            ("square", "mean"): rules.rmsprop_centered,
+            ("square", "momentum"): rules.rmsprop_momentum,
+            ("square", "mean", "momentum"): rules.rmsprop_centered_momentum,
+        }
+        super().__init__(learning_rate, choices[tuple(slots)], dict.fromkeys(slots, 0.0))
+
+    def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
+        return (rate, self._decay, 1 - self._decay, self._momentum, self._epsilon)
+
+
+class Adam(Optimizer):
+    """Steps along a moving mean of gradients, divided by the root of one of their squares.
+
+    For every variable, changed for the t-th time, with slots that start at zero:
+
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient ** 2
+        largest = maximum(largest, second)                                if amsgrad
+        root = sqrt((largest if amsgrad else second) / (1 - beta2 ** t))
+        variable -= learning_rate * first / (1 - beta1 ** t) / (root + epsilon)
+
+    Of a variable whose gradient is `Rows`, only those rows and those of the slots change, and t
+    counts the changes of any row: a row that is seldom named keeps its old means. That is cheap
+    and usual, but not what the array with zeros for which the rows stand would do.
+
+    Args:
+        learning_rate: a number >= 0, or a function that gives one for each step.
+        beta1: a number in [0, 1).
+        beta2: a number in [0, 1).
+        epsilon: a number > 0.
+        amsgrad: let no element's rate grow again.
+
+    Attributes:
+        step: number of calls of `apply_gradients` so far.
+
+    Source: D. Kingma, J. Ba, "Adam: a method for stochastic optimization", arXiv:1412.6980,
+    algorithm 1; amsgrad: S. Reddi, S. Kale, S. Kumar, "On the convergence of Adam and beyond",
+    arXiv:1904.09237, algorithm 2, with the correction of biases above.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        *,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        amsgrad: bool = False,
+    ) -> None:
+        rule, slots = _moment_rule(amsgrad)
+        super().__init__(learning_rate, rule, slots, counted=True)
+        self._moments = _moments("Adam", beta1, beta2, epsilon)
+
+    def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
+        return self._moments.numbers(rate, updates)
+
+
+class AdamW(Optimizer):
+    """Adam with decay of the variables that is not part of the gradient.
+
+    As `Adam`, and with the change of every step `learning_rate * weight_decay * variable` is
+    subtracted; of a variable whose gradient is `Rows`, this too from those rows only.
+
+    Args:
+        learning_rate: a number >= 0, or a function that gives one for each step.
+        beta1: a number in [0, 1).
+        beta2: a number in [0, 1).
+        epsilon: a number > 0.
+        weight_decay: a number >= 0.
+        amsgrad: let no element's rate grow again.
+
+    Attributes:
+        step: number of calls of `apply_gradients` so far.
+
+    Source: I. Loshchilov, F. Hutter, "Decoupled weight decay regularization", arXiv:1711.05101,
+    algorithm 2, where the decay is multiplied by the learning rate, as in PyTorch and optax.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        *,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        rule, slots = _moment_rule(amsgrad)
+        super().__init__(learning_rate, rule, slots, counted=True)
+        self._moments = _moments("AdamW", beta1, beta2, epsilon)
+        self._decay = number("AdamW", "weight_decay", weight_decay)
+
+    def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
+        return self._moments.numbers(rate, updates, rate * self._decay)
+
+
+class _Moments(NamedTuple):
+    """The hyper-parameters of Adam and AdamW."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+
+    def numbers(self, rate: float, updates: int, decay: float = 0.0) -> tuple[float, ...]:
+        """Return what `rules.adam` takes when a variable is changed for the `updates`-th time."""
+        beta1, beta2, epsilon = self
+        first, second = 1 - beta1**updates, math.sqrt(1 - beta2**updates)
+        return (rate / first, beta1, 1 - beta1, beta2, 1 - beta2, 1 / second, epsilon, decay)
+
+
+def _moments(operation: str, beta1: float, beta2: float, epsilon: float) -> _Moments:
+    return _Moments(
+        number(operation, "beta1", beta1, below=1),
+        number(operation, "beta2", beta2, below=1),
+        number(operation, "epsilon", epsilon, least=_EPSILON),
+    )
+
+
+def _moment_rule(amsgrad: bool) -> tuple[rules.Rule, dict[str, float]]:
+    slots = {"first": 0.0, "second": 0.0}
+    return (rules.amsgrad, {**slots, "largest": 0.0}) if amsgrad else (rules.adam, slots)

@@ -1,0 +1,70 @@
+"""Euclidean norms that neither overflow nor vanish on the way, the same wherever an array lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+
+from strategies import arrays
+
+__all__ = ["Squares", "combined", "norm", "squares"]
+
+# Between these, a sum of squares of float64 numbers has lost nothing that matters.
+_SMALLEST, _LARGEST = 1e-200, 1e300
+
+
+class Squares(NamedTuple):
+    """A sum of squares: scale**2 * total. Infinities and NaNs are in `total` alone."""
+
+    scale: float
+    total: float
+
+
+def squares(array: Any) -> Squares:
+    """Return the sum of the squares of all elements.
+
+    Args:
+        array: any shape, float16, bfloat16, float32 or float64, of any library.
+
+    Cost: one reading in host memory. On a device, an array of its size, and two waits for it.
+    """
+    view = arrays.host(array)
+    if view is None:
+        return _squares_elsewhere(array)
+    from strategies.optimizers import fused
+
+    total = fused.sum_of_squares(view)
+    if _SMALLEST < total < _LARGEST or math.isnan(total) or view.dtype != np.float64:
+        return Squares(1.0, total)
+    scale = float(np.abs(view).max(initial=0))
+    if scale == 0 or not math.isfinite(scale):
+        return Squares(1.0, scale)
+    return Squares(scale, fused.sum_of_squares(view / scale))
+
+
+def _squares_elsewhere(array: Any) -> Squares:
+    xp = array_api_compat.array_namespace(array)
+    array = arrays.wide(array)
+    scale = float(xp.max(xp.abs(array))) if math.prod(array.shape) else 0.0
+    if scale == 0 or not math.isfinite(scale):
+        return Squares(1.0, scale)
+    array = array / scale
+    return Squares(scale, float(xp.sum(array * array)))
+
+
+def combined(parts: Iterable[Squares]) -> Squares:
+    """Return the sum of sums of squares, added in their order."""
+    parts = list(parts)
+    if not all(math.isfinite(part.total) for part in parts):
+        return Squares(1.0, sum(part.total for part in parts))
+    scale = max((part.scale for part in parts if part.total), default=1.0)
+    return Squares(scale, sum(part.total * (part.scale / scale) ** 2 for part in parts))
+
+
+def norm(part: Squares) -> float:
+    """Return the root of a sum of squares."""
+    return part.scale * math.sqrt(part.total)

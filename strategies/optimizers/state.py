@@ -1,0 +1,88 @@
+"""What a checkpoint keeps of an optimizer, read and checked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from strategies import arrays
+
+__all__ = ["UPDATES", "State", "parse"]
+
+UPDATES = "updates"
+"""Stands where a slot's name stands, before how often the variable was changed."""
+
+
+class State(NamedTuple):
+    """A step, and by variable its slots and how often it was changed."""
+
+    step: int
+    slots: dict[str, list[Any]]
+    updates: dict[str, int]
+
+
+def parse(state: Mapping[str, Any], kinds: Sequence[str], counted: bool, operation: str) -> State:
+    """Take a state dict apart.
+
+    Args:
+        state: `step`, `<kind>/<variable>` for each slot, `updates/<variable>`.
+        kinds: names of the slots that each variable has.
+        counted: whether each has `updates`.
+        operation: beginning of a message.
+
+    Returns:
+        Copies of the slots, in the order of the kinds.
+
+    Raises:
+        ValueError: a key is missing or unknown, or a value is of no use.
+    """
+    known = [*([UPDATES] if counted else []), *kinds]
+    expected = " and ".join(["'step'", *(f"'{kind}/<variable>'" for kind in known)])
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in state.items():
+        kind, _, key = name.partition("/")
+        if name == "step":
+            continue
+        if kind not in known or not key:
+            raise ValueError(
+                f"{operation}: unknown key in state, expected {expected}, got {name!r}"
+            )
+        check = _count if kind == UPDATES else _slot
+        found.setdefault(key, {})[kind] = check(value, name, operation)
+    step = _count(state.get("step"), "step", operation)
+    for key, values in found.items():
+        if len(values) < len(known):
+            raise ValueError(
+                f"{operation}: incomplete state, expected {expected}, "
+                f"got {', '.join(values)} (variable: {key})"
+            )
+    if known and step and not found:
+        raise ValueError(
+            f"{operation}: incomplete state of step {step}, expected {expected}, got {list(state)}"
+        )
+    slots = {key: [values[kind] for kind in kinds] for key, values in found.items()}
+    updates = {key: values[UPDATES] for key, values in found.items()} if counted else {}
+    return State(step, slots, updates)
+
+
+def _count(value: Any, name: str, operation: str) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ValueError(
+            f"{operation}: bad {name!r} in state, expected an integer >= 0, got {value!r}"
+        )
+    return count
+
+
+def _slot(value: Any, name: str, operation: str) -> Any:
+    if not hasattr(value, "shape") or arrays.dtype_name(value) not in arrays.COMPUTE.values():
+        got = value.dtype if hasattr(value, "dtype") else type(value).__name__
+        raise ValueError(
+            f"{operation}: bad slot, expected a float32 or float64 array, got {got} (key: {name!r})"
+        )
+    view = arrays.host(value)
+    return arrays.copy(value if view is None else view)

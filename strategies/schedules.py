@@ -1,0 +1,229 @@
+"""Learning rates as functions of the step.
+
+A schedule is a function of the number of steps already made, 0 in the first one; every optimizer
+takes one in place of a number. Those that are made here compute in float64 and hold no state, so
+that all ranks, and a run that goes on from a checkpoint, get the same rate in the same step.
+
+Example:
+    >>> rate = warmup(cosine(0.1, 90), 10, start=0.1)
+    >>> [round(rate(step), 4) for step in (0, 5, 10, 55, 100, 200)]
+    [0.01, 0.055, 0.1, 0.05, 0.0, 0.0]
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from strategies.checks import number
+
+__all__ = [
+    "Schedule",
+    "constant",
+    "cosine",
+    "cosine_restarts",
+    "exponential",
+    "inverse_sqrt",
+    "linear",
+    "piecewise",
+    "polynomial",
+    "warmup",
+]
+
+Schedule = Callable[[int], float]
+"""From the number of steps already made to a learning rate."""
+
+
+def constant(rate: float) -> Schedule:
+    """Return a schedule of one rate, as a start for `warmup`."""
+    rate = number("constant", "rate", rate)
+    return lambda step: rate
+
+
+def piecewise(rates: Mapping[int, float]) -> Schedule:
+    """Return a schedule that changes at given steps.
+
+    Args:
+        rates: step from which on -> rate; one of them from step 0 on.
+
+    Raises:
+        ValueError: a step or rate is negative, or there is none for step 0.
+
+    Example:
+        >>> rate = piecewise({0: 0.1, 30: 0.01})
+        >>> rate(29), rate(30)
+        (0.1, 0.01)
+    """
+    starts = sorted(_steps("piecewise", "step", step, least=0) for step in rates)
+    if not starts or starts[0] != 0:
+        raise ValueError(f"piecewise: no rate for the first step, expected step 0, got {starts}")
+    values = [number("piecewise", "rate", rates[start]) for start in starts]
+    return lambda step: values[bisect.bisect_right(starts, step) - 1]
+
+
+def exponential(initial: float, *, factor: float, steps: int, staircase: bool = False) -> Schedule:
+    """Return a schedule that is multiplied by a factor every so many steps.
+
+    Args:
+        initial: rate in the first step.
+        factor: by which it is multiplied, >= 0.
+        steps: after how many, >= 1.
+        staircase: all at once, instead of a little in every step.
+
+    Example:
+        >>> exponential(0.1, factor=0.5, steps=10)(20)
+        0.025
+    """
+    initial = number("exponential", "initial", initial)
+    factor = number("exponential", "factor", factor)
+    steps = _steps("exponential", "steps", steps)
+
+    def rate(step: int) -> float:
+        return float(initial * factor ** (step // steps if staircase else step / steps))
+
+    return rate
+
+
+def polynomial(initial: float, end: float = 0.0, *, steps: int, power: float = 1.0) -> Schedule:
+    """Return a schedule that goes from one rate to another, by a power of the way that is left.
+
+        end + (initial - end) * (1 - step / steps) ** power
+
+    Args:
+        initial: rate in the first step.
+        end: rate after `steps` and from then on.
+        steps: >= 1.
+        power: > 0; 1 is a straight line.
+    """
+    initial, end = number("polynomial", "initial", initial), number("polynomial", "end", end)
+    steps = _steps("polynomial", "steps", steps)
+    power = number("polynomial", "power", power, least=1e-9)
+
+    def rate(step: int) -> float:
+        return float(end + (initial - end) * (1 - min(step / steps, 1.0)) ** power)
+
+    return rate
+
+
+def linear(initial: float, end: float = 0.0, *, steps: int) -> Schedule:
+    """Return a schedule that goes from one rate to another in a straight line.
+
+    Args:
+        initial: rate in the first step.
+        end: rate after `steps` and from then on.
+        steps: >= 1.
+    """
+    return polynomial(initial, end, steps=steps)
+
+
+def cosine(initial: float, steps: int, *, end: float = 0.0) -> Schedule:
+    """Return a schedule that falls along half a cosine wave.
+
+    Args:
+        initial: rate in the first step.
+        steps: length of the half wave, >= 1.
+        end: rate after it, and from then on.
+
+    Source: I. Loshchilov, F. Hutter, "SGDR: stochastic gradient descent with warm restarts",
+    arXiv:1608.03983, equation 5.
+    """
+    initial, end = number("cosine", "initial", initial), number("cosine", "end", end)
+    steps = _steps("cosine", "steps", steps)
+    return lambda step: _wave(initial, end, step / steps)
+
+
+def cosine_restarts(
+    initial: float, steps: int, *, growth: float = 1, decay: float = 1, end: float = 0.0
+) -> Schedule:
+    """Return a schedule that falls along half a cosine wave again and again.
+
+    Args:
+        initial: rate in the first step.
+        steps: length of the first wave, >= 1.
+        growth: each wave is so many times as long as the one before, rounded down; >= 1.
+        decay: each begins at so many times the rate of the one before, >= 0.
+        end: rate to which each falls, which the next one's first step leaves.
+
+    Source: as of `cosine`, section 3.
+    """
+    initial, end = (
+        number("cosine_restarts", "initial", initial),
+        number("cosine_restarts", "end", end),
+    )
+    first = _steps("cosine_restarts", "steps", steps)
+    growth = number("cosine_restarts", "growth", growth, least=1)
+    decay = number("cosine_restarts", "decay", decay)
+
+    def rate(step: int) -> float:
+        length, start = float(first), initial
+        if growth == 1:
+            start *= decay ** (step // first)
+            return _wave(start, end, step % first / first)
+        while step >= int(length):
+            step -= int(length)
+            length *= growth
+            start *= decay
+        return _wave(start, end, step / int(length))
+
+    return rate
+
+
+def inverse_sqrt(initial: float, steps: int) -> Schedule:
+    """Return a schedule that falls with the root of the step: `initial / sqrt(1 + step / steps)`.
+
+    Args:
+        initial: rate in the first step.
+        steps: after three times so many, the rate is half of that; >= 1. After a `warmup` of as
+            many steps, the rate is that of the source.
+
+    Source: A. Vaswani et al., "Attention is all you need", arXiv:1706.03762, equation 3.
+    """
+    initial = number("inverse_sqrt", "initial", initial)
+    steps = _steps("inverse_sqrt", "steps", steps)
+    return lambda step: initial / math.sqrt(1 + step / steps)
+
+
+def warmup(schedule: Schedule | float, steps: int, *, start: float = 0.0) -> Schedule:
+    """Return a schedule that rises in a straight line to where another begins, then follows it.
+
+    A batch that is P times as large allows a rate that is about P times as high, but not at first.
+    With P ranks, `warmup(P * rate, 5 * steps_per_epoch, start=1 / P)` begins at the rate of one
+    and arrives at that of all after five epochs.
+
+    Args:
+        schedule: what follows; it sees steps from the end of the warm-up on. Or a rate.
+        steps: length of the warm-up; 0 for none.
+        start: part of the first rate with which it begins, 0 to 1.
+
+    Source: P. Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour",
+    arXiv:1706.02677, section 2.2.
+    """
+    follows = schedule if callable(schedule) else constant(schedule)
+    steps = _steps("warmup", "steps", steps, least=0)
+    start = number("warmup", "start", start)
+    if start > 1:
+        raise ValueError(f"warmup: bad start, expected 0 <= start <= 1, got {start}")
+
+    def rate(step: int) -> float:
+        if step >= steps:
+            return follows(step - steps)
+        return follows(0) * (start + (1 - start) * step / steps)
+
+    return rate
+
+
+def _wave(initial: float, end: float, way: float) -> float:
+    return end + (initial - end) * 0.5 * (1 + math.cos(math.pi * min(way, 1.0)))
+
+
+def _steps(operation: str, name: str, value: Any, least: int = 1) -> int:
+    try:
+        steps = operator.index(value)
+    except TypeError:
+        steps = -1
+    if steps < least:
+        raise ValueError(f"{operation}: bad {name}, expected an integer >= {least}, got {value}")
+    return steps
