@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+from collections.abc import Sequence
 from typing import NoReturn
+
+import numpy as np
 
 import collectives as cc
 from strategies.errors import OpError
 
-__all__ = ["raise_everywhere"]
+__all__ = ["agree", "raise_everywhere"]
 
 
 def raise_everywhere(error: Exception | None, comm: cc.Communicator, what: str) -> NoReturn:
     """Raise this rank's own error, or a copy of the lowest failed rank's.
+
+    A `MismatchError` of a rank counts for less than any other: it is how that rank, in the middle
+    of an operation, heard of another's error.
 
     *Collective*: all ranks call it once they know that at least one of them has failed.
 
@@ -25,16 +33,55 @@ def raise_everywhere(error: Exception | None, comm: cc.Communicator, what: str) 
             one of the same class, or a `RuntimeError` for other classes, that names the rank.
     """
     reports = comm.allgather_object(None if error is None else _report(error))
-    if error is not None:
+    failed = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
+    causes = [report for report in failed if report[1] is not cc.MismatchError] or failed
+    if error is not None and comm.rank in [rank for rank, _, _ in causes]:
         raise error
-    rank, report = next((r, report) for r, report in enumerate(reports) if report is not None)
-    kind, text = report
-    raise kind(f"{text} ({what} of rank {rank} of {comm.size})")
+    rank, kind, text = causes[0]
+    raise kind(f"{text} ({what} of rank {rank} of {comm.size})") from error
 
 
 def _report(error: Exception) -> tuple[type[Exception], str]:
     """Return a class that can be made from a message alone, and the message."""
     kind = type(error)
-    if isinstance(error, OpError) or kind in (ValueError, TypeError, RuntimeError):
+    if isinstance(error, OpError) or kind in (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        cc.MismatchError,
+    ):
         return kind, str(error)
     return RuntimeError, f"{kind.__name__}: {error}"
+
+
+def agree(
+    comm: cc.Communicator, what: str, facts: Sequence[str], error: Exception | None = None
+) -> None:
+    """Compare what all ranks mean, and raise this rank's error on all if it has one.
+
+    *Collective*.
+
+    Args:
+        comm: the ranks.
+        what: the operation, for errors.
+        facts: lines of text that must be the same on all ranks.
+        error: why this rank has no facts.
+
+    Raises:
+        MismatchError: the facts differ; on all ranks, names the first difference.
+        Exception: as `raise_everywhere`.
+    """
+    digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=16).digest()
+    row = np.frombuffer(bytes([error is not None]) + digest, np.uint8)
+    rows = comm.allgather(row[np.newaxis])
+    if rows[:, 0].any():
+        raise_everywhere(error, comm, what)
+    if (rows == rows[0]).all():
+        return
+    first, *others = comm.allgather_object(list(facts))
+    for rank, lines in enumerate(others, start=1):
+        for here, there in itertools.zip_longest(first, lines, fillvalue="nothing"):
+            if here != there:
+                raise cc.MismatchError(
+                    f"{what}: ranks differ, {here} on rank 0, {there} on rank {rank} of {comm.size}"
+                )

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 import collectives as cc
-from strategies.agreement import raise_everywhere
+from strategies import contexts
+from strategies.agreement import agree
+from strategies.averaging import Averaging, Leaf, Passes, Rule
 from strategies.resources.variables import Variable
+from strategies.sparse import Rows, in_order
 
-__all__ = ["ArrayOptimizer", "DistributedOptimizer"]
+__all__ = ["ArrayOptimizer", "AveragingOptimizer", "DistributedOptimizer"]
 
-Array = npt.NDArray[Any]
-Pair = tuple[Array | None, Variable | Array]
-
-# Behind the gradients, the buffer carries what the average needs to know, summed like them: the
-# number of examples, the number of ranks that refused the call, and for each variable the number
-# of ranks with a gradient for it.
-_EXAMPLES, _REFUSED, _TAIL = 0, 1, 2
+Pair = tuple[Any, Any]
 
 
 class ArrayOptimizer(Protocol):
@@ -38,32 +35,127 @@ class ArrayOptimizer(Protocol):
         """Take over what `state_dict` returned."""
 
 
-class DistributedOptimizer:
-    """Average the gradients over all ranks, then let the wrapped optimizer apply them.
+def DistributedOptimizer(
+    optimizer: Any,
+    *,
+    named_parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+    comm: cc.Communicator | None = None,
+    op: Any = cc.MEAN,
+    compression: cc.Compression = cc.NONE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    clip_global_norm: float | None = None,
+    sparse_as_dense: bool = False,
+    bucket_bytes: int | None = None,
+) -> Any:
+    """Make an optimizer that combines the gradients of all ranks, and then does as the given one.
 
-    *Collective*: all ranks call `apply_gradients` with the same variables in the same order. All
-    ranks compute the same bits, so their variables stay equal.
-
-    The gradients of one step are one buffer, laid out once, in memory that the ranks of a node
-    share: there it is averaged without a copy. It is float32, or float64 where any variable is.
+    *Collective*: all ranks, with optimizers of one kind, the same parameters in the same order, and
+    the same options. All ranks compute the same bits from then on, so that parameters that begin
+    equal (`broadcast_parameters`) stay equal.
 
     Args:
-        optimizer: what updates the variables, for example `strategies.Momentum(0.05)`.
-        comm: the ranks that average; the whole job if None.
+        optimizer: one of `strategies.optimizers`, a `torch.optim.Optimizer`, or a
+            `GradientTransformation` of Optax.
+        named_parameters: of PyTorch, such as `model.named_parameters()`: names for errors. Every
+            parameter of the optimizer needs one.
+        comm: the ranks; the whole job if None.
+        op: MEAN or SUM over the ranks.
+        compression: how gradients travel, as for `Communicator.allreduce`; with feedback, every
+            bucket has its residual.
+        backward_passes_per_step: how many passes this rank adds up, without communication, before
+            it updates anything.
+        average_aggregated_gradients: divide what was added up by the number of passes; as it is,
+            the passes are summed, as PyTorch does with `.grad`.
+        gradient_predivide_factor: f: gradients are divided by f, added up, and multiplied by
+            f/size. For MEAN only.
+        clip_global_norm: scale averaged gradients down to this norm over all parameters, where it
+            is larger.
+        sparse_as_dense: reduce sparse gradients of PyTorch as dense ones.
+        bucket_bytes: after how many bytes of gradients a bucket is full.
+
+    Returns:
+        An optimizer of the kind that was given: `AveragingOptimizer`, an object that is a
+        `torch.optim.Optimizer`, or a `GradientTransformation`.
 
     Raises:
-        TypeError: the optimizer does not update arrays.
+        TypeError: there is no such kind of optimizer; on all ranks.
+        ValueError: an option is out of range, or a parameter has no name or the name of another; on
+            all ranks.
+        MismatchError: ranks differ in what they gave; on all ranks.
+    """
+    comm = cc.init() if comm is None else comm
+    rule = Rule(
+        op=op,
+        compression=compression,
+        backward_passes_per_step=backward_passes_per_step,
+        gradient_predivide_factor=gradient_predivide_factor,
+        average_aggregated_gradients=average_aggregated_gradients,
+        clip_global_norm=clip_global_norm,
+        sparse_as_dense=sparse_as_dense,
+        bucket_bytes=bucket_bytes,
+    )
+    facts: list[str] = []
+    error = None
+    try:
+        rule.check()
+        make, facts = _recognised(optimizer, named_parameters)
+    except (TypeError, ValueError) as caught:
+        error = caught
+    agree(comm, "DistributedOptimizer", [*facts, f"options {rule}"], error)
+    return make(comm, rule)
+
+
+_Make = Callable[[cc.Communicator, Rule], Any]
+
+
+def _recognised(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]:
+    """Tell the kind of an optimizer: what wraps it, and what must be equal on all ranks.
+
+    No library is imported that the optimizer does not come from.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
+        from strategies import torch as of_torch
+
+        names = of_torch.parameter_names(optimizer, named_parameters)
+        facts = of_torch.described(optimizer, names)
+        return lambda comm, rule: of_torch.wrap(optimizer, names, comm, rule), facts
+    if named_parameters is not None:
+        raise ValueError(
+            "DistributedOptimizer: named_parameters are for optimizers of PyTorch, got "
+            f"{type(optimizer).__name__}"
+        )
+    if callable(getattr(optimizer, "apply_gradients", None)):
+        return lambda comm, rule: AveragingOptimizer(optimizer, comm, rule), ["kind arrays"]
+    if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        from strategies import jax as of_jax
+
+        return lambda comm, rule: of_jax.wrap(optimizer, comm, rule), ["kind jax"]
+    raise TypeError(
+        "DistributedOptimizer: the optimizer has no apply_gradients, expected one of "
+        "strategies.optimizers, of torch.optim or of Optax, got " + type(optimizer).__name__
+    )
+
+
+class AveragingOptimizer:
+    """Averages the gradients over all ranks, then lets the wrapped optimizer apply them.
+
+    Made by `DistributedOptimizer`. The gradients lie in buckets, laid out once, in memory that the
+    ranks of a node share.
+
+    Args:
+        optimizer: what updates the variables.
+        comm: the ranks that average.
+        rule: how they do.
     """
 
-    def __init__(self, optimizer: ArrayOptimizer, *, comm: cc.Communicator | None = None) -> None:
-        if not callable(getattr(optimizer, "apply_gradients", None)):
-            raise TypeError(
-                "DistributedOptimizer: the optimizer has no apply_gradients, expected one of "
-                f"strategies.optimizers, got {type(optimizer).__name__}"
-            )
+    def __init__(self, optimizer: ArrayOptimizer, comm: cc.Communicator, rule: Rule) -> None:
         self.optimizer = optimizer
-        self.comm = cc.init() if comm is None else comm
-        self._buffer = np.empty(0, np.float32)
+        self.comm = comm
+        self._averaging = Averaging(comm, rule)
+        self._passes = Passes(rule.backward_passes_per_step)
 
     @property
     def step(self) -> int:
@@ -71,43 +163,54 @@ class DistributedOptimizer:
         return self.optimizer.step
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[Pair], *, examples: int | None = None
+        self, grads_and_vars: Iterable[Pair], *, examples: float | None = None
     ) -> None:
         """Average the gradients and update the variables.
 
+        *Collective*: all ranks, with the same variables in the same order. With
+        `backward_passes_per_step=k`, all but every k-th call only add up, without communication; an
+        error of such a call is raised by the k-th one.
+
         Args:
             grads_and_vars: pairs of a gradient and its variable, of one shape. A gradient may be
-                None on some ranks, where it counts as zero; a variable without a gradient on any
-                rank is left alone.
+                `Rows`, on all ranks then, or None on some ranks, where it counts as zero; a
+                variable without a gradient on any rank is left alone.
             examples: how many rows this rank's gradients are the mean of. The average is then over
                 all rows, also where ranks hold different numbers of them; 0 is allowed. None: all
                 ranks count alike.
 
         Raises:
             ValueError: a shape does not fit, or no rank has an example; on all ranks.
-            MismatchError: ranks differ in the variables' sizes; on all ranks.
+            TypeError: something is no pair, or no array; on all ranks.
+            MismatchError: ranks differ in the variables' shapes or dtypes; on all ranks.
         """
-        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
-        buffer = self._layout([variable for _, variable in pairs])
-        parts = _parts(buffer, pairs)
-        tail = buffer[-_TAIL - len(pairs) :]
-        error = None
+        top = contexts.current()
+        if top is not None and top.replica is not None and len(top.strategy.devices) > 1:
+            # One of several replicas of this rank: they update once, together.
+            top.strategy.apply_gradients(self, grads_and_vars, examples=examples)
+            return
+        error: Exception | None = None
+        leaves: list[Leaf] = []
+        gradients: Sequence[Any] = []
+        variables: list[Any] = []
         try:
-            _fill(parts, tail, pairs, 1 if examples is None else examples)
-        except (TypeError, ValueError) as caught:
-            buffer[...] = 0
-            tail[_REFUSED] = 1
+            pairs = [_pair(item) for item in grads_and_vars]
+            variables = [variable for _, variable in pairs]
+            leaves = [_leaf(variable, i) for i, variable in enumerate(variables)]
+            gradients = [_fitting(g, leaf) for (g, _), leaf in zip(pairs, leaves, strict=True)]
+        except Exception as caught:  # of the iterable, too
             error = caught
-        self.comm.allreduce(buffer, op=cc.SUM, out=buffer)
-        if tail[_REFUSED]:
-            raise_everywhere(error, self.comm, "apply_gradients")
-        if tail[_EXAMPLES] <= 0:
-            raise ValueError("apply_gradients: no rank has an example, expected at least one")
-        buffer[: -tail.size] /= tail[_EXAMPLES]
-        self.optimizer.apply_gradients(
-            (part.astype(_value(variable).dtype, copy=False) if present else None, variable)
-            for part, present, (_, variable) in zip(parts, tail[_TAIL:], pairs, strict=True)
-        )
+        whole = self._passes.add(gradients, examples=examples, error=error)
+        if whole is None:
+            return
+        averaged = self._averaging.average(leaves, whole)
+        dense = [g.values if isinstance(g, Rows) else g for g in averaged]
+        scale = self._averaging.clipping(dense)
+        if scale < 1:
+            for values in dense:
+                if values is not None:
+                    values *= scale
+        self.optimizer.apply_gradients(zip(averaged, variables, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state; equal on all ranks."""
@@ -116,48 +219,53 @@ class DistributedOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the wrapped optimizer its state back, the same on all ranks."""
         self.optimizer.load_state_dict(state)
+        self._passes.clear()
 
-    def _layout(self, variables: list[Variable | Array]) -> Array:
-        """Return a buffer for all gradients with the tail behind them."""
-        values = [_value(variable) for variable in variables]
-        wide = any(value.dtype == np.float64 for value in values)
-        dtype = np.dtype(np.float64 if wide else np.float32)
-        size = sum(value.size for value in values) + len(values) + _TAIL
-        if self._buffer.size != size or self._buffer.dtype != dtype:
-            self._buffer = self.comm.shared_empty(size, dtype)
-        return self._buffer
+    def close(self) -> None:
+        """Release the buckets; *collective*. They are made anew when they are needed."""
+        self._averaging.close()
 
 
-def _value(variable: Variable | Array) -> Array:
-    return variable.value if isinstance(variable, Variable) else variable
+def _pair(item: Any) -> Pair:
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise TypeError(
+            f"apply_gradients: expected (gradient, variable) pairs, got {type(item).__name__}"
+        )
+    return item[0], item[1]
 
 
-def _parts(buffer: Array, pairs: list[Pair]) -> list[Array]:
-    """Return the part of the buffer that belongs to each gradient, in the variable's shape."""
-    parts = []
-    start = 0
-    for _, variable in pairs:
-        value = _value(variable)
-        parts.append(buffer[start : start + value.size].reshape(value.shape))
-        start += value.size
-    return parts
+def _leaf(variable: Any, position: int) -> Leaf:
+    named = isinstance(variable, Variable) or (
+        hasattr(variable, "name") and hasattr(variable, "value")
+    )
+    value = variable.value if named else variable
+    name = variable.name if named else f"unnamed, position {position}"
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(
+            f"apply_gradients: variable is no array, got {type(value).__name__} (variable: {name})"
+        )
+    return Leaf(name, tuple(value.shape), str(value.dtype), value)
 
 
-def _fill(parts: list[Array], tail: Array, pairs: list[Pair], examples: int) -> None:
-    """Write this rank's gradients, weighted by its examples, and the tail."""
-    if examples < 0:
-        raise ValueError(f"apply_gradients: examples is no count, expected >= 0, got {examples}")
-    tail[_EXAMPLES] = examples
-    tail[_REFUSED] = 0
-    tail[_TAIL:] = [gradient is not None for gradient, _ in pairs]
-    for part, (gradient, variable) in zip(parts, pairs, strict=True):
-        if gradient is None or examples == 0:  # a mean over no rows may be NaN
-            part[...] = 0
-            continue
-        if np.shape(gradient) != part.shape:
-            name = variable.name if isinstance(variable, Variable) else "unnamed"
-            raise ValueError(
-                f"apply_gradients: the gradient has the wrong shape, expected {part.shape}, got "
-                f"{np.shape(gradient)} (variable: {name})"
-            )
-        np.multiply(gradient, examples, out=part, casting="same_kind")
+def _fitting(gradient: Any, leaf: Leaf) -> Any:
+    """Return a gradient as an array that can be written into its bucket, or None."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, Rows):
+        where = f"variable: {leaf.name}"
+        return in_order(gradient, "apply_gradients", where, length=leaf.shape[0])
+    array: Any = gradient
+    if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
+        array = np.asarray(gradient)
+    if tuple(array.shape) != leaf.shape:
+        raise ValueError(
+            f"apply_gradients: the gradient has the wrong shape, expected {leaf.shape}, got "
+            f"{tuple(array.shape)} (variable: {leaf.name})"
+        )
+    both = isinstance(array, np.ndarray) and isinstance(leaf.like, np.ndarray)
+    if both and not np.can_cast(array.dtype, leaf.like.dtype, "same_kind"):
+        raise TypeError(
+            f"apply_gradients: the gradient has the wrong dtype, expected {leaf.dtype}, got "
+            f"{array.dtype} (variable: {leaf.name})"
+        )
+    return array

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 
 import strategies
 from launcher import ROOT, environment, mpirun, mpirun_path, run
+from requirements import require
 
 TRAIN = ROOT / "examples" / "train_digits.py"
 
@@ -45,6 +48,22 @@ def test_the_main_job_learns_the_digits(tmp_path, size):
     assert "40/40 (100%)" in progress[-1]
     # Nothing else that a user would wonder about.
     assert len(result.stderr.splitlines()) == len(progress), result.stderr
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("library", "needs"), [("torch", ["torch"]), ("jax", ["jax", "optax"])])
+def test_programs_of_other_libraries_become_distributed_by_three_lines(library, needs, size):
+    for name in [*needs, "sklearn"]:
+        if importlib.util.find_spec(name) is None:
+            require(name, "it is not installed")
+    program = ROOT / "examples" / f"{library}_digits.py"
+    marked = re.findall(r"  # (\d): ", program.read_text())
+    assert marked == ["1", "2", "3"]
+    result = mpirun(size, program, timeout=110)
+    assert result.status == 0, result
+    assert accuracy_of(result.stdout) >= 0.96
+    # Every rank learns, and one of them reports.
+    assert result.stdout.count("accuracy") == 1
 
 
 def test_resume_goes_on_with_another_number_of_ranks(tmp_path):

@@ -1,0 +1,97 @@
+"""Train a small network of JAX and Optax on scanned handwritten digits, on any number of ranks.
+
+    mpirun -np 2 python examples/jax_digits.py
+
+Three marked lines make it a program of many ranks: they keep all copies of the model in step, also
+inside of the compiled step. The others are those of a program of one rank, but that each rank takes
+its share of every batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import collectives as cc
+import strategies
+
+
+def main() -> None:
+    """Train, and say how many held-out digits are recognised."""
+    options = parse_arguments()
+    comm = cc.init()  # 1: who takes part
+
+    transformation = optax.sgd(options.learning_rate, momentum=0.9)
+    transformation = strategies.DistributedOptimizer(transformation)  # 2: average the gradients
+    params = strategies.broadcast_parameters(make(options.hidden, seed=comm.rank))  # 3: begin alike
+    state = transformation.init(params)
+
+    @jax.jit
+    def step(params, state, pixels, digits):
+        loss, gradients = jax.value_and_grad(loss_of)(params, pixels, digits)
+        updates, state = transformation.update(gradients, state, params, examples=len(digits))
+        return optax.apply_updates(params, updates), state, loss
+
+    (pixels, digits), held_out = load()
+    order = np.random.default_rng(options.seed)  # the same on all ranks
+    for epoch in range(options.epochs):
+        rows = order.permutation(len(digits))
+        for start in range(0, len(rows), options.batch_size):
+            share = rows[start : start + options.batch_size][comm.rank :: comm.size]
+            params, state, loss = step(params, state, pixels[share], digits[share])
+        if comm.rank == 0 and (epoch + 1) % 10 == 0:
+            print(f"epoch {epoch + 1}: loss {loss:.4f}", flush=True)
+
+    right = (logits_of(params, held_out[0]).argmax(1) == held_out[1]).mean()
+    if comm.rank == 0:
+        print(f"accuracy on the held-out digits: {right:.4f}")
+
+
+def make(hidden: int, seed: int):
+    """Make the weights of two layers."""
+    first, second = jax.random.split(jax.random.key(seed))
+    return {
+        "w1": jax.random.normal(first, (64, hidden)) * np.sqrt(2 / 64),
+        "b1": jnp.zeros(hidden),
+        "w2": jax.random.normal(second, (hidden, 10)) * np.sqrt(2 / hidden),
+        "b2": jnp.zeros(10),
+    }
+
+
+def logits_of(params, pixels):
+    """Compute the network."""
+    return jax.nn.relu(pixels @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+
+
+def loss_of(params, pixels, digits):
+    """Compute the mean cross-entropy."""
+    logits = logits_of(params, pixels)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, digits).mean()
+
+
+def load():
+    """Return pixels from 0 to 1 and digits, for training and held out."""
+    bunch = load_digits()
+    order = np.random.default_rng(0).permutation(len(bunch.target))
+    pixels, digits = bunch.data[order].astype(np.float32) / 16, bunch.target[order]
+    return (pixels[300:], digits[300:]), (pixels[:300], digits[:300])
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=24, help="passes over the training data")
+    parser.add_argument("--batch-size", type=int, default=96, help="rows per step, of all ranks")
+    parser.add_argument("--hidden", type=int, default=96, help="units of the hidden layer")
+    parser.add_argument("--learning-rate", type=float, default=0.3)
+    parser.add_argument("--seed", type=int, default=1, help="of the order of the rows")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

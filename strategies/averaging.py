@@ -1,0 +1,389 @@
+"""The gradients of all ranks, averaged: what is alike for arrays, PyTorch and JAX.
+
+One step is two exchanges. The first is small and tells every rank what it has to know before any
+gradient moves: whether a rank refuses, whether parameters have changed, how many examples there
+are, and which ranks have a gradient for which parameter, dense or sparse. The second is that of the
+gradients: dense ones in buckets, which are planned once, sparse ones row by row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+
+import collectives as cc
+from strategies import arrays
+from strategies.agreement import agree, raise_everywhere
+from strategies.clipping import clip_by_global_norm
+from strategies.sparse import Rows
+
+__all__ = ["Averaging", "Contribution", "Leaf", "Passes", "Rule"]
+
+Array = npt.NDArray[Any]
+
+# What the first exchange adds up. Behind these stand, for each leaf, the number of ranks with a
+# gradient, and then the number of ranks with a sparse one. Two sums tell whether all ranks have
+# the same number: P times the sum of squares is then the square of the sum.
+_REFUSED, _CHANGED, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _HEAD = range(7)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How gradients are combined; see `strategies.DistributedOptimizer` for the fields."""
+
+    op: Any = cc.MEAN
+    compression: cc.Compression = cc.NONE
+    backward_passes_per_step: int = 1
+    gradient_predivide_factor: float = 1.0
+    average_aggregated_gradients: bool = False
+    clip_global_norm: float | None = None
+    sparse_as_dense: bool = False
+    bucket_bytes: int | None = None
+
+    def check(self) -> None:
+        """Raise `TypeError` or `ValueError` where a field is of no use."""
+        say = "DistributedOptimizer"
+        if self.op not in (cc.MEAN, cc.SUM):
+            raise ValueError(f"{say}: gradients are added, expected MEAN or SUM, got {self.op}")
+        if not isinstance(self.compression, cc.Compression):
+            kind = type(self.compression).__name__
+            raise TypeError(f"{say}: expected NONE, FP16 or BF16 as compression, got {kind}")
+        passes, factor = self.backward_passes_per_step, self.gradient_predivide_factor
+        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+            raise ValueError(f"{say}: expected backward_passes_per_step >= 1, got {passes!r}")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"{say}: expected gradient_predivide_factor > 0, got {factor}")
+        if factor != 1 and self.op is not cc.MEAN:
+            raise ValueError(f"{say}: gradient_predivide_factor is for MEAN, got {self.op.value}")
+        clip = self.clip_global_norm
+        if clip is not None and not 0 < clip < math.inf:
+            raise ValueError(f"{say}: expected clip_global_norm > 0, got {clip}")
+
+    def __str__(self) -> str:
+        """Return the words by which ranks compare what they mean."""
+        fields = {**self.__dict__, "op": self.op.value}
+        return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+class Leaf(NamedTuple):
+    """One parameter: its name for people, its shape and dtype, and an array of its kind."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    like: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype} of shape {self.shape}"
+
+
+class Contribution(NamedTuple):
+    """What one rank brings to a step.
+
+    Attributes:
+        gradients: for each leaf an array of its shape, `Rows`, or None.
+        weight: what they are multiplied by to be sums over the examples.
+        examples: rows of all passes; None if they were not told.
+        passes: how many backward passes were added up.
+        error: why there are no gradients; it is raised on all ranks.
+    """
+
+    gradients: Sequence[Any]
+    weight: float = 1.0
+    examples: float | None = None
+    passes: int = 1
+    error: Exception | None = None
+
+
+class Passes:
+    """Adds up the gradients of backward passes on this rank, until there are enough for a step.
+
+    Args:
+        wanted: how many passes make a step.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was added up."""
+        self.count = 0
+        self._sums: list[Any] = []
+        self._examples: float | None = None
+        self._error: Exception | None = None
+
+    def add(
+        self,
+        gradients: Sequence[Any],
+        *,
+        examples: float | None = None,
+        error: Exception | None = None,
+        count: int = 1,
+    ) -> Contribution | None:
+        """Take in the gradients of `count` passes; gives the contribution if these are enough.
+
+        An error is kept until then, since only then all ranks listen.
+        """
+        if examples is not None and not 0 <= examples < math.inf:
+            error = error or ValueError(
+                f"apply_gradients: examples is no count, expected >= 0, got {examples}"
+            )
+        if examples == 0:  # a mean over no rows may be NaN
+            gradients = [None] * len(gradients)
+        self._error = self._error or error or self._unlike(gradients, examples)
+        if not self.count and count >= self._wanted:  # nothing to add up
+            weight = 1.0 if examples is None else examples
+            given = Contribution(gradients, weight, examples, count, self._error)
+            self.clear()
+            return given
+        if self._error is None:
+            known = self._sums or [None] * len(gradients)
+            weight = 1 if examples is None else examples
+            self._sums = [_plus(s, g, weight) for s, g in zip(known, gradients, strict=True)]
+        self._examples = None if examples is None else (self._examples or 0) + examples
+        self.count += count
+        if self.count < self._wanted:
+            return None
+        given = Contribution(self._sums, 1.0, self._examples, self.count, self._error)
+        self.clear()
+        return given
+
+    def _unlike(self, gradients: Sequence[Any], examples: float | None) -> Exception | None:
+        """Say in what a pass differs from those before."""
+        if self.count and (examples is None) != (self._examples is None):
+            return ValueError("apply_gradients: expected examples for all passes or for none")
+        if self._sums and len(self._sums) != len(gradients):
+            return ValueError(
+                f"apply_gradients: a pass differs from the last one, expected {len(self._sums)} "
+                f"gradients, got {len(gradients)}"
+            )
+        return None
+
+
+def _plus(total: Any, gradient: Any, weight: float) -> Any:
+    """Add `weight * gradient` to a sum that nobody else holds."""
+    if gradient is None:
+        return total
+    if isinstance(gradient, Rows):
+        gradient = Rows(np.asarray(gradient.indices), gradient.values * weight)
+        if total is None:
+            return gradient
+        join = array_api_compat.array_namespace(gradient.values).concat
+        indices = np.concatenate([total.indices, gradient.indices])
+        return Rows(indices, join([total.values, gradient.values]))
+    weighted = gradient * weight
+    return weighted if total is None else total + weighted
+
+
+class Averaging:
+    """Combines the gradients of the ranks of one group, step by step.
+
+    Args:
+        comm: the ranks.
+        rule: how.
+    """
+
+    def __init__(self, comm: cc.Communicator, rule: Rule) -> None:
+        self.comm = comm
+        self.rule = rule
+        self._given: Sequence[Leaf] = ()
+        self._leaves: list[Leaf] = []
+        self._words: list[tuple[str, tuple[int, ...], str]] = []
+        self._status = comm.shared_empty(_HEAD, np.float64)
+        self._exchange = comm.plan_allreduce(self._status, op=cc.SUM)
+        self._buckets: Any = None
+        self._bucketed: list[int] = []
+        self._steps = 0
+
+    def average(self, leaves: Sequence[Leaf], contribution: Contribution) -> list[Any]:
+        """Combine the gradients of all ranks.
+
+        *Collective*: all ranks, with the same leaves.
+
+        Returns:
+            For each leaf an array of its kind, in memory that is overwritten by the next step,
+            `Rows`, or None if no rank has a gradient. The same bits on all ranks.
+
+        Raises:
+            MismatchError: ranks differ in their parameters, or in the number of steps; on all.
+            ValueError: examples are missing, or a gradient is sparse on some ranks only; on all.
+            Exception: the error of a contribution; on all ranks.
+        """
+        self._steps += 1
+        status = self._tell(leaves, contribution)
+        if status[_CHANGED] and not status[_REFUSED]:
+            self._agree_on(leaves)
+            status = self._tell(leaves, contribution)
+        if status[_REFUSED]:
+            raise_everywhere(contribution.error, self.comm, "apply_gradients")
+        self._check(status)
+        scale = self._scale(status, contribution)
+        gradients, n = contribution.gradients, len(leaves)
+        present, sparse = status[_HEAD : _HEAD + n] > 0, status[_HEAD + n :] > 0
+        results: list[Any] = [None] * n
+        self._average_dense(np.flatnonzero(present & ~sparse).tolist(), gradients, scale, results)
+        for i in np.flatnonzero(sparse).tolist():
+            results[i] = self._average_rows(leaves[i], gradients[i], scale)
+        return results
+
+    def clipping(self, gradients: Sequence[Any]) -> float:
+        """Return what averaged gradients have to be multiplied by to be clipped: at most 1.
+
+        *Collective* where the rule clips. Gradients that are not finite are left as they are, for
+        whoever looks for them.
+
+        Args:
+            gradients: arrays, the same on all ranks; of sparse ones the values.
+        """
+        limit = self.rule.clip_global_norm
+        if limit is None:
+            return 1.0
+        # Each rank measures its share, and all join the same shares: the same bits everywhere.
+        rank, size = self.comm.rank, self.comm.size
+        flat = [g.reshape(-1) for g in gradients if g is not None]
+        shares = [g[len(g) * rank // size : len(g) * (rank + 1) // size] for g in flat]
+        _, norm = clip_by_global_norm(shares, limit, self.comm)
+        return limit / norm if limit < norm < math.inf else 1.0
+
+    def close(self) -> None:
+        """Release the buckets; *collective*."""
+        if self._buckets is not None:
+            self._buckets.close()
+            self._buckets, self._bucketed = None, []
+
+    def _tell(self, leaves: Sequence[Leaf], contribution: Contribution) -> Array:
+        """Make the first exchange; returns a copy of the sums."""
+        status, n = self._status, len(self._leaves)
+        gradients, _, examples, _, error = contribution
+        status[:] = 0
+        status[_REFUSED] = error is not None
+        status[_EXAMPLES] = examples or 0
+        status[_WEIGHTED] = examples is not None
+        status[_STEPS], status[_SQUARES] = self._steps, self._steps**2
+        if error is None:
+            changed = leaves is not self._given and self._words != [leaf[:3] for leaf in leaves]
+            status[_CHANGED] = changed
+            if not changed:
+                status[_HEAD : _HEAD + n] = [g is not None for g in gradients]
+                status[_HEAD + n :] = [isinstance(g, Rows) for g in gradients]
+        self._exchange()
+        sums: Array = status.copy()
+        return sums
+
+    def _agree_on(self, leaves: Sequence[Leaf]) -> None:
+        """Compare the parameters of all ranks, and make room for them."""
+        agree(self.comm, "apply_gradients", [str(leaf) for leaf in leaves])
+        self.close()
+        self._given, self._leaves = leaves, list(leaves)
+        self._words = [leaf[:3] for leaf in leaves]
+        self._status = self.comm.shared_empty(_HEAD + 2 * len(leaves), np.float64)
+        self._exchange = self.comm.plan_allreduce(self._status, op=cc.SUM)
+
+    def _check(self, status: Array) -> None:
+        """Find what is wrong in the sums; the same on all ranks."""
+        size, n = self.comm.size, len(self._leaves)
+        if status[_SQUARES] * size != status[_STEPS] ** 2:
+            raise cc.MismatchError(
+                "apply_gradients: ranks are not in the same step, expected the same number of "
+                f"steps everywhere, got {status[_STEPS] / size:g} on average and "
+                f"{self._steps} on rank {self.comm.rank}"
+            )
+        if status[_WEIGHTED] not in (0, size):
+            raise ValueError(
+                "apply_gradients: some ranks have given examples, expected all or none, got "
+                f"{status[_WEIGHTED]:g} of {size}"
+            )
+        if status[_WEIGHTED] and self.rule.op is not cc.MEAN:
+            raise ValueError("apply_gradients: examples weight a mean, expected MEAN, got SUM")
+        if status[_WEIGHTED] and status[_EXAMPLES] <= 0:
+            raise ValueError("apply_gradients: no rank has an example, expected at least one")
+        present, sparse = status[_HEAD : _HEAD + n], status[_HEAD + n :]
+        for i in np.flatnonzero((sparse > 0) & (sparse < present)).tolist():
+            raise ValueError(
+                "apply_gradients: a gradient is sparse on some ranks and dense on others, expected "
+                "one kind; sparse_as_dense=True makes them dense "
+                f"(variable: {self._leaves[i].name})"
+            )
+
+    def _scale(self, status: Array, contribution: Contribution) -> float:
+        """Return what this rank's gradients are multiplied by before they are combined."""
+        if contribution.examples is not None:
+            scale = contribution.weight * self.comm.size / float(status[_EXAMPLES])
+        else:
+            scale = 1 / contribution.passes if self.rule.average_aggregated_gradients else 1.0
+        return scale / self.rule.gradient_predivide_factor
+
+    @property
+    def _op(self) -> Any:
+        """How the scaled gradients are combined."""
+        return self.rule.op if self.rule.gradient_predivide_factor == 1 else cc.SUM
+
+    def _finish(self, result: Any) -> Any:
+        """Make the mean of a sum, where the division was split."""
+        if self.rule.gradient_predivide_factor != 1:
+            result *= self.rule.gradient_predivide_factor / self.comm.size
+        return result
+
+    def _average_dense(
+        self, wanted: list[int], gradients: Sequence[Any], scale: float, results: list[Any]
+    ) -> None:
+        if not wanted:
+            return
+        if not set(wanted) <= set(self._bucketed):
+            wanted = sorted({*wanted, *self._bucketed})
+            self.close()
+            rule, leaves = self.rule, [self._leaves[i] for i in wanted]
+            self._buckets = self.comm.plan_buckets(
+                [leaf.like for leaf in leaves],
+                op=self._op,
+                compression=rule.compression,
+                bucket_bytes=rule.bucket_bytes,
+                names=[leaf.name for leaf in leaves],
+            )
+            self._bucketed = wanted
+        for i, view in zip(self._bucketed, self._buckets.views, strict=True):
+            gradient = gradients[i] if i in wanted else None
+            _put(view, gradient, scale)
+        for i, result in zip(self._bucketed, self._buckets.allreduce(), strict=True):
+            if i in wanted:
+                results[i] = self._finish(result)
+
+    def _average_rows(self, leaf: Leaf, gradient: Rows | None, scale: float) -> Rows:
+        if gradient is None:
+            indices, values = np.empty(0, np.int64), leaf.like[:0]
+        else:
+            indices, values = gradient.indices, gradient.values * scale
+        found, rows = self.comm.sparse_allreduce(
+            indices, values, num_rows=leaf.shape[0], op=self._op
+        )
+        return Rows(found, self._finish(rows))
+
+
+def _put(view: Any, gradient: Any, scale: float) -> None:
+    """Write `scale * gradient` into its place in a bucket."""
+    if not isinstance(view, np.ndarray):  # a tensor, as the gradient is
+        if gradient is None:
+            view.zero_()
+            return
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient.detach())
+        if scale != 1:
+            view.mul_(scale)
+        return
+    if gradient is None:
+        view[...] = 0
+        return
+    host = arrays.host(gradient)
+    if host is None:
+        host = np.asarray(array_api_compat.to_device(gradient, "cpu"))
+    if scale == 1:
+        np.copyto(view, host, casting="same_kind")
+    else:
+        np.multiply(host, scale, out=view, casting="same_kind")

@@ -1,0 +1,161 @@
+"""Gradient transformations of Optax that average over the ranks.
+
+Inside `jax.jit` there are no elements to send: the compiled program calls back to the host, where
+the gradients are averaged as those of any other library, and goes on with the result. The calls are
+ordered, so that all ranks make them in the order of their programs, and they use a communicator of
+their own, since JAX makes them in its own thread while the program's thread goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import io_callback
+
+import collectives as cc
+from strategies.averaging import Averaging, Contribution, Leaf, Rule
+
+__all__ = ["PassesState", "wrap"]
+
+
+class PassesState(NamedTuple):
+    """State of a transformation with `backward_passes_per_step` above 1.
+
+    Attributes:
+        count: passes since the last update, int32.
+        examples: their rows, float32.
+        sums: gradients added up, like the parameters.
+        inner: state of the wrapped transformation.
+    """
+
+    count: Any
+    examples: Any
+    sums: Any
+    inner: Any
+
+
+def wrap(
+    transformation: optax.GradientTransformation, comm: cc.Communicator, rule: Rule
+) -> optax.GradientTransformationExtraArgs:
+    """Make a transformation average over the ranks; see `strategies.DistributedOptimizer`.
+
+    *Collective*; so is every `update` of the result. Its state is that of the given transformation,
+    or `PassesState` around it. `update` takes `examples=`, the number of rows that this rank's
+    gradients are the mean of, and hands other keywords on.
+
+    Args:
+        transformation: what makes updates of gradients.
+        comm: the ranks.
+        rule: how they average.
+    """
+    inner = optax.with_extra_args_support(transformation)
+    own = comm.split(0, comm.rank)
+    assert own is not None
+    average = _Average(own, rule)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, examples: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        averaged = average(updates, examples, 1)
+        made, changed = inner.update(averaged, state, params, **extra)
+        return made, changed
+
+    if rule.backward_passes_per_step == 1:
+        return optax.GradientTransformationExtraArgs(inner.init, update)
+    return _with_passes(inner, average, rule.backward_passes_per_step)
+
+
+def _with_passes(inner: Any, average: _Average, wanted: int) -> Any:
+    """Add up the gradients of `wanted` passes, and make no updates before."""
+
+    def init(params: Any) -> PassesState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return PassesState(jnp.int32(0), jnp.float32(0), zeros, inner.init(params))
+
+    def update(
+        updates: Any, state: PassesState, params: Any = None, *, examples: Any = None, **extra: Any
+    ) -> tuple[Any, PassesState]:
+        if examples is not None:
+            updates = jax.tree.map(lambda g: _weighted(g, examples), updates)
+        rows = state.examples + (0 if examples is None else examples)
+        sums = jax.tree.map(lambda s, g: s + g.astype(s.dtype), state.sums, updates)
+        count = state.count + 1
+
+        def enough() -> tuple[Any, PassesState]:
+            gradients = average(sums, None if examples is None else rows, wanted)
+            made, changed = inner.update(gradients, state.inner, params, **extra)
+            zeros = jax.tree.map(jnp.zeros_like, sums)
+            return made, PassesState(jnp.int32(0), jnp.float32(0), zeros, changed)
+
+        def not_yet() -> tuple[Any, PassesState]:
+            nothing = jax.tree.map(jnp.zeros_like, sums)
+            return nothing, PassesState(count, rows, sums, state.inner)
+
+        if isinstance(count, jax.core.Tracer):
+            made, changed = jax.lax.cond(count == wanted, enough, not_yet)
+            return made, changed
+        return enough() if int(count) == wanted else not_yet()
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _weighted(gradient: Any, examples: Any) -> Any:
+    """Multiply by the number of examples; a mean over no rows may be NaN."""
+    return jnp.where(examples == 0, 0, gradient * examples).astype(gradient.dtype)
+
+
+class _Average:
+    """Averages trees of arrays, inside and outside of compiled programs."""
+
+    def __init__(self, comm: cc.Communicator, rule: Rule) -> None:
+        self._averaging = Averaging(comm, rule)
+
+    def __call__(self, updates: Any, examples: Any, passes: int) -> Any:
+        """Return the same tree with the averages of all ranks.
+
+        Args:
+            updates: arrays; those of one pass are means, those of several are sums.
+            examples: rows, a number or a scalar array; or None.
+            passes: how many were added up.
+        """
+        paths, tree = jax.tree_util.tree_flatten_with_path(updates)
+        arrays = [array for _, array in paths]
+        names = [jax.tree_util.keystr(path) or "the array" for path, _ in paths]
+        told = examples is not None
+
+        def on_the_host(rows: Any, *values: Any) -> list[Any]:
+            hosts = [np.asarray(value) for value in values]
+            return self._averaged(names, hosts, float(rows) if told else None, passes)
+
+        rows = np.float32(0) if examples is None else examples
+        if not any(isinstance(x, jax.core.Tracer) for x in [*arrays, rows]):
+            results = [jnp.asarray(x) for x in on_the_host(rows, *arrays)]
+        else:
+            shapes = jax.eval_shape(lambda: arrays)
+            results = io_callback(on_the_host, shapes, rows, *arrays, ordered=True)
+        return jax.tree_util.tree_unflatten(tree, results)
+
+    def _averaged(
+        self, names: Sequence[str], hosts: Sequence[Any], examples: float | None, passes: int
+    ) -> list[Any]:
+        error = None
+        if examples is not None and not 0 <= examples < np.inf:
+            error = ValueError(f"update: examples is no count, expected >= 0, got {examples}")
+        leaves = [
+            Leaf(name, host.shape, str(host.dtype), host)
+            for name, host in zip(names, hosts, strict=True)
+        ]
+        gradients = [None] * len(hosts) if examples == 0 else hosts
+        weight = 1.0 if examples is None or passes > 1 else examples
+        averaged = self._averaging.average(
+            leaves, Contribution(gradients, weight, examples, passes, error)
+        )
+        scale = self._averaging.clipping(averaged)
+        # Copies: JAX keeps what it is given, and the next step writes into the buckets. A gradient
+        # that no rank has is that of ranks without examples, which the average has refused.
+        return [np.multiply(g, scale).astype(g.dtype, copy=False) for g in averaged]

@@ -1,0 +1,267 @@
+"""Let all ranks begin with the parameters and the optimizer state of one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+import collectives as cc
+from strategies.agreement import agree
+
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+
+# What a value in a state may be beside arrays and containers: written as JSON, which keeps all
+# bits of a float.
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def broadcast_parameters(
+    parameters: Any, root: int = 0, *, comm: cc.Communicator | None = None
+) -> Any:
+    """Give every rank the parameters of one.
+
+    *Collective*: all ranks, with the same names, shapes and dtypes.
+
+    Args:
+        parameters: arrays of any kind, or variables: `module.state_dict()`,
+            `module.named_parameters()`, a list, or a tree of dicts, lists and tuples. Dicts are
+            compared by their keys, whatever their order.
+        root: whose parameters.
+        comm: the ranks; the whole job if None.
+
+    Returns:
+        The same structure. Arrays that can be written, such as tensors and variables, are changed
+        in place and returned; in the place of others, such as JAX arrays and numbers, stand new
+        ones.
+
+    Raises:
+        TypeError: something is no array; on all ranks.
+        ValueError: no such root; on all ranks.
+        MismatchError: names, shapes or dtypes differ; on all ranks.
+
+    Example:
+        >>> import numpy as np
+        >>> weights = {"w": np.zeros(3), "b": np.ones(1)}
+        >>> broadcast_parameters(weights)["b"].tolist()
+        [1.0]
+    """
+    comm = cc.init() if comm is None else comm
+    leaves: list[tuple[str, Any]] = []
+    facts: list[str] = []
+    error: Exception | None = None
+    try:
+        _check_root(root, comm, "broadcast_parameters")
+        if isinstance(parameters, Iterator):
+            parameters = list(parameters)
+        leaves = list(_named(parameters, ""))
+        facts = [f"root {root}", *(_described(name, leaf) for name, leaf in leaves)]
+    except Exception as caught:
+        error = caught
+    agree(comm, "broadcast_parameters", facts, error)
+    received = {name: _received(leaf, root, comm) for name, leaf in leaves}
+    return _rebuilt(parameters, "", received)
+
+
+def broadcast_optimizer_state(
+    optimizer: Any, root: int = 0, *, comm: cc.Communicator | None = None
+) -> Any:
+    """Give every rank the state of one rank's optimizer, also where only that one has a state.
+
+    *Collective*. Options such as the learning rate are part of the state.
+
+    Args:
+        optimizer: whatever has `state_dict` and `load_state_dict`: an optimizer of PyTorch or of
+            `strategies.optimizers`, wrapped or not, a learning-rate scheduler, a scaler. Or a state
+            of Optax, which must have the same structure on all ranks.
+        root: whose state.
+        comm: the ranks; the whole job if None.
+
+    Returns:
+        The optimizer, or the new state of Optax.
+
+    Raises:
+        TypeError: the state holds something other than arrays, numbers, text, and lists, tuples and
+            dicts of these; on all ranks.
+        ValueError: no such root; or a rank cannot load the state; on all ranks.
+        MismatchError: ranks differ in the kind of the optimizer; on all ranks.
+    """
+    if not callable(getattr(optimizer, "state_dict", None)):
+        return broadcast_parameters(optimizer, root, comm=comm)
+    say = "broadcast_optimizer_state"
+    comm = cc.init() if comm is None else comm
+    arrays: list[Any] = []
+    text, error = "", None
+    try:
+        _check_root(root, comm, say)
+        if comm.rank == root:
+            text = json.dumps(_written(optimizer.state_dict(), arrays, "state"))
+    except Exception as caught:
+        error = caught
+    agree(comm, say, [f"root {root}", f"kind {type(optimizer).__qualname__}"], error)
+    data = np.frombuffer(text.encode(), np.uint8)
+    length = int(comm.broadcast(np.int64(data.size), root))
+    data = comm.broadcast(data if comm.rank == root else np.empty(length, np.uint8), root)
+    written = json.loads(data.tobytes())
+
+    def next_array(shape: list[int], dtype: str, kind: str) -> Any:
+        here = arrays.pop(0) if comm.rank == root else _empty(shape, dtype, kind)
+        return comm.broadcast(here, root)
+
+    state = _read(written, next_array)
+    if comm.rank != root:
+        try:
+            optimizer.load_state_dict(state)
+        except Exception as caught:
+            error = caught
+    agree(comm, say, [], error)
+    return optimizer
+
+
+def _check_root(root: int, comm: cc.Communicator, say: str) -> None:
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < comm.size:
+        raise ValueError(f"{say}: no such root, expected 0 .. {comm.size - 1}, got {root!r}")
+
+
+def _children(node: Any) -> Iterator[tuple[Any, Any]] | None:
+    """Give the children of a container with their names, in an order equal on all ranks."""
+    if isinstance(node, dict):
+        return iter(sorted(node.items(), key=lambda item: str(item[0])))
+    if isinstance(node, (list, tuple)):
+        return iter(enumerate(node))
+    return None
+
+
+def _registered(leaf: Any) -> tuple[list[Any], Any] | None:
+    """Take apart a container that only JAX knows, such as a state of Flax."""
+    jax: Any = sys.modules.get("jax")
+    if jax is None or hasattr(leaf, "shape"):
+        return None
+    children, tree = jax.tree_util.tree_flatten(leaf, is_leaf=lambda x: x is not leaf)
+    return None if jax.tree_util.treedef_is_leaf(tree) else (children, tree)
+
+
+def _named(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Give all leaves with their names; None is none."""
+    if _is_pair(node):  # of named_parameters
+        yield from _named(node[1], f"{name}/{node[0]}")
+        return
+    children = _children(node)
+    if children is None:
+        parts = None if node is None else _registered(node)
+        if parts is not None:
+            children = iter(enumerate(parts[0]))
+        elif node is not None:
+            yield name or "the array", node
+            return
+    for key, child in children or ():
+        yield from _named(child, f"{name}/{key}")
+
+
+def _is_pair(node: Any) -> bool:
+    return isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)
+
+
+def _value(leaf: Any) -> Any:
+    """Return the array of a variable, other leaves as they are."""
+    return leaf.value if hasattr(leaf, "name") and hasattr(leaf, "value") else leaf
+
+
+def _described(name: str, leaf: Any) -> str:
+    value = _value(leaf)
+    if isinstance(value, (bool, int, float, complex)):
+        return f"{name.strip('/')}: {type(value).__name__}"
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(
+            f"broadcast_parameters: expected arrays, got {type(value).__name__} ({name.strip('/')})"
+        )
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{name.strip('/')}: {dtype} of shape {tuple(value.shape)}"
+
+
+def _received(leaf: Any, root: int, comm: cc.Communicator) -> Any:
+    value = _value(leaf)
+    if isinstance(value, (bool, int, float, complex)):
+        return type(value)(comm.broadcast(value, root))
+    if _is_writable(value):
+        comm.broadcast(value, root, out=value)
+        return leaf
+    return comm.broadcast(value, root)
+
+
+def _is_writable(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return bool(value.flags.writeable)
+    if isinstance(value, np.generic):
+        return False
+    # Arrays of JAX have no __setitem__ that works; they say so by a method for it.
+    return not hasattr(value, "at")
+
+
+def _rebuilt(node: Any, name: str, received: Mapping[str, Any]) -> Any:
+    """Make the same structure of the leaves received."""
+    if node is None:
+        return None
+    if _is_pair(node):
+        return node[0], _rebuilt(node[1], f"{name}/{node[0]}", received)
+    if isinstance(node, dict):
+        return {key: _rebuilt(child, f"{name}/{key}", received) for key, child in node.items()}
+    if isinstance(node, (list, tuple)):
+        made = [_rebuilt(child, f"{name}/{i}", received) for i, child in enumerate(node)]
+        return type(node)(*made) if hasattr(node, "_fields") else type(node)(made)
+    parts = _registered(node)
+    if parts is None:
+        return received[name or "the array"]
+    children, tree = parts
+    made = [_rebuilt(child, f"{name}/{i}", received) for i, child in enumerate(children)]
+    return sys.modules["jax"].tree_util.tree_unflatten(tree, made)
+
+
+def _written(node: Any, arrays: list[Any], name: str) -> Any:
+    """Describe a state in what JSON knows; its arrays go to `arrays`, in order."""
+    if isinstance(node, _SCALARS):
+        return node
+    if isinstance(node, dict):
+        pairs = [
+            [_written(key, arrays, name), _written(child, arrays, f"{name}[{key!r}]")]
+            for key, child in node.items()
+        ]
+        return {"dict": pairs}
+    if isinstance(node, (list, tuple)):
+        kind = "tuple" if isinstance(node, tuple) else "list"
+        return {kind: [_written(x, arrays, f"{name}[{i}]") for i, x in enumerate(node)]}
+    if hasattr(node, "shape") and hasattr(node, "dtype"):
+        torch: Any = sys.modules.get("torch")
+        is_tensor = torch is not None and isinstance(node, torch.Tensor)
+        arrays.append(node.detach() if is_tensor else node)
+        dtype = str(node.dtype).removeprefix("torch.")
+        return {"array": [list(node.shape), dtype, "torch" if is_tensor else "numpy"]}
+    raise TypeError(
+        "broadcast_optimizer_state: expected arrays, numbers, text, lists, tuples and dicts, got "
+        f"{type(node).__name__} ({name})"
+    )
+
+
+def _read(written: Any, next_array: Callable[[list[int], str, str], Any]) -> Any:
+    """Undo `_written`, in the same order."""
+    if not isinstance(written, dict):
+        return written
+    ((kind, content),) = written.items()
+    if kind == "array":
+        return next_array(*content)
+    if kind == "dict":
+        return {_read(key, next_array): _read(child, next_array) for key, child in content}
+    items = [_read(x, next_array) for x in content]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _empty(shape: list[int], dtype: str, kind: str) -> Any:
+    """Make an array to receive into: a tensor on the CPU, which is loaded to where it belongs."""
+    if kind == "numpy":
+        return np.empty(shape, np.dtype(dtype))
+    import torch
+
+    return torch.empty(shape, dtype=getattr(torch, dtype))

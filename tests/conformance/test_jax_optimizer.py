@@ -1,0 +1,225 @@
+"""DistributedOptimizer of Optax: the same program on any number of ranks, compiled or not."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import strategies
+from conftest import UNDER_MPI
+
+if "jax" in os.environ.get("UNISONO_REQUIRE", "").split(","):
+    import jax
+    import optax
+else:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    optax = pytest.importorskip("optax", reason="Optax is not installed")
+jnp = jax.numpy
+
+
+@pytest.fixture(params=["compiled", "not compiled"])
+def compiled(request, world):
+    """Ranks that are threads share a device, on which JAX makes ordered calls one by one."""
+    if request.param == "compiled":
+        if not UNDER_MPI and world.size > 1:
+            pytest.skip("compiled programs of several ranks need a process for each")
+        return jax.jit
+    return lambda function: function
+
+
+def parameters():
+    random = np.random.default_rng(2)
+    w = random.standard_normal((6, 2)).astype(np.float32)
+    return {"layer": {"w": jnp.asarray(w), "b": jnp.zeros(2)}, "unused": jnp.ones(3)}
+
+
+def batches_of(rank, steps=6, rows=4):
+    random = np.random.default_rng([11, rank])
+    return [
+        (
+            random.standard_normal((rows, 6)).astype(np.float32),
+            random.standard_normal((rows, 2)).astype(np.float32),
+        )
+        for _ in range(steps)
+    ]
+
+
+def joined(ranks):
+    return [
+        tuple(map(np.concatenate, zip(*step, strict=True))) for step in zip(*ranks, strict=True)
+    ]
+
+
+def loss_of(params, x, y):
+    layer = params["layer"]
+    return ((x @ layer["w"] + layer["b"] - y) ** 2).mean()
+
+
+gradients_of = jax.jit(jax.grad(loss_of))
+
+
+def train(tx, batches, compiled, examples=False):
+    params = parameters()
+    state = tx.init(params)
+
+    def step(params, state, x, y):
+        gradients = gradients_of(params, x, y)
+        told = {"examples": len(x)} if examples else {}
+        updates, state = tx.update(gradients, state, params, **told)
+        return optax.apply_updates(params, updates), state
+
+    step = compiled(step)
+    for x, y in batches:
+        params, state = step(params, state, x, y)
+    return params, state
+
+
+def assert_alike(comm, params, expected):
+    for own, exact in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        # float32: 6 steps of less than 100 roundings; Adam divides by numbers down to 1e-2.
+        np.testing.assert_allclose(own, exact, rtol=0, atol=6 * 100 * 2.0**-24 * 10)
+        everyones = comm.allgather(np.asarray(own)[np.newaxis])
+        np.testing.assert_array_equal(everyones, np.broadcast_to(own, everyones.shape))
+
+
+OPTIMIZERS = {
+    "momentum": lambda: optax.sgd(0.05, 0.9),
+    "adam": lambda: optax.adam(0.01),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01)),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_equals_one_process_on_all_rows(world, compiled, kind):
+    def check(comm):
+        ranks = [batches_of(r) for r in range(comm.size)]
+        exact, _ = train(OPTIMIZERS[kind](), joined(ranks), lambda f: f)
+        tx = strategies.DistributedOptimizer(OPTIMIZERS[kind](), comm=comm)
+        assert isinstance(tx, optax.GradientTransformation)
+        params, state = train(tx, ranks[comm.rank], compiled)
+        assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+        assert_alike(comm, params, exact)
+
+    world.run(check)
+
+
+def test_uneven_examples(world, compiled):
+    def check(comm):
+        ranks = [batches_of(r, rows=0 if r == 1 else 2 + r) for r in range(comm.size)]
+        exact, _ = train(optax.sgd(0.1), joined(ranks), lambda f: f)
+        tx = strategies.DistributedOptimizer(optax.sgd(0.1), comm=comm)
+        params, _ = train(tx, ranks[comm.rank], compiled, examples=True)
+        assert_alike(comm, params, exact)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("examples", [False, True], ids=["alike", "weighted"])
+def test_passes_add_up_before_ranks_communicate(world, compiled, examples):
+    def check(comm):
+        rows = [2 + r if examples else 4 for r in range(comm.size)]
+        ranks = [batches_of(r, rows=rows[r]) for r in range(comm.size)]
+        three = [
+            [tuple(map(np.concatenate, zip(*r[i : i + 3], strict=True))) for i in (0, 3)]
+            for r in ranks
+        ]
+        exact, _ = train(optax.sgd(0.05, 0.9), joined(three), lambda f: f)
+        tx = strategies.DistributedOptimizer(
+            optax.sgd(0.05, 0.9), comm=comm,
+            backward_passes_per_step=3, average_aggregated_gradients=True,
+        )  # fmt: skip
+        params, state = train(tx, ranks[comm.rank], compiled, examples)
+        assert int(state.count) == 0
+        assert_alike(comm, params, exact)
+        params, _ = train(tx, ranks[comm.rank][:2], compiled, examples)
+        assert_alike(comm, params, parameters())  # not enough for an update
+
+    world.run(check)
+
+
+def test_clipping_compression_and_large_gradients(world, compiled):
+    def check(comm):
+        # Some MiB, so that JAX copies them in its own threads.
+        n = 1 << 20
+        tx = strategies.DistributedOptimizer(
+            optax.sgd(1.0), comm=comm, clip_global_norm=2.0, compression=cc.BF16
+        )
+        update = compiled(lambda g, s: tx.update(g, s))
+        gradients = [jnp.full(n, comm.rank + 1.0), jnp.ones((2, 2), jnp.bfloat16)]
+        state = tx.init(gradients)
+        for _ in range(3):
+            (large, small), state = update(gradients, state)
+            comm.barrier()  # the program's own operations do not get in between
+        mean = (comm.size + 1) / 2
+        norm = np.sqrt(n * mean**2 + 4)
+        np.testing.assert_allclose(large, -mean * 2 / norm, rtol=2.0**-7)
+        assert small.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(small, float), -2 / norm, rtol=2.0**-6)
+
+    world.run(check)
+
+
+def test_results_do_not_share_memory_with_later_ones(world, compiled):
+    def check(comm):
+        tx = strategies.DistributedOptimizer(optax.sgd(1.0), comm=comm)
+        update = compiled(lambda g, s: tx.update(g, s)[0])
+        state = tx.init(jnp.zeros(1000))
+        results = [update(jnp.full(1000, float(i)), state) for i in range(4)]
+        for i, result in enumerate(results):
+            np.testing.assert_array_equal(result, -float(i))
+
+    world.run(check)
+
+
+def test_other_gradients_on_one_rank_are_an_error_on_all_and_no_end(world, compiled):
+    def check(comm):
+        if comm.size == 1:
+            return
+        tx = strategies.DistributedOptimizer(optax.sgd(1.0), comm=comm)
+        update = compiled(lambda g, s: tx.update(g, s)[0])
+        gradient = {"w": jnp.ones(3 if comm.rank == comm.size - 1 else 2)}
+        words = r"\['w'\]: float32 of shape \(2,\) on rank 0, \['w'\]: float32 of shape \(3,\)"
+        with pytest.raises((cc.MismatchError, jax.errors.JaxRuntimeError), match=words):
+            jax.block_until_ready(update(gradient, tx.init(gradient)))
+        gradient = {"w": jnp.full(2, float(comm.rank))}
+        result = update(gradient, tx.init(gradient))["w"]
+        np.testing.assert_allclose(result, -(comm.size - 1) / 2)
+
+    world.run(check)
+
+
+def test_an_error_of_one_rank_reaches_all(world):
+    def check(comm):
+        tx = strategies.DistributedOptimizer(optax.sgd(1.0), comm=comm)
+        gradient = jnp.ones(2)
+        wrong = -1 if comm.rank == comm.size - 1 else 1
+        with pytest.raises(ValueError, match="examples is no count, expected >= 0, got -1"):
+            tx.update(gradient, tx.init(gradient), examples=wrong)
+        np.testing.assert_array_equal(tx.update(gradient, tx.init(gradient))[0], -1)
+        with pytest.raises(ValueError, match="named_parameters are for optimizers of PyTorch"):
+            strategies.DistributedOptimizer(optax.sgd(1.0), comm=comm, named_parameters=[])
+
+    world.run(check)
+
+
+def test_parameters_and_states_of_one_rank_reach_all(world):
+    def check(comm):
+        root = comm.size - 1
+        tx = optax.chain(optax.clip(1.0), optax.adam(0.1))
+        params = jax.tree.map(lambda x: x + comm.rank, parameters())
+        state = tx.init(params)
+        if comm.rank == root:
+            _, state = tx.update(params, state)
+        got = strategies.broadcast_parameters(params, root, comm=comm)
+        assert jax.tree.structure(got) == jax.tree.structure(params)
+        for own, exact in zip(jax.tree.leaves(got), jax.tree.leaves(parameters()), strict=True):
+            assert isinstance(own, jax.Array)
+            np.testing.assert_array_equal(own, np.asarray(exact) + root)
+        state = strategies.broadcast_optimizer_state(state, root, comm=comm)
+        assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+        assert int(state[1][0].count) == 1
+
+    world.run(check)
