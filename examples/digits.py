@@ -1,0 +1,90 @@
+"""Scanned handwritten digits, and a small network for them, which several examples share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+import strategies
+
+PIXELS, DIGITS = 64, 10
+PARTS = {"training": slice(0, 1250), "validation": slice(1250, 1500), "held out": slice(1500, None)}
+
+
+@functools.cache
+def load(part: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the images of one part of the data, shape (n, 64), from 0 to 1, and their digits."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    order = np.random.default_rng(0).permutation(len(bunch.target))
+    rows = order[PARTS[part]]
+    return bunch.data[rows] / 16, bunch.target[rows]
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    """Turn each row of scores into probabilities."""
+    powers = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def cross_entropy(scores: np.ndarray, digits: np.ndarray) -> tuple[float, np.ndarray]:
+    """Return the sum of the cross-entropy over the rows, and its gradient."""
+    errors = softmax(scores)
+    rows = np.arange(len(digits))
+    loss = -np.log(np.maximum(errors[rows, digits], 1e-12)).sum()
+    errors[rows, digits] -= 1
+    return float(loss), errors
+
+
+class Network:
+    """One hidden layer.
+
+    Args:
+        weights: "w1", "b1", "w2" and "b2".
+    """
+
+    def __init__(self, weights: dict[str, np.ndarray]) -> None:
+        self.weights = weights
+
+    @classmethod
+    def random(cls, hidden: int, seed: int) -> Network:
+        """Make a network that knows nothing."""
+        random = np.random.default_rng(seed)
+        w1 = random.standard_normal((PIXELS, hidden)) * np.sqrt(2 / PIXELS)
+        w2 = random.standard_normal((hidden, DIGITS)) * np.sqrt(2 / hidden)
+        return cls({"w1": w1, "b1": np.zeros(hidden), "w2": w2, "b2": np.zeros(DIGITS)})
+
+    def train(self, rate: float, momentum: float, epochs: int, seed: int) -> None:
+        """Learn the training data."""
+        pixels, digits = load("training")
+        optimizer = strategies.Momentum(rate, momentum)
+        for rows in (r for n in range(epochs) for r in batches(len(digits), 50, seed + n)):
+            w = self.weights
+            hidden = np.maximum(pixels[rows] @ w["w1"] + w["b1"], 0)
+            _, errors = cross_entropy(hidden @ w["w2"] + w["b2"], digits[rows])
+            errors /= len(rows)
+            back = (errors @ w["w2"].T) * (hidden > 0)
+            gradients = {"w1": pixels[rows].T @ back, "b1": back.sum(axis=0)}
+            gradients |= {"w2": hidden.T @ errors, "b2": errors.sum(axis=0)}
+            optimizer.apply_gradients([(gradients[name], w[name]) for name in w])
+
+    def predict(self, pixels: np.ndarray) -> np.ndarray:
+        """Return the probability of each digit, shape (n, 10)."""
+        w = self.weights
+        hidden = np.maximum(pixels @ w["w1"] + w["b1"], 0)
+        return softmax(hidden @ w["w2"] + w["b2"])
+
+
+def batches(count: int, batch_size: int, seed: int) -> Iterator[np.ndarray]:
+    """Yield the rows of each batch of one epoch; what does not fill a batch is left out."""
+    order = np.random.default_rng(seed).permutation(count)
+    for start in range(0, count - batch_size + 1, batch_size):
+        yield order[start : start + batch_size]
+
+
+def accuracy(probabilities: np.ndarray, digits: np.ndarray) -> float:
+    """Return the share of digits that are recognised."""
+    return float((probabilities.argmax(axis=1) == digits).mean())

@@ -1,0 +1,40 @@
+"""Building blocks of models whose parts are on different ranks; see `blocks`.
+
+Example:
+    >>> import collectives as cc
+    >>> from strategies import model_parallel
+    >>> comm = cc.init()
+    >>> joined, backward = model_parallel.allgather([1.0, 2.0], comm=comm)
+    >>> len(joined) == 2 * comm.size
+    True
+    >>> backward(joined).tolist() == [1.0 * comm.size, 2.0 * comm.size]
+    True
+"""
+
+from __future__ import annotations
+
+from strategies.model_parallel.blocks import (
+    Backward,
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    gather,
+    recv,
+    reduce_scatter,
+    scatter,
+    send,
+)
+
+__all__ = [
+    "Backward",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]
