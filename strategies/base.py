@@ -4,88 +4,80 @@ A *strategy* keeps the replicas of a model in step. Code runs in one of two cont
 *cross-replica* context, in which the loop is written, and the *replica* context, inside
 `strategy.run`, in which one replica computes. Outside of any `scope` the default strategy holds:
 one replica, nothing to communicate, so that the same program runs alone.
+
+A process has one replica or more, each on one of its *devices*; the replicas of process `r` are
+numbered from `r` times their number on. A value that differs between the replicas of one process is
+a `PerReplica`; where a process has only one, it is that replica's value itself.
 """
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from strategies.resources.variables import Variable
-from strategies.structures import map_leaves
+import collectives as cc
+from strategies import contexts, datasets, reductions, replica_gradients, runs
+from strategies.contexts import require_cross_replica
+from strategies.datasets import InputContext, Policy, ValueContext
+from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer
+from strategies.local_devices import CPU, parse_devices
+from strategies.options import CommunicationOptions
+from strategies.per_replica import PerReplica, differs, select
+from strategies.ranks import Ranks
+from strategies.reductions import Axis, ReduceOp
+from strategies.replica_gradients import Gradients
+from strategies.resources.variables import Aggregation, Synchronization, Variable
 
-__all__ = ["DefaultStrategy", "InputContext", "ReduceOp", "Strategy", "get_strategy"]
-
-ReduceOp = Literal["sum", "mean"]
-
-
-@dataclass(frozen=True)
-class InputContext:
-    """Which part of the input one pipeline has to read."""
-
-    num_input_pipelines: int
-    input_pipeline_id: int
-    num_replicas_in_sync: int
-
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the rows per replica and step.
-
-        Raises:
-            ValueError: the global batch does not divide evenly.
-        """
-        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
-        if rest:
-            raise ValueError(
-                f"get_per_replica_batch_size: the batch cannot be shared evenly, expected a "
-                f"multiple of {self.num_replicas_in_sync} replicas, got {global_batch_size}"
-            )
-        return size
+__all__ = ["Strategy"]
 
 
-class Strategy(ABC):
-    """Keeps replicas in step; see the module's docstring for the words."""
+class Strategy:
+    """Keeps replicas in step; see the module's docstring for the words.
 
-    def __init__(self) -> None:
+    Methods that are *collective* are called by all processes of the strategy, in the same order. An
+    error on one of them is an error on all.
+
+    Args:
+        devices: of this process, a replica each; as many on all processes.
+        comm: the processes, None for this one alone.
+        options: how they exchange arrays.
+
+    Attributes:
+        devices: their names.
+        ranks: the processes.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        comm: cc.Communicator | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        kind = type(self).__name__
+        self.ranks = Ranks(comm, options or CommunicationOptions())
+        self.devices = self.ranks.prepared(kind, lambda: parse_devices(devices or CPU, kind))
+        self.ranks.agree(f"{kind} with {len(self.devices)} devices per process")
         self._names: set[str] = set()
+        self.optimizers = replica_gradients.Optimizers(self)
 
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas contribute to one step."""
-        return self._input_context().num_replicas_in_sync
+        return self.ranks.size * len(self.devices)
 
     @property
-    @abstractmethod
+    def first_replica_id(self) -> int:
+        """Number of this process's first replica among all of them."""
+        return self.ranks.rank * len(self.devices)
+
+    @property
     def is_chief(self) -> bool:
         """Whether this process writes what is written once: checkpoints, metrics, progress."""
-
-    # What differs between strategies; as it stands here, for one replica in one process.
-
-    def _initial(self, value: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the value that every replica starts from."""
-        return value
-
-    def _sum(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the sum over the replicas."""
-        return array
-
-    def _share(self, batch: Any) -> Any:
-        """Return this process's rows of a global batch."""
-        return batch
-
-    def _in_step(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches so that all processes take the same number of steps."""
-        return iter(batches)
-
-    def _input_context(self) -> InputContext:
-        """Describe this process's input pipeline."""
-        return InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1)
+        return self.ranks.rank == 0
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -94,17 +86,9 @@ class Strategy(ABC):
         Raises:
             RuntimeError: another strategy's scope is open, or a replica is running.
         """
-        _require_cross_replica("scope")
-        if _contexts.scopes and _contexts.scopes[-1] is not self:
-            raise RuntimeError(
-                f"scope: another strategy's scope is open, expected one strategy per program, got "
-                f"{type(self).__name__} inside {type(_contexts.scopes[-1]).__name__}"
-            )
-        _contexts.scopes.append(self)
-        try:
+        require_cross_replica(self, "scope")
+        with contexts.entered(self, None):
             yield self
-        finally:
-            _contexts.scopes.pop()
 
     def variable(
         self,
@@ -112,24 +96,45 @@ class Strategy(ABC):
         *,
         name: str | None = None,
         dtype: Any = None,
+        synchronization: Synchronization = "auto",
+        aggregation: Aggregation = "none",
     ) -> Variable:
-        """Make a variable that is the same on all replicas; *collective* where replicas are ranks.
+        """Make a variable that starts with the same value on all replicas; *collective*.
 
         Args:
             initial_value: shape (...), or a function that returns it. The chief's value counts; the
                 others' must have the same shape and dtype.
             name: as in checkpoints; "variable", "variable_1", ... if None.
             dtype: of the variable, that of the initial value if None.
+            synchronization: "auto", "on_write" or "on_read"; see `Variable`.
+            aggregation: what becomes of the values that replicas write: "none", "sum", "mean" or
+                "only_first_replica".
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: the name is taken, no such synchronization or aggregation, or the mean of
+                integers.
+            MismatchError: the ranks make variables of other names, shapes or dtypes.
         """
-        _require_cross_replica("variable")
+        require_cross_replica(self, "variable")
         chosen = self._free_name() if name is None else name
-        if chosen in self._names:
-            raise ValueError(f"variable: this name is taken, expected a new one, got {chosen!r}")
-        value = initial_value() if callable(initial_value) else initial_value
-        variable = Variable(self._initial(np.asarray(value, dtype=dtype)), name=chosen)
+
+        def local() -> Variable:
+            if chosen in self._names:
+                raise ValueError(
+                    f"variable: this name is taken, expected a new one, got {chosen!r}"
+                )
+            value = initial_value() if callable(initial_value) else initial_value
+            return Variable(
+                value, name=chosen, dtype=dtype, synchronization=synchronization,
+                aggregation=aggregation, strategy=self,
+            )  # fmt: skip
+
+        variable = self.ranks.prepared(f"variable {chosen}", local)
+        initial = self.ranks.together(
+            "variable", lambda: self.ranks.of_chief(variable.components[0])
+        )
+        for component in variable.components:
+            component[...] = initial
         self._names.add(chosen)
         return variable
 
@@ -139,129 +144,205 @@ class Strategy(ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call `fn(*args, **kwargs)` on every replica and return this process's result.
+        """Call `fn(*args, **kwargs)` on every replica; *collective*.
+
+        The replicas of one process run at the same time, in threads. Each goes on until it meets
+        the others: in `merge_call`, `all_reduce` or `all_gather` of its `get_replica_context()`, in
+        `apply_gradients`, or by writing to a variable; all replicas of all ranks meet at the same
+        points.
+
+        Args:
+            fn: what a replica computes.
+            args: each replica gets its own value of a `PerReplica`.
+            kwargs: likewise.
+
+        Returns:
+            What `fn` returned; a `PerReplica` wherever that differs between the replicas of this
+            process.
 
         Raises:
-            ValueError: `args` is neither a list nor a tuple.
-            RuntimeError: called inside a replica.
-        """
-        _require_cross_replica("run")
-        if not isinstance(args, (list, tuple)):
-            raise ValueError(
-                f"run: args is no list or tuple of arguments, got {type(args).__name__}"
-            )
-        _contexts.in_replica = True
-        try:
-            return fn(*args, **(kwargs or {}))
-        finally:
-            _contexts.in_replica = False
+            ValueError: `args` is neither a list nor a tuple, or the replicas returned different
+                structures.
+            RuntimeError: called inside a replica, or the replicas do not meet.
+            Exception: what `fn` raised in one replica. The others of all ranks end where they meet
+                next, by a `BaseException` that runs their `finally` blocks, and on every rank this
+                method raises.
 
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None = None) -> Any:
-        """Reduce what `run` returned over all replicas; *collective* where replicas are ranks.
+        Cost: an all-reduce of 24 bytes at the end and for each meeting.
+        """
+        require_cross_replica(self, "run")
+        return runs.run(self, fn, args, kwargs or {})
+
+    def reduce(self, op: ReduceOp, value: Any, axis: Axis = None) -> Any:
+        """Reduce what `run` returned over all replicas; *collective*.
 
         Args:
             op: "sum" or "mean", in any case.
             value: an array or number, or nested tuples, lists and dicts of them.
-            axis: None to combine element by element; else the values are reduced along this axis in
-                each replica first. The mean is then over all elements of all replicas, also
-                where replicas hold different numbers of rows.
+            axis: None to combine element by element; else the values are reduced along this axis,
+                or these, in each replica first. The mean is then over all elements of all replicas,
+                also where replicas hold different numbers of rows.
 
         Returns:
-            The structure of `value` with NumPy arrays of the same dtype; integers have a float64
-            mean.
+            The structure of `value` with arrays of its kind and dtype (NumPy arrays for numbers);
+            integers have a float64 mean.
 
         Raises:
-            ValueError: unknown op, or no such axis.
+            ValueError: unknown op, no such axis, or a sum over several replicas of a value that is
+                not different for each, which is most likely a mistake. Its mean is the value.
             RuntimeError: called inside a replica.
         """
-        _require_cross_replica("reduce")
-        chosen = op.lower() if isinstance(op, str) else op
-        if chosen not in get_args(ReduceOp):
-            raise ValueError(f"reduce: unknown op, expected 'sum' or 'mean', got {op!r}")
+        require_cross_replica(self, "reduce")
+        return self.ranks.together("reduce", lambda: self._reduced(op, value, axis))
 
-        def one(leaf: Any) -> npt.NDArray[Any]:
-            array = np.asarray(leaf)
-            if axis is None:
-                total, count = self._sum(array), float(self.num_replicas_in_sync)
-            else:
-                if not -array.ndim <= axis < array.ndim:
-                    raise ValueError(
-                        f"reduce: no such axis, expected less than {array.ndim} dimensions, "
-                        f"got axis {axis} (shape: {array.shape})"
-                    )
-                total = self._sum(np.sum(array, axis=axis, dtype=array.dtype))
-                count = float(self._sum(np.asarray(array.shape[axis], np.float64)))
-            if chosen == "sum":
-                return total
-            dtype = array.dtype if array.dtype.kind in "fc" else np.dtype(np.float64)
-            return np.asarray(total / np.float64(count)).astype(dtype)
+    def _reduced(self, op: Any, value: Any, axis: Axis) -> Any:
+        chosen = reductions.parse_op(op, "reduce")
+        count = len(self.devices)
+        if count == 1 or differs(value):
+            values = [select(value, i) for i in range(count)]
+            return reductions.reduce(self.ranks, chosen, values, axis)
+        if axis is not None or chosen == "mean":
+            return reductions.reduce(Ranks(), chosen, [value], axis)
+        if any(np.any(leaf) for leaf in reductions.arrays_of(value, "reduce")):
+            raise ValueError(
+                f"reduce: the value is the same for all {count} replicas of a process, expected "
+                f"a PerReplica, such as run returns, or op 'mean', got {value!r}"
+            )
+        return value
 
-        return map_leaves(one, value)
-
-    def distribute_dataset(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Give each process its rows of every global batch.
+    def gather(self, value: Any, axis: int) -> Any:
+        """Join the arrays of all replicas along an axis; *collective*.
 
         Args:
-            batches: the same global batches on every process: arrays of shape (batch, ...), or
-                nested tuples, lists and dicts of them.
+            value: an array for each replica, or nested tuples, lists and dicts of them. Their
+                lengths along the axis may differ. One that is not different for each replica of
+                this process is returned as it is.
+            axis: where to join, negative ones count from the end.
+
+        Returns:
+            The same structure; the arrays in the order of the replicas.
+
+        Raises:
+            InvalidArgumentError: the replicas' arrays do not fit, or have no such axis.
+            MismatchError: those of different ranks do not fit.
+        """
+        require_cross_replica(self, "gather")
+        count = len(self.devices)
+        if count > 1 and not differs(value):
+            return value
+        values = [select(value, i) for i in range(count)]
+        return self.ranks.together("gather", lambda: reductions.gather(self.ranks, values, axis))
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return what the replicas of this process have: a value or structure for each.
+
+        A value that is not different for each is returned as the only one.
+        """
+        if isinstance(value, Variable):
+            return value.components
+        count = len(self.devices) if differs(value) else 1
+        return tuple(select(value, i) for i in range(count))
+
+    def apply_gradients(
+        self,
+        optimizer: ArrayOptimizer | AveragingOptimizer,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        *,
+        examples: Any = None,
+    ) -> None:
+        """Average the gradients of all replicas, and update the variables once; *collective*.
+
+        May be called inside a replica or outside.
+
+        Args:
+            optimizer: one of `strategies.optimizers`, or a `DistributedOptimizer` over the same
+                ranks, which has more ways to average.
+            grads_and_vars: pairs of a gradient and a variable of this strategy. A gradient may be
+                None in some replicas, where it counts as zero.
+            examples: how many rows the gradients are the mean of. The average is then over all
+                rows, also where replicas hold different numbers of them. None: all replicas count
+                alike.
+
+        Raises:
+            ValueError: a shape does not fit, a variable belongs to another strategy, the replicas
+                have different variables, or no replica has an example; on all ranks.
+        """
+        top = contexts.current()
+        pairs = list(grads_and_vars)
+        if top is not None and top.replica is not None and top.strategy is self:
+
+            def merge(payloads: list[Gradients]) -> list[None]:
+                replica_gradients.apply(self, optimizer, payloads)
+                return [None] * len(payloads)
+
+            own = Gradients.of(pairs, examples)
+            top.replica.meet(contexts.Meeting("apply_gradients", own, merge))
+            return
+        require_cross_replica(self, "apply_gradients")
+
+        def apply() -> None:
+            count = range(len(self.devices))
+            replicas = [Gradients.of(select(pairs, i), select(examples, i)) for i in count]
+            replica_gradients.apply(self, optimizer, replicas)
+
+        self.ranks.together("apply_gradients", apply)
+
+    def update(self, variables: Sequence[Any], change: Callable[[], None]) -> None:
+        """Change variables where they are; what other strategies do in another place.
+
+        Args:
+            variables: those that change.
+            change: changes them, the same on all ranks.
+        """
+        change()
+
+    def distribute_dataset(
+        self, batches: Iterable[Any], *, policy: Policy = "data"
+    ) -> Iterator[Any]:
+        """Give each replica its rows of every global batch.
+
+        Args:
+            batches: global batches: arrays of shape (batch, ...), or nested tuples, lists and dicts
+                of them.
+            policy: "data": all processes have the same batches. Each is cut into as many parts as
+                there are replicas, all but the last ones of equal size; process `r` of `P` takes
+                the parts `r`, `r + P`, ... "off": each process has batches of its own, of the same
+                global size. It cuts them into so many parts as well, the first a row longer if need
+                be, and takes as many in a step as it has replicas; *collective* in each step.
 
         Yields:
-            The same structure with this process's consecutive rows; their number differs by at most
-            one between processes and may be 0.
+            The same structure with a `PerReplica` of consecutive rows, or the rows themselves where
+            a process has one replica; there may be 0 of them.
         """
-        return (self._share(batch) for batch in batches)
+        return datasets.of_global_batches(batches, self.ranks, len(self.devices), policy)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]]
     ) -> Iterator[Any]:
-        """Let each process read its own part of the data, and keep them in step.
+        """Let each process read its own part of the data, and keep them in step; *collective*.
 
         Args:
-            dataset_fn: makes this process's batches; told by an `InputContext` which part to read.
+            dataset_fn: makes this process's batches, of which each of its replicas takes one in a
+                step; told by an `InputContext` which part to read.
 
         Yields:
-            Batches until no process has any left. A process that runs out earlier gets batches of
-            0 rows, so that collective operations still meet. An error in one process's pipeline is
-            raised on all of them.
+            Batches until no replica has any left. One that runs out earlier gets batches of 0 rows,
+            so that collective operations still meet. An error in one process's pipeline is raised
+            on all of them.
         """
-        return self._in_step(dataset_fn(self._input_context()))
+        context = InputContext(self.ranks.size, self.ranks.rank, self.num_replicas_in_sync)
+        return datasets.from_function(dataset_fn(context), self.ranks, len(self.devices))
+
+    def distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> PerReplica:
+        """Return a `PerReplica` of what the function returns for each replica of this process."""
+        first, count = self.first_replica_id, len(self.devices)
+        total = self.num_replicas_in_sync
+        return PerReplica(tuple(value_fn(ValueContext(first + i, total)) for i in range(count)))
 
     def _free_name(self) -> str:
         number = 0
         while (name := f"variable_{number}" if number else "variable") in self._names:
             number += 1
         return name
-
-
-class DefaultStrategy(Strategy):
-    """One replica in this process, and nothing to communicate."""
-
-    @property
-    def is_chief(self) -> bool:
-        """Always true."""
-        return True
-
-
-class _Contexts(threading.local):
-    """Which scopes are open in this thread, and whether it runs a replica."""
-
-    def __init__(self) -> None:
-        self.scopes: list[Strategy] = []
-        self.in_replica = False
-
-
-_contexts = _Contexts()
-_default = DefaultStrategy()
-
-
-def get_strategy() -> Strategy:
-    """Return the strategy whose scope is open in this thread, or the default one."""
-    return _contexts.scopes[-1] if _contexts.scopes else _default
-
-
-def _require_cross_replica(method: str) -> None:
-    if _contexts.in_replica:
-        raise RuntimeError(
-            f"{method}: called inside a replica, expected the cross-replica context, outside of "
-            f"strategy.run"
-        )

@@ -6,28 +6,16 @@ from strategies.base import Strategy
 
 __all__ = ["OneDeviceStrategy"]
 
-_DEVICES = ("/cpu:0",)
-
 
 class OneDeviceStrategy(Strategy):
     """Keep variables and computation on one device; to debug a program, or to compare with.
 
     Args:
-        device: the device's name, "/cpu:0".
+        device: the device's name.
 
     Raises:
         ValueError: there is no such device.
     """
 
     def __init__(self, device: str = "/cpu:0") -> None:
-        super().__init__()
-        if device not in _DEVICES:
-            raise ValueError(
-                f"OneDeviceStrategy: no such device, expected {' '.join(_DEVICES)}, got {device!r}"
-            )
-        self.device = device
-
-    @property
-    def is_chief(self) -> bool:
-        """Always true."""
-        return True
+        super().__init__([device])

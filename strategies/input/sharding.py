@@ -1,8 +1,9 @@
-"""Share the input among ranks, and keep ranks in step that read different amounts."""
+"""Cut batches for replicas, and keep ranks in step that read different amounts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -11,21 +12,71 @@ import collectives as cc
 from strategies.agreement import raise_everywhere
 from strategies.structures import leaves, map_leaves
 
-__all__ = ["Uneven", "in_step", "share"]
+__all__ = ["Uneven", "cut", "cycle_sizes", "even_sizes", "in_step", "rows_of"]
 
 Uneven = Literal["fewer", "drop", "pad"]
 
 
-def share(batch: Any, rank: int, size: int) -> Any:
-    """Return one rank's rows of a global batch.
+def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return consecutive parts of a batch; past its end they are shorter, and then empty.
 
     Args:
         batch: arrays of shape (n, ...) with one n, or nested tuples, lists and dicts of them.
-        rank: whose rows.
-        size: among how many ranks; the first `n % size` of them get one row more.
+        sizes: rows of each part.
 
     Raises:
         ValueError: the arrays have different numbers of rows, or none at all.
+
+    Example:
+        >>> [part.tolist() for part in cut(np.arange(4), [3, 2, 1])]
+        [[0, 1, 2], [3], []]
+    """
+    rows_of(batch)
+    ends = [0, *itertools.accumulate(sizes)]
+
+    def part(start: int, end: int) -> Any:
+        return map_leaves(lambda leaf: _rows(leaf)[start:end], batch)
+
+    return [part(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def even_sizes(rows: int, parts: int) -> list[int]:
+    """Return sizes for `cut` of which all but the last ones are the same.
+
+    Example:
+        >>> even_sizes(7, 3), even_sizes(4, 3)
+        ([3, 3, 3], [2, 2, 2])
+    """
+    return [-(-rows // parts)] * parts
+
+
+def cycle_sizes(rows: int, pipeline: int, pipelines: int, replicas: int) -> list[int]:
+    """Return sizes in which one pipeline cuts its own batches of `rows` rows.
+
+    Every replica of the pipeline takes the next part in each step. All pipelines together take
+    `rows` rows per step, and each of them `rows` in as many parts as there are replicas.
+
+    Args:
+        rows: of a global batch.
+        pipeline: which one.
+        pipelines: how many there are.
+        replicas: of all pipelines together, a multiple of `pipelines`.
+
+    Example:
+        >>> [cycle_sizes(7, pipeline, 2, 4) for pipeline in (0, 1)]
+        [[2, 2, 2, 1], [2, 1, 2, 2]]
+    """
+    small, longer = divmod(rows, replicas)
+    sizes = [small + 1] * longer + [small] * (replicas - longer)
+    first = pipeline * replicas // pipelines
+    return sizes[first:] + sizes[:first]
+
+
+def rows_of(batch: Any) -> int:
+    """Return the number of rows that all arrays of a batch have.
+
+    Raises:
+        ValueError: they have different numbers of rows, or none at all.
     """
     rows = {np.shape(leaf)[:1] for leaf in leaves(batch)}
     if len(rows) != 1 or () in rows:
@@ -33,7 +84,11 @@ def share(batch: Any, rank: int, size: int) -> Any:
             f"share: the batch has no common number of rows, expected arrays of shape (n, ...), "
             f"got shapes {[np.shape(leaf) for leaf in leaves(batch)]}"
         )
-    return map_leaves(lambda leaf: np.array_split(leaf, size)[rank], batch)
+    return int(rows.pop()[0])
+
+
+def _rows(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
 
 
 def in_step(

@@ -1,0 +1,177 @@
+"""Gradients of several replicas become one update of the variables that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from strategies import reductions
+from strategies.averaging import Rule
+from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer
+from strategies.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from strategies.base import Strategy
+
+__all__ = ["Gradients", "Optimizers", "apply", "combine"]
+
+
+class Gradients(NamedTuple):
+    """The gradients of one replica, or of all replicas of a process.
+
+    Attributes:
+        pairs: (gradient or None, variable), as optimizers take them.
+        examples: how many rows they are the mean of; None if all replicas count alike.
+    """
+
+    pairs: list[tuple[Any, Any]]
+    examples: int | None
+
+    @classmethod
+    def of(cls, grads_and_vars: Iterable[tuple[Any, Any]], examples: int | None) -> Gradients:
+        """Take what a user gives.
+
+        Raises:
+            ValueError: `examples` is no count.
+        """
+        if examples is not None and examples < 0:
+            raise ValueError(
+                f"apply_gradients: examples is no count, expected >= 0, got {examples}"
+            )
+        return cls([(gradient, variable) for gradient, variable in grads_and_vars], examples)
+
+
+def combine(replicas: Sequence[Gradients]) -> Gradients:
+    """Average the gradients of this process's replicas, weighted by their examples.
+
+    A gradient of None counts as zero, unless all replicas have None.
+
+    Raises:
+        ValueError: the replicas have different variables, or only some say how many examples.
+    """
+    if len(replicas) == 1:
+        return replicas[0]
+    variables = [[id(variable) for _, variable in replica.pairs] for replica in replicas]
+    if any(own != variables[0] for own in variables):
+        raise ValueError(
+            "apply_gradients: the replicas have different variables, or in another order, got "
+            + " and ".join(str([_name(v) for _, v in replica.pairs]) for replica in replicas)
+        )
+    known = [replica.examples is not None for replica in replicas]
+    if any(known) and not all(known):
+        raise ValueError(
+            "apply_gradients: only some replicas say of how many examples their gradients are, "
+            "expected all or none"
+        )
+    weights = [_weight(replica) for replica in replicas]
+    pairs = []
+    for place, (_, variable) in enumerate(replicas[0].pairs):
+        column = [replica.pairs[place][0] for replica in replicas]
+        pairs.append((_mean(column, weights, _name(variable)), variable))
+    return Gradients(pairs, sum(weights) if all(known) else None)
+
+
+class Optimizers:
+    """What averages over the ranks of a strategy for each optimizer that it is given."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._made: dict[int, AveragingOptimizer] = {}
+
+    def averaging(self, optimizer: ArrayOptimizer | AveragingOptimizer) -> AveragingOptimizer:
+        """Return an optimizer that averages first; *collective* at the first call for each."""
+        if isinstance(optimizer, AveragingOptimizer):
+            return optimizer
+        if id(optimizer) not in self._made:
+            ranks = self._strategy.ranks
+            assert ranks.comm is not None
+            options = ranks.options
+            rule = Rule(
+                compression=options.compression, bucket_bytes=options.bytes_per_pack or None
+            )
+            updates: Any = _Updates(self._strategy, optimizer)
+            self._made[id(optimizer)] = AveragingOptimizer(updates, ranks.comm, rule)
+        return self._made[id(optimizer)]
+
+
+class _Updates:
+    """An optimizer whose updates happen where the strategy has its variables."""
+
+    def __init__(self, strategy: Strategy, optimizer: ArrayOptimizer) -> None:
+        self._strategy = strategy
+        self._optimizer = optimizer
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+        """Update every variable by its gradient; *collective*."""
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        self._strategy.update(variables, lambda: self._optimizer.apply_gradients(pairs))
+
+
+def apply(strategy: Strategy, optimizer: Any, replicas: Sequence[Gradients]) -> None:
+    """Update the variables once; *collective*, in the cross-replica context.
+
+    Args:
+        strategy: whose replicas these are.
+        optimizer: what updates.
+        replicas: the gradients of each replica of this process.
+    """
+
+    def local() -> Gradients:
+        own = combine(replicas)
+        _check_owner(strategy, own.pairs)
+        return own
+
+    own = strategy.ranks.prepared("apply_gradients", local)
+    if strategy.ranks.size > 1:
+        strategy.optimizers.averaging(optimizer).apply_gradients(own.pairs, examples=own.examples)
+    elif own.examples == 0:
+        raise ValueError("apply_gradients: no replica has an example, expected at least one")
+    else:
+        optimizer.apply_gradients(own.pairs)
+
+
+def _check_owner(strategy: Strategy, pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Refuse variables of another strategy.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for _, variable in pairs:
+        owner = getattr(variable, "strategy", None)
+        if owner is not None and owner is not strategy:
+            raise ValueError(
+                f"apply_gradients: the variable belongs to another strategy, expected one made by "
+                f"this {type(strategy).__name__}, got one of {type(owner).__name__} (variable: "
+                f"{_name(variable)})"
+            )
+
+
+def _mean(column: list[Any], weights: list[int], name: str) -> Any:
+    """Average the gradients of one variable; a gradient of no rows does not count."""
+    if all(gradient is None for gradient in column):
+        return None
+    arrays = [
+        reductions.as_array(gradient, "apply_gradients")
+        for gradient in column
+        if gradient is not None
+    ]
+    if any(array.shape != arrays[0].shape for array in arrays):
+        raise InvalidArgumentError(
+            f"apply_gradients: the replicas' gradients have different shapes, got "
+            f"{', '.join(str(tuple(array.shape)) for array in arrays)} (variable: {name})"
+        )
+    parts = [
+        reductions.as_array(gradient, "apply_gradients") * weight
+        for gradient, weight in zip(column, weights, strict=True)
+        if gradient is not None and weight
+    ]
+    return reductions.add(parts) / sum(weights) if parts else arrays[0]
+
+
+def _weight(gradients: Gradients) -> int:
+    return 1 if gradients.examples is None else gradients.examples
+
+
+def _name(variable: Any) -> str:
+    return getattr(variable, "name", "unnamed")
