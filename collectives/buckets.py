@@ -172,13 +172,15 @@ class Buckets:
         """
         return [view.shown for view in self._views]
 
-    def allreduce(self, values: Sequence[Any] | None = None) -> list[Any]:
+    def allreduce(self, values: Sequence[Any] | None = None, *, scale: float = 1.0) -> list[Any]:
         """Reduce all arrays.
 
         *Collective*: all ranks.
 
         Args:
             values: an array for each place, None for zeros; or None: what stands in `views`.
+            scale: what the values are multiplied by on the way to their places; any number, also
+                another one on every rank. Needs `values`.
 
         Returns:
             The results in the caller's order: `views`, or new arrays where the kind that was asked
@@ -192,6 +194,8 @@ class Buckets:
         try:
             if self._step is not None:
                 raise ValueError("allreduce: a step has begun with `ready`, expected `wait` first")
+            if scale != 1 and values is None:
+                raise ValueError(f"allreduce: expected values to scale, got None (scale: {scale})")
             hosts = None if values is None else self._fitting(values)
         except (TypeError, ValueError) as error:
             self._end_by(error)
@@ -199,8 +203,7 @@ class Buckets:
         for bucket in self._buckets:
             if hosts is not None:
                 for i in bucket.members:
-                    host = hosts[i]
-                    self._views[i].memory[...] = 0 if host is None else host
+                    _fill(self._views[i].memory, hosts[i], scale)
             bucket.reduce()
         return self._results()
 
@@ -393,6 +396,15 @@ class Buckets:
     def _use(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
         self._bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.members}
+
+
+def _fill(memory: Array, host: Array | None, scale: float) -> None:
+    if host is None:
+        memory[...] = 0
+    elif scale == 1:
+        memory[...] = host
+    else:
+        np.multiply(host, scale, out=memory, casting="same_kind")
 
 
 def _outcome(requests: Sequence[Request[None]]) -> Exception | None:

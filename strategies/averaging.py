@@ -336,10 +336,11 @@ class Averaging:
     ) -> None:
         if not wanted:
             return
-        if not set(wanted) <= set(self._bucketed):
-            wanted = sorted({*wanted, *self._bucketed})
+        present = set(wanted)
+        if not present <= set(self._bucketed):
+            members = sorted(present | set(self._bucketed))
             self.close()
-            rule, leaves = self.rule, [self._leaves[i] for i in wanted]
+            rule, leaves = self.rule, [self._leaves[i] for i in members]
             self._buckets = self.comm.plan_buckets(
                 [leaf.like for leaf in leaves],
                 op=self._op,
@@ -347,13 +348,21 @@ class Averaging:
                 bucket_bytes=rule.bucket_bytes,
                 names=[leaf.name for leaf in leaves],
             )
-            self._bucketed = wanted
-        for i, view in zip(self._bucketed, self._buckets.views, strict=True):
-            gradient = gradients[i] if i in wanted else None
-            _put(view, gradient, scale)
-        for i, result in zip(self._bucketed, self._buckets.allreduce(), strict=True):
-            if i in wanted:
+            self._bucketed = members
+        chosen = [gradients[i] if i in present else None for i in self._bucketed]
+        for i, result in zip(self._bucketed, self._reduce(chosen, scale), strict=True):
+            if i in present:
                 results[i] = self._finish(result)
+
+    def _reduce(self, gradients: list[Any], scale: float) -> list[Any]:
+        """Reduce one gradient for each place in the buckets."""
+        views = self._buckets.views
+        if all(isinstance(view, np.ndarray) for view in views):
+            hosts = [_host(g, view) for g, view in zip(gradients, views, strict=True)]
+            return list(self._buckets.allreduce(hosts, scale=scale))
+        for view, gradient in zip(views, gradients, strict=True):
+            _put(view, gradient, scale)
+        return list(self._buckets.allreduce())
 
     def _average_rows(self, leaf: Leaf, gradient: Rows | None, scale: float) -> Rows:
         if gradient is None:
@@ -366,24 +375,22 @@ class Averaging:
         return Rows(found, self._finish(rows))
 
 
-def _put(view: Any, gradient: Any, scale: float) -> None:
-    """Write `scale * gradient` into its place in a bucket."""
-    if not isinstance(view, np.ndarray):  # a tensor, as the gradient is
-        if gradient is None:
-            view.zero_()
-            return
-        if gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient.detach())
-        if scale != 1:
-            view.mul_(scale)
-        return
+def _host(gradient: Any, view: Array) -> Array | None:
+    """See a gradient in host memory, in the dtype of its place."""
     if gradient is None:
-        view[...] = 0
-        return
+        return None
     host = arrays.host(gradient)
     if host is None:
         host = np.asarray(array_api_compat.to_device(gradient, "cpu"))
-    if scale == 1:
-        np.copyto(view, host, casting="same_kind")
-    else:
-        np.multiply(host, scale, out=view, casting="same_kind")
+    return host.astype(view.dtype, casting="same_kind", copy=False)
+
+
+def _put(view: Any, gradient: Any, scale: float) -> None:
+    """Write `scale * gradient` into its place in a bucket, where both are tensors."""
+    if gradient is None:
+        view.zero_()
+        return
+    if gradient.data_ptr() != view.data_ptr():
+        view.copy_(gradient.detach())
+    if scale != 1:
+        view.mul_(scale)

@@ -69,6 +69,20 @@ def test_with_the_sizes_that_are_usual_too(world):
     world.run(check)
 
 
+def test_every_rank_may_scale_its_values_by_another_number(world):
+    def check(comm):
+        with comm.plan_buckets(FOUR, op=cc.SUM, **SMALL) as buckets:
+            ones = [np.ones(2, np.float32)] * 4
+            results = buckets.allreduce(ones, scale=comm.rank + 0.5)
+            expected = sum(rank + 0.5 for rank in range(comm.size))
+            assert all(np.array_equal(x, [expected] * 2) for x in results)
+            assert all((x == 1).all() for x in ones)
+            with pytest.raises(ValueError, match=r"expected values to scale.*0\.5"):
+                buckets.allreduce(scale=0.5)
+
+    world.run(check)
+
+
 def test_results_are_the_views_and_the_views_stay(world):
     def check(comm):
         with comm.plan_buckets(FOUR, op=cc.SUM, **SMALL) as buckets:

@@ -255,6 +255,20 @@ def test_variables_that_get_gradients_late(world):
     world.run(check)
 
 
+def test_a_variable_that_had_gradients_and_has_none_stays(world):
+    def check(comm):
+        optimizer = strategies.DistributedOptimizer(strategies.Momentum(1.0, 0.5), comm=comm)
+        first, second = (strategies.Variable(np.zeros(3), name=name) for name in "ab")
+        ones = np.ones(3)
+        optimizer.apply_gradients([(ones, first), (None, second)])
+        optimizer.apply_gradients([(None, first), (ones, second)])
+        optimizer.apply_gradients([(None, first), (ones, second)])
+        assert first.value.tolist() == [-1.0] * 3  # its momentum has not moved it further
+        assert second.value.tolist() == [-2.5] * 3
+
+    world.run(check)
+
+
 def test_gradients_of_a_few_rows(world):
     def check(comm):
         optimizer = strategies.DistributedOptimizer(strategies.SGD(1.0), comm=comm)
