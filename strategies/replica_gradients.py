@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import array_api_compat
+import numpy as np
+
 from strategies import reductions
 from strategies.averaging import Rule
 from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.errors import InvalidArgumentError
+from strategies.sparse import Rows
 
 if TYPE_CHECKING:
     from strategies.base import Strategy
@@ -151,6 +155,8 @@ def _mean(column: list[Any], weights: list[int], name: str) -> Any:
     """Average the gradients of one variable; a gradient of no rows does not count."""
     if all(gradient is None for gradient in column):
         return None
+    if any(isinstance(gradient, Rows) for gradient in column):
+        return _mean_rows(column, weights, name)
     arrays = [
         reductions.as_array(gradient, "apply_gradients")
         for gradient in column
@@ -167,6 +173,21 @@ def _mean(column: list[Any], weights: list[int], name: str) -> Any:
         if gradient is not None and weight
     ]
     return reductions.add(parts) / sum(weights) if parts else arrays[0]
+
+
+def _mean_rows(column: list[Any], weights: list[int], name: str) -> Rows:
+    """Average gradients of a few rows each: the rows of all replicas, in their order."""
+    given = [(g, weight) for g, weight in zip(column, weights, strict=True) if g is not None]
+    if not all(isinstance(gradient, Rows) for gradient, _ in given):
+        raise ValueError(
+            f"apply_gradients: the gradient is sparse on some replicas and dense on others, "
+            f"expected one kind (variable: {name})"
+        )
+    counted = [(g, weight) for g, weight in given if weight] or [(given[0][0], 0)]
+    join = array_api_compat.array_namespace(counted[0][0].values).concat
+    scales = [weight / max(1, sum(weights)) for _, weight in counted]
+    values = [g.values * scale for (g, _), scale in zip(counted, scales, strict=True)]
+    return Rows(np.concatenate([np.asarray(g.indices) for g, _ in counted]), join(values))
 
 
 def _weight(gradients: Gradients) -> int:

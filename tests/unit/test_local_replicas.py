@@ -203,3 +203,24 @@ def test_how_many_processes_a_launcher_started(monkeypatch):
     assert cc.launched_processes() == 1
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     assert cc.launched_processes() == 3
+
+
+def test_gradients_of_a_few_rows_are_averaged_over_replicas():
+    strategy = strategies.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    with strategy.scope():
+        table = strategy.variable(np.zeros((4, 2)), name="table")
+    optimizer = strategies.SGD(1.0)
+
+    def step(kinds):
+        replica = strategies.get_replica_context().replica_id_in_sync_group
+        rows = strategies.Rows([0, replica + 1], np.ones((2, 2)))
+        gradient = {"rows": rows, "dense": np.ones((4, 2)), "none": None}[kinds[replica]]
+        strategy.apply_gradients(optimizer, [(gradient, table)], examples=1 + 2 * replica)
+
+    strategy.run(step, (["rows", "rows"],))
+    assert table.value[:, 0].tolist() == [-1.0, -0.25, -0.75, 0.0]
+    strategy.run(step, (["rows", "none"],))
+    assert table.value[:, 0].tolist() == [-1.25, -0.5, -0.75, 0.0]
+    with pytest.raises(ValueError, match="sparse on some replicas and dense on others"):
+        strategy.run(step, (["rows", "dense"],))
+    assert table.value[:, 0].tolist() == [-1.25, -0.5, -0.75, 0.0]
