@@ -19,9 +19,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SIZES = [8, 64, 512, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
+
+TURNS = 9
+TURN_SECONDS = 0.02  # of one case, in calls of which there are 3 to 1000
 
 # Open MPI 5's knobs that win somewhere on one node; the last where ranks outnumber the cores.
 SETTINGS = {
@@ -81,8 +86,10 @@ def combine(index: int, runs: dict[str, list[dict[str, float]]]) -> dict[str, fl
     for name in ("plan", "shared", "copy"):
         row[name] = statistics.median(r[name] for r in rows)
     row["mpi"] = runs["default"][index]["mpi"]
+    row["mpi_yield"] = runs["yield"][index]["mpi"]
     row["mpi_best"] = min(r["mpi"] for r in rows)
     row["plan/default"] = row["mpi"] / row["plan"]
+    row["plan/yield"] = row["mpi_yield"] / row["plan"]
     row["plan/best"] = row["mpi_best"] / row["plan"]
     row["shared/best"] = row["mpi_best"] / row["shared"]
     if "gloo" in runs["default"][index]:
@@ -140,24 +147,31 @@ def worker(options: argparse.Namespace) -> None:
         }
         if options.gloo:
             cases["gloo"] = peers.gloo("allreduce", private, (0, private.size), 0)
+        repeats = {name: repeat(world, call) for name, call in cases.items()}
         times: dict[str, list[float]] = {name: [] for name in cases}
-        for _ in range(9):
-            for name, run in cases.items():
-                repeat = max(3, min(1000, int(4e6 / max(nbytes, 4000))))
-                if name == "gloo":
-                    repeat = max(3, repeat // 20)
-                run()
-                world.Barrier()
-                began = time.perf_counter()
-                for _ in range(repeat):
-                    run()
-                seconds = np.array([(time.perf_counter() - began) / repeat])
-                world.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
-                times[name].append(1e6 * float(seconds[0]))
+        for _ in range(TURNS):
+            for name, call in cases.items():
+                call()
+                times[name].append(1e6 * timed(world, call, repeats[name]))
         rows.append({"bytes": nbytes} | {n: statistics.median(t) for n, t in times.items()})
     peers.close()
     if comm.rank == 0:
         print(json.dumps(rows))
+
+
+def repeat(world: Any, call: Callable[[], object]) -> int:
+    """Return how often to make a call in a turn, the same on all ranks."""
+    call()
+    return max(3, min(1000, int(TURN_SECONDS / min(timed(world, call, 1) for _ in range(3)))))
+
+
+def timed(world: Any, call: Callable[[], object], count: int) -> float:
+    """Return the slowest rank's seconds per call."""
+    world.Barrier()
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    return max(world.allgather((time.perf_counter() - began) / count))
 
 
 if __name__ == "__main__":
