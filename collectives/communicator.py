@@ -10,6 +10,7 @@ import numpy as np
 
 from collectives import (
     arrays,
+    awareness,
     buckets,
     composites,
     grouped,
@@ -29,6 +30,7 @@ from collectives.calls import Call, Calls
 from collectives.channel import Channel, open_channel
 from collectives.compression import NONE, Compression
 from collectives.mpi import MpiTransport
+from collectives.on_devices import OnDevices
 from collectives.reduction import MEAN, Op
 from collectives.repeats import NEW, Repeats
 from collectives.requests import Progress, asynchronous
@@ -58,6 +60,7 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
     comm.Allgather(leader, leaders)
     transport = MpiTransport(comm)
     configuration = tuned.agreed(configuration or settings.from_environment(), transport)
+    configuration = awareness.agreed(configuration, transport)
     return Communicator(transport, leaders.tolist(), configuration)
 
 
@@ -91,6 +94,7 @@ class Communicator:
         configuration = configuration or settings.from_environment()
         self._calls = Calls(transport, self._leaders, configuration, name)
         self._repeats = Repeats(self._calls)
+        self._on_devices = OnDevices(self._calls, self._leaders)
         self._progress = Progress(self._background)
         self._direct = point_to_point.PointToPoint(transport, self._calls)
         self._splits_made = 0
@@ -181,6 +185,13 @@ class Communicator:
         if done is not NEW:
             return done
         with self._calls.enter("allreduce", timeout) as call:
+            if there := self._on_devices.lend(x, out):
+                reduction.check(op, there.dtype, operation="allreduce")
+                codec = compression.codec(there.dtype, op, network=self.num_nodes > 1, name=name)
+                facts = {"op": op.value, "dtype": there.dtype, "shape": there.shape}
+                self._describe(call, algorithm, **facts, compression=compression, memory="device")
+                self._on_devices.allreduce(call, there, op, algorithm, codec)
+                return there.finish()
             loan = self._reducible(call, x, op, out)
             array = loan.host
             codec = compression.codec(array.dtype, op, network=self.num_nodes > 1, name=name)
@@ -310,6 +321,12 @@ class Communicator:
         if done is not NEW:
             return done
         with self._calls.enter("broadcast", timeout) as call:
+            if there := self._on_devices.lend(x, out):
+                self._check_root(call, root)
+                facts = {"dtype": there.dtype, "shape": there.shape, "root": root}
+                self._describe(call, algorithm, **facts, memory="device")
+                self._on_devices.broadcast(call, there, root, algorithm)
+                return there.finish()
             loan = arrays.borrow(x, out, operation="broadcast")
             array = loan.host
             self._check_root(call, root)
@@ -379,6 +396,7 @@ class Communicator:
         self._progress.close()
         self._direct.close()
         if self._calls.unusable is None:
+            self._on_devices.close()
             self._calls.close()
             self._transport.close()
 

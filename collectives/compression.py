@@ -31,6 +31,7 @@ descent with double-pass error-compensated compression", ICML 2019, algorithm 1.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -55,18 +56,23 @@ class Residuals:
     """
 
     def __init__(self) -> None:
-        self._arrays: dict[tuple[str, str], Array] = {}
+        self._arrays: dict[tuple[str, str], Any] = {}
         self._claims: dict[str, tuple[int, np.dtype[Any]]] = {}
 
-    def array(self, name: str, part: str, count: int, dtype: np.dtype[Any]) -> Array:
+    def array(
+        self, name: str, part: str, count: int, dtype: np.dtype[Any],
+        make: Callable[[int, np.dtype[Any]], Any] = np.zeros,
+    ) -> Any:  # fmt: skip
         """Return the residual that is changed in place: shape (count,), zeros at first.
+
+        Memory that is not the host's is made by `make`, under a `part` of its own.
 
         Raises:
             ValueError: the name stands for an array of another length or dtype.
         """
         known = self._arrays.get((name, part))
         if known is None:
-            known = self._arrays[name, part] = np.zeros(count, dtype)
+            known = self._arrays[name, part] = make(count, dtype)
         if known.size != count or known.dtype != dtype:
             raise ValueError(
                 f"feedback: the residual belongs to another array, expected {known.size} elements "
@@ -153,7 +159,8 @@ class Codec:
     def _residual(self, part: str, count: int, dtype: np.dtype[Any]) -> Array | None:
         if self.residuals is None:
             return None
-        return self.residuals.array(self.name, part, count, dtype)
+        residual: Array = self.residuals.array(self.name, part, count, dtype)
+        return residual
 
 
 @dataclass(frozen=True)

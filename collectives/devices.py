@@ -16,8 +16,9 @@ its arrays need no CuPy.
 Order of streams: elements are copied to the host on the stream that is current for the array's
 device when the operation is called, which is then waited for once; where another library says that
 it works on a stream of its own, CuPy waits for that one first. A result is complete on the device
-when the operation returns. The host memory of CUDA arrays is pinned. A whole array is copied, then
-reduced, then copied back: copies do not overlap with messages.
+when the operation returns. The host memory of CUDA arrays is pinned. What is copied so is copied
+whole; `resident` shows large arrays to operations that work where they are, or in slices
+(`collectives.on_devices`).
 """
 
 from __future__ import annotations
@@ -25,19 +26,41 @@ from __future__ import annotations
 import functools
 import sys
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Foreign", "foreign"]
+from collectives.buffers import Device, DeviceBuffer, stored_as
+
+__all__ = ["Foreign", "Resident", "foreign", "resident"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 # DLPack's numbers of device types: CPU, pinned by CUDA, pinned by ROCm; and CUDA's own memory.
 _DLPACK_HOST = (1, 3, 11)
 _DLPACK_CUDA = (2, 13)
+
+
+class Resident(NamedTuple):
+    """An array in the memory of a CUDA device.
+
+    Attributes:
+        shape, dtype: as of NumPy arrays.
+        buffer: its elements in order: its own memory, or a copy where its strides need one.
+        is_own: whether it is its own memory.
+        new: makes an array of its kind, on its device, and returns it with its memory.
+        write: makes the elements of a buffer the array's; complete when the buffer is settled.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    buffer: DeviceBuffer
+    is_own: bool
+    new: Callable[[], tuple[Any, DeviceBuffer]]
+    write: Callable[[DeviceBuffer], None]
 
 
 class Foreign(ABC):
@@ -70,6 +93,31 @@ class Foreign(ABC):
     @abstractmethod
     def write(self, result: npt.NDArray[Any]) -> None:
         """Make `result` the array's elements; if `shared`, they have been written already."""
+
+    def resident(self) -> Resident | None:
+        """Show an array on a CUDA device where it is; None for others."""
+        return None
+
+
+def resident(x: object, least: int) -> tuple[Foreign, Resident] | None:
+    """Show an array of at least `least` bytes on a CUDA device where it is; None for others.
+
+    What it was computed by, on its library's current stream, comes before what is done with it.
+    """
+    kind = type(x)
+    if kind is np.ndarray or not hasattr(kind, "__cuda_array_interface__"):
+        return None
+    if getattr(x, "is_cpu", False) or getattr(x, "nbytes", least) < least:
+        return None
+    if not hasattr(kind, "__torch_function__"):  # which raises where a tensor has a gradient
+        interface = getattr(x, "__cuda_array_interface__", None)
+        if interface is None or (interface["data"][1] and hasattr(x, "__array_namespace__")):
+            return None
+    memory = foreign(x)
+    if memory is None:
+        return None
+    shown = memory.resident()
+    return None if shown is None or shown.buffer.nbytes < least else (memory, shown)
 
 
 def foreign(x: object) -> Foreign | None:
@@ -128,6 +176,36 @@ class _Tensor(Foreign):
         else:
             self._x.detach().copy_(self.wrap(result))
 
+    def resident(self) -> Resident | None:
+        if not self._x.is_cuda or not _has_cupy():
+            return None
+        x = self._x.detach().resolve_conj().resolve_neg()
+        flat = x.contiguous()
+        stream = self._torch.cuda.current_stream(x.device)
+        stream.synchronize()
+        cupy = _cupy()
+
+        def show(tensor: Any) -> DeviceBuffer:
+            raw = cupy.asarray(tensor.reshape(-1).view(self._torch.uint8))
+            view = raw.view(stored_as(self.dtype))
+            return DeviceBuffer(Device(cupy, view.device), view, self.dtype)
+
+        def new() -> tuple[Any, DeviceBuffer]:
+            array = self._torch.empty_like(flat)
+            stream.synchronize()  # PyTorch's pool may give memory that earlier work still uses
+            return array, show(array)
+
+        def write(buffer: DeviceBuffer) -> None:
+            buffer.settle()
+            if buffer.address != self._x.data_ptr():
+                raw = self._torch.as_tensor(buffer, device=self._x.device)
+                self._x.detach().copy_(raw.view(self._x.dtype).reshape(self._x.shape))
+                stream.synchronize()
+            self._torch.autograd.graph.increment_version(self._x)
+
+        is_own = bool(flat.data_ptr() == self._x.data_ptr())
+        return Resident(self.shape, self.dtype, show(flat), is_own, new, write)
+
 
 def _tensor_elements(tensor: Any, torch: Any) -> npt.NDArray[Any]:
     """View a tensor as NumPy array; what is lazy in it, or on another device, is copied."""
@@ -182,6 +260,30 @@ class _DeviceMemory(Foreign):
             else:
                 self._view[...] = self._cupy.asarray(result)
             self._wait()
+
+    def resident(self) -> Resident:
+        device = Device(self._cupy, self._view.device)
+        kind = stored_as(self.dtype)
+        with self._view.device:
+            flat = self._cupy.ascontiguousarray(self._view)
+
+        def show(array: Any) -> DeviceBuffer:
+            return DeviceBuffer(device, array.reshape(-1).view(kind), self.dtype)
+
+        def new() -> tuple[Any, DeviceBuffer]:
+            with self._view.device:
+                array = self._cupy.empty(self.shape, self.dtype)
+            device.put()  # the pool may give memory that earlier work still uses
+            return array, show(array)
+
+        def write(buffer: DeviceBuffer) -> None:
+            if buffer.address != self._view.data.ptr:
+                with self._view.device:
+                    self._view[...] = buffer.view.view(self.dtype).reshape(self.shape)
+                buffer.device.put()
+
+        is_own = bool(flat.data.ptr == self._view.data.ptr)
+        return Resident(self.shape, self.dtype, show(flat), is_own, new, write)
 
     def _wait(self) -> None:
         # Pinned memory is read by the device after the call that started the copy; CuPy's pool
@@ -255,6 +357,16 @@ def _why_repeated(shape: tuple[int, ...], strides: tuple[int, ...]) -> str | Non
     if any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
         return "several of its elements are the same memory"
     return None
+
+
+@functools.cache
+def _has_cupy() -> bool:
+    """Tell whether CuPy can be used; PyTorch's tensors do without it."""
+    try:
+        _cupy()
+    except TypeError:
+        return False
+    return True
 
 
 def _cupy() -> Any:

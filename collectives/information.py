@@ -8,7 +8,7 @@ from importlib import metadata, util
 from typing import Any
 
 import collectives as cc
-from collectives import launch, links
+from collectives import awareness, launch, links
 
 __all__ = ["gather_facts", "table", "thread_level", "versions"]
 
@@ -20,6 +20,13 @@ _PACKAGES = {
     "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
     "torch": ("torch",),
     "jax": ("jax",),
+}
+
+# How large arrays on CUDA devices travel, by what the ranks have agreed on.
+_ROUTES = {
+    "on": "messages of device memory",
+    "off": "staged through host memory",
+    "auto": "staged through host memory",  # nobody has been asked
 }
 
 
@@ -35,7 +42,8 @@ def gather_facts(comm: cc.Communicator) -> dict[str, Any]:
         "mpi_library": _library(),
         "mpi_standard": ".".join(map(str, MPI.Get_version())),
         "thread_level": thread_level(),
-        "cuda_aware": launch.is_cuda_aware(),
+        "cuda_aware": awareness.library_says(),
+        "device_arrays": _ROUTES[comm._calls.settings.cuda_aware],
         "fault_tolerance": launch.is_fault_tolerant(),
         "mpi_settings": mpi_set,
         "links": _links(comm._calls.settings.links),

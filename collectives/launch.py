@@ -10,7 +10,6 @@ because the interpreter waits in `MPI_Finalize` for them. `start_mpi` refuses th
 from __future__ import annotations
 
 import builtins
-import ctypes
 import logging
 import os
 import sys
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = [
     "abort_on_exception",
     "check_world_size",
-    "is_cuda_aware",
     "is_fault_tolerant",
     "launched_processes",
     "mpi_settings",
@@ -186,16 +184,6 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
 
     sys.excepthook = abort
     threading.excepthook = abort_thread
-
-
-def is_cuda_aware() -> bool:
-    """Tell whether the loaded MPI library says that it takes device memory."""
-    query = getattr(ctypes.CDLL(None), "MPIX_Query_cuda_support", None)
-    if query is None:  # the library was loaded privately, as mpi4py does where it can
-        from mpi4py import MPI
-
-        query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
-    return query is not None and bool(query())
 
 
 def is_fault_tolerant() -> bool:

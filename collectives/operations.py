@@ -23,8 +23,10 @@ from collectives.transport import Transport
 __all__ = [
     "allgather",
     "allreduce",
+    "allreduce_agreed",
     "barrier",
     "broadcast",
+    "broadcast_agreed",
     "gather",
     "reduce",
     "reduce_scatter",
@@ -45,13 +47,23 @@ def allreduce(
     if codec is not None:
         codec.claim(send.size, send.dtype)
     engine = selection.engine_for(call.engine, algorithm)
+    if engine is None:
+        call.agree()
+    elif place := engine.place_of(send, out):
+        call.add(memory=f"shared array {place.number} + {place.offset} bytes")
+    allreduce_agreed(transport, call, send, out, op, algorithm, codec)
+
+
+def allreduce_agreed(
+    transport: Transport, call: Call, send: Array, out: Array, op: Op, algorithm: str,
+    codec: Codec | None = None,
+) -> None:  # fmt: skip
+    """As `allreduce`, of a slice of what the ranks have agreed on, or will as they meet."""
+    engine = selection.engine_for(call.engine, algorithm)
     if engine is not None:
-        if place := engine.place_of(send, out):
-            call.add(memory=f"shared array {place.number} + {place.offset} bytes")
         call.met(engine.allreduce(send, out, op, call.digest, call.deadline))
         return
     run = call.by_messages("allreduce", algorithm, send.nbytes)
-    call.agree()
     if codec is not None:
         _allreduce_compressed(transport, call, send, out, op, algorithm, codec)
         return
@@ -117,6 +129,15 @@ def reduce_scatter(
 
 def broadcast(transport: Transport, call: Call, buffer: Array, root: int, algorithm: str) -> None:
     """Replace `buffer` by the root's."""
+    if selection.engine_for(call.engine, algorithm) is None:
+        call.agree()
+    broadcast_agreed(transport, call, buffer, root, algorithm)
+
+
+def broadcast_agreed(
+    transport: Transport, call: Call, buffer: Array, root: int, algorithm: str
+) -> None:
+    """As `broadcast`, of a slice of what the ranks have agreed on, or will as they meet."""
     engine = selection.engine_for(call.engine, algorithm)
     if engine is not None:
         own = transport.rank == root
@@ -124,9 +145,7 @@ def broadcast(transport: Transport, call: Call, buffer: Array, root: int, algori
         stream = buffer if own else None
         call.met(engine.publish(stream, wanted, call.digest, call.deadline, buffer.nbytes))
         return
-    run = call.by_messages("broadcast", algorithm, buffer.nbytes)
-    call.agree()
-    run(buffer, root, call.deadline)
+    call.by_messages("broadcast", algorithm, buffer.nbytes)(buffer, root, call.deadline)
 
 
 def gather(

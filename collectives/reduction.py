@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays import Array, is_float
+from collectives.buffers import DeviceBuffer
 
 __all__ = [
     "MAX",
@@ -93,6 +94,9 @@ def combine(op: Op) -> Callable[[Array, Array], None]:
     ufunc = _UFUNCS[op]
 
     def into(accumulator: Array, contribution: Array) -> None:
+        if isinstance(accumulator, DeviceBuffer):
+            accumulator.combine(op.value, contribution)
+            return
         # An overflow or a NaN is a result here; the loss scaler that waits for it is not warned.
         with np.errstate(all="ignore"):
             ufunc(accumulator, contribution, out=accumulator)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from collectives import recorder
+from collectives import recorder, streams
 from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError
 from collectives.transport import this_thread
 
@@ -299,7 +299,13 @@ def asynchronous(
 
     @functools.wraps(method)
     def start(self: C, /, *args: P.args, **kwargs: P.kwargs) -> Request[T]:
-        return self._progress.submit(name, lambda private: method(private, *args, **kwargs))
+        ordered = streams.order((*args, *kwargs.values()))
+
+        def run(private: C) -> T:
+            ordered()  # after what this thread's streams still do for the arrays
+            return method(private, *args, **kwargs)
+
+        return self._progress.submit(name, run)
 
     start.__name__ = name
     start.__qualname__ = f"{method.__qualname__}_async"

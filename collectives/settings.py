@@ -10,8 +10,11 @@
 | `UNISONO_ABORT_ON_EXCEPTION` | 0 or 1 | 1 | an uncaught exception on one rank ends the whole job |
 | `UNISONO_MPI_SETTINGS` | 0 or 1 | 1 | give Open MPI the settings listed in `launch.py` |
 | `UNISONO_TUNED` | file, or off | see `tuned.py` | what `python -m collectives tune` measured |
+| `UNISONO_CUDA_AWARE` | auto, on, off | auto | MPI takes arrays of CUDA devices; auto: as it says |
 | `UNISONO_NODE_LINK` | alpha=2us,beta=8GB/s,gamma=30GB/s | tuned | cost of messages inside a node |
 | `UNISONO_NETWORK_LINK` | as above | tuned | cost of messages between nodes |
+
+Read by `strategies`: `UNISONO_CLUSTER`, such as `ps:2,worker:*`, the jobs of a cluster's ranks.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ from typing import Literal, get_args
 
 from collectives import links
 
-__all__ = ["Check", "Settings", "from_environment"]
+__all__ = ["Check", "CudaAware", "Settings", "from_environment"]
 
 Check = Literal["off", "sample", "always"]
+CudaAware = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Settings:
     network_link: Mapping[str, float] = field(default_factory=dict)
     # What follows from the last three, the same on all ranks: `tuned.agreed` puts it here.
     links: links.Links = field(default_factory=links.defaults)
+    cuda_aware: CudaAware = "auto"  # "on" or "off" once the ranks agree: `awareness.agreed`
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
@@ -71,6 +76,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
         tuned=env.get("UNISONO_TUNED", "").strip() or None,
         node_link=_link(env, "UNISONO_NODE_LINK"),
         network_link=_link(env, "UNISONO_NETWORK_LINK"),
+        cuda_aware=_cuda_aware(env),
     )
 
 
@@ -121,3 +127,17 @@ def _check(env: Mapping[str, str]) -> Check:
             f"got {text!r}"
         )
     return Settings.check
+
+
+def _cuda_aware(env: Mapping[str, str]) -> CudaAware:
+    text = env.get("UNISONO_CUDA_AWARE", "").strip()
+    for word in get_args(CudaAware):
+        if text == word:
+            known: CudaAware = word
+            return known
+    if text:
+        raise ValueError(
+            f"settings: UNISONO_CUDA_AWARE is no answer, expected one of "
+            f"{' '.join(get_args(CudaAware))}, got {text!r}"
+        )
+    return Settings.cuda_aware

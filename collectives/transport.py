@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from collectives.arrays import Array
+from collectives.buffers import DeviceBuffer
 from collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -205,10 +206,14 @@ class Transport(ABC):
 
     def start_send(self, data: Array, dest: int) -> Message:
         """Start sending `data`; it must not change until the message is done."""
+        if isinstance(data, DeviceBuffer):
+            data.settle()
         return self._start_send(data, dest) if data.size else _NOTHING
 
     def start_receive(self, into: Array, source: int) -> Message:
         """Start receiving exactly `into.nbytes` bytes; `into` is undefined until done."""
+        if isinstance(into, DeviceBuffer):
+            into.settle()
         return self._start_receive(into, source) if into.size else _NOTHING
 
     def poll(self, message: Message, operation: str) -> bool:

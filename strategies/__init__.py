@@ -11,8 +11,39 @@ Example:
 
 from __future__ import annotations
 
-from strategies import errors
-from strategies.base import DefaultStrategy, InputContext, Strategy, get_strategy
+from strategies import errors, schedules
+from strategies.base import Strategy
+from strategies.central_storage import CentralStorageStrategy
+from strategies.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
+from strategies.cluster.cluster import Cluster
+from strategies.cluster.device_spec import DeviceSpec
+from strategies.cluster.gpus import limit_gpu_memory, use_gpus
+from strategies.cluster.resolvers import (
+    RanksClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+)
+from strategies.cluster.scopes import current_device, device
+from strategies.cluster.server import Server
+from strategies.cluster.setter import (
+    GreedyLoadBalancing,
+    RandomChoice,
+    RoundRobin,
+    byte_size,
+    replica_device_setter,
+)
+from strategies.cluster.slurm import SlurmClusterResolver
+from strategies.cluster.spec import ClusterSpec
+from strategies.contexts import ReplicaContext
+from strategies.coordinator import ClusterCoordinator
+from strategies.datasets import InputContext, ValueContext
+from strategies.default import (
+    DefaultStrategy,
+    get_replica_context,
+    get_strategy,
+    in_cross_replica_context,
+)
 from strategies.distributed_optimizer import DistributedOptimizer
 from strategies.input.batching import (
     batch,
@@ -58,70 +89,154 @@ from strategies.input.sharded import ShardedInput
 from strategies.input.sharding import in_step
 from strategies.input.shared import shared_queue
 from strategies.input.shared_files import shared_files
+from strategies.mirrored import MirroredStrategy
 from strategies.multi_worker import MultiWorkerMirroredStrategy
 from strategies.one_device import OneDeviceStrategy
-from strategies.optimizers import SGD, Momentum
+from strategies.optimizers import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
+from strategies.options import CommunicationOptions
+from strategies.parameter_server import ParameterServerStrategy
+from strategies.parameters import broadcast_optimizer_state, broadcast_parameters
+from strategies.per_replica import PerReplica
+from strategies.resources import partition
+from strategies.resources.accumulators import (
+    ConditionalAccumulator,
+    SparseConditionalAccumulator,
+    shared_accumulator,
+)
 from strategies.resources.container import container
+from strategies.resources.items import Reading, Update
+from strategies.resources.partitioned import PartitionedVariable
 from strategies.resources.service import Service
+from strategies.resources.shared_variables import SharedVariable
+from strategies.resources.sharing import (
+    reset_container,
+    shared_partitioned_variable,
+    shared_variable,
+)
+from strategies.resources.tasks import RemoteTraceback, Task, TaskFuture
+from strategies.resources.variable_groups import apply_all, assign_all, read_all
 from strategies.resources.variables import Variable
+from strategies.spare_replica import SpareReplicaStrategy
+from strategies.sparse import Rows
+from strategies.staleness import Drop, Scale
 from strategies.training.checkpoint import Checkpoint
 from strategies.training.checkpoint_manager import CheckpointManager
 from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics
 
 __all__ = [
+    "LARS",
     "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointManager",
+    "Cluster",
+    "ClusterCoordinator",
+    "ClusterSpec",
+    "CommunicationOptions",
+    "ConditionalAccumulator",
     "Coordinator",
     "DefaultStrategy",
+    "DeviceSpec",
     "DistributedOptimizer",
+    "Drop",
     "FIFOQueue",
     "FixedLengthRecordReader",
+    "GreedyLoadBalancing",
     "IdentityReader",
     "InputContext",
     "LooperThread",
     "MetricsWriter",
+    "MirroredStrategy",
     "Momentum",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "PaddingFIFOQueue",
+    "ParameterServerStrategy",
+    "PartitionedVariable",
+    "PerReplica",
     "PriorityQueue",
     "Progress",
     "QueueRunner",
+    "RMSProp",
+    "RandomChoice",
     "RandomShuffleQueue",
+    "RanksClusterResolver",
+    "Reading",
+    "RemoteTraceback",
+    "ReplicaContext",
+    "RoundRobin",
+    "Rows",
+    "Scale",
+    "Server",
     "Service",
     "ShardedInput",
+    "SharedVariable",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "SpareReplicaStrategy",
+    "SparseConditionalAccumulator",
     "Strategy",
+    "TFConfigClusterResolver",
     "TFRecordReader",
     "TFRecordWriter",
+    "Task",
+    "TaskFuture",
     "TextLineReader",
+    "UnionResolver",
+    "Update",
+    "ValueContext",
     "Variable",
     "WholeFileReader",
+    "apply_all",
+    "assign_all",
     "batch",
     "batch_join",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "byte_size",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
     "container",
     "csv_batches",
+    "current_device",
     "decode_csv",
+    "device",
     "errors",
+    "get_replica_context",
     "get_strategy",
+    "in_cross_replica_context",
     "in_step",
     "input_producer",
     "limit_epochs",
+    "limit_gpu_memory",
     "loss_curve",
     "match_files",
     "maybe_batch",
     "maybe_batch_join",
     "maybe_shuffle_batch",
     "maybe_shuffle_batch_join",
+    "partition",
     "prefetch",
     "preload",
     "range_input_producer",
+    "read_all",
     "read_metrics",
+    "replica_device_setter",
+    "reset_container",
+    "schedules",
+    "shared_accumulator",
     "shared_files",
+    "shared_partitioned_variable",
     "shared_queue",
+    "shared_variable",
     "shuffle_batch",
     "shuffle_batch_join",
     "slice_input_producer",
     "start_queue_runners",
     "string_input_producer",
+    "use_gpus",
 ]

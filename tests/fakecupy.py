@@ -1,8 +1,10 @@
 """A stand-in for CuPy whose device memory is host memory, and as late as a real device's.
 
-What is put on a stream happens when somebody waits for that stream, and not before; a copy from
-pinned memory then reads whatever is there. Pinned memory is overwritten as soon as nobody holds it.
-Code that forgets to wait, or lets memory go too early, gets wrong numbers here, too.
+What is put on a stream happens when somebody waits for that stream, or for an event behind it, and
+not before; a copy from or to pinned memory then reads and writes whatever is there. Streams know
+nothing of each other unless one waits for an event of the other. Pinned memory is overwritten as
+soon as nobody holds it. Code that forgets to wait, or lets memory go too early, gets wrong numbers
+here, too. The `log` has every copy and every wait of the host in order.
 """
 
 from __future__ import annotations
@@ -13,19 +15,52 @@ import threading
 import weakref
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 
 
 class Stream:
-    def __init__(self, ptr):
-        self.ptr = ptr
+    def __init__(self, ptr=None, *, non_blocking=False):
+        self.ptr = id(self) if ptr is None else ptr
         self.queue = []
         self.waits = 0
+        self.lock = threading.RLock()
 
     def synchronize(self):
         self.waits += 1
-        while self.queue:
-            self.queue.pop(0)()
+        self.run_until(None)
+
+    def run_until(self, event):
+        """Do what is due, up to an event or to the end."""
+        with self.lock:
+            while self.queue and not (event is not None and event.happened):
+                self.queue.pop(0)()
+
+    def record(self):
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        self.queue.append(event.synchronize)
+
+
+class Event:
+    """A place in the queue of a stream."""
+
+    def __init__(self, stream=None):
+        self.stream = stream
+        self.happened = stream is None
+
+    def record(self, stream):
+        self.stream, self.happened = stream, False
+        stream.queue.append(self.happen)
+
+    def happen(self):
+        self.happened = True
+
+    def synchronize(self):
+        self.stream.run_until(self)
 
 
 class Device:
@@ -60,7 +95,8 @@ class ndarray:  # noqa: N801  (CuPy's name)
         self.keep = keep
         self.device = fake.device
         self.shape, self.strides, self.dtype = memory.shape, memory.strides, memory.dtype
-        self.nbytes, self.flags = memory.nbytes, memory.flags
+        self.size, self.nbytes, self.flags = memory.size, memory.nbytes, memory.flags
+        self.data = Pointer(fake, memory.ctypes.data)
 
     @property
     def __cuda_array_interface__(self):
@@ -85,8 +121,116 @@ class ndarray:  # noqa: N801  (CuPy's name)
         self.fake.copy_later(self.memory, host)
 
     def __setitem__(self, where, other):
-        assert isinstance(other, ndarray)
-        self.fake.later(lambda: self.memory.__setitem__(where, other.memory))
+        assert isinstance(other, ndarray) or np.isscalar(other)
+        value = getattr(other, "memory", other)
+        self.fake.later(lambda: self.memory.__setitem__(where, value))
+
+    def __getitem__(self, where):
+        return ndarray(self.fake, self.memory[where], keep=self)
+
+    def view(self, dtype):
+        return ndarray(self.fake, self.memory.view(dtype), keep=self)
+
+    def reshape(self, *shape):
+        assert self.memory.flags.c_contiguous
+        return ndarray(self.fake, self.memory.reshape(*shape), keep=self)
+
+
+class Pointer:
+    """An address on the device, and copies from there to the host and back."""
+
+    def __init__(self, fake, ptr):
+        self.fake = fake
+        self.ptr = ptr
+
+    def copy_to_host_async(self, address, nbytes, stream):
+        self._copy(address, self.ptr, nbytes, stream, "to host", address)
+
+    def copy_from_host_async(self, address, nbytes, stream):
+        self._copy(self.ptr, address, nbytes, stream, "from host", address)
+
+    def _copy(self, into, source, nbytes, stream, name, host):
+        self.fake.log.append((name, nbytes))
+        if not self.fake.is_pinned(host, nbytes):
+            # The driver takes part: with memory of its own, which costs the overlap.
+            stream.synchronize()
+            ctypes.memmove(into, source, nbytes)
+            return
+
+        def copy():
+            # What CUDA would do with memory that is not pinned any more is not for tests.
+            assert self.fake.is_pinned(host, nbytes)
+            ctypes.memmove(into, source, nbytes)
+
+        stream.queue.append(copy)
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+class Gpu:
+    """The memory of a device, which several processes may share; sizes in bytes."""
+
+    def __init__(self, total):
+        self.total = total
+        self.free = total
+
+
+class Pool:
+    """A process's memory on each of its devices; keeps what it has, and rounds up to 512 bytes."""
+
+    def __init__(self, gpus):
+        self.gpus = gpus
+        self.now = 0
+        self.limits, self.taken, self.used = ([0] * len(gpus) for _ in range(3))
+
+    def set_limit(self, size):
+        self.limits[self.now] = size
+
+    def get_limit(self):
+        return self.limits[self.now]
+
+    def total_bytes(self):
+        return self.taken[self.now]
+
+    def used_bytes(self):
+        return self.used[self.now]
+
+    def malloc(self, size):
+        size = -(-size // 512) * 512
+        more = max(0, self.used[self.now] + size - self.taken[self.now])
+        limit, gpu = self.limits[self.now], self.gpus[self.now]
+        if (limit and self.taken[self.now] + more > limit) or more > gpu.free:
+            raise OutOfMemoryError(size)
+        gpu.free -= more
+        self.taken[self.now] += more
+        return Block(self, self.now, size)
+
+
+class Block:
+    """Memory of a pool, until nobody holds it."""
+
+    def __init__(self, pool, device, size):
+        pool.used[device] += size
+        self.give_back = weakref.finalize(
+            self, lambda: pool.used.__setitem__(device, pool.used[device] - size)
+        )
+
+
+class PoolDevice(Device):
+    """A device that a pool is asked about inside of the block."""
+
+    def __init__(self, pool, number):
+        super().__init__(number)
+        self.pool = pool
+
+    def __enter__(self):
+        self.before, self.pool.now = self.pool.now, self.id
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.pool.now = self.before
 
 
 class FakeCupy:
@@ -94,8 +238,11 @@ class FakeCupy:
 
     ndarray = ndarray
 
-    def __init__(self, available=True):
+    def __init__(self, available=True, gpus=(), can_register=True):
         self.device = Device(0)
+        self.can_register = can_register
+        self.registered = {}  # address -> bytes
+        self.log = []
         self.streams = {ptr: Stream(ptr) for ptr in (2, 4096)}
         self.threads = threading.local()
         self.pinned = {}  # address -> memory; a pool, which gives nothing back to the system
@@ -104,7 +251,22 @@ class FakeCupy:
             is_available=lambda: available,
             get_current_stream=lambda: self.current,
             alloc_pinned_memory=self.alloc_pinned_memory,
+            Stream=Stream,
+            Event=Event,
+            set_allocator=lambda allocator: setattr(self, "allocator", allocator),
+            alloc=lambda size: self.allocator(size),
+            Device=lambda number: PoolDevice(self.pool, number),
+            memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+            runtime=SimpleNamespace(
+                hostRegister=self.host_register,
+                hostUnregister=lambda address: self.registered.pop(address),
+                getDeviceCount=lambda: len(gpus),
+                memGetInfo=lambda: (gpus[self.pool.now].free, gpus[self.pool.now].total),
+            ),
         )
+        self.pool = Pool(gpus)
+        self.allocator = self.pool.malloc
+        self.get_default_memory_pool = lambda: self.pool
 
     @property
     def current(self):
@@ -125,8 +287,51 @@ class FakeCupy:
         weakref.finalize(handle, lambda: block.__setitem__(slice(None), b"\xff" * nbytes))
         return handle
 
+    def host_register(self, address, nbytes, flags):
+        assert address not in self.registered
+        if not self.can_register:
+            raise RuntimeError("cudaErrorNotSupported: operation not supported")
+        self.registered[address] = nbytes
+
+    def is_pinned(self, address, nbytes):
+        known = [*self.registered.items(), *((a, len(block)) for a, block in self.pinned.items())]
+        return any(start <= address and address + nbytes <= start + n for start, n in known)
+
     def later(self, action):
         self.current.queue.append(action)
+
+    def empty(self, shape, dtype=float):
+        return ndarray(self, np.full(shape, -1).astype(dtype))
+
+    def ascontiguousarray(self, x):
+        if x.flags.c_contiguous:
+            return x
+        copy = self.empty(x.shape, x.dtype)
+        copy[...] = x
+        return copy
+
+    def __getattr__(self, name):
+        if name not in ("add", "minimum", "maximum", "multiply", "true_divide"):
+            raise AttributeError(name)
+
+        def apply(a, b, out):
+            operands = [getattr(x, "memory", x) for x in (a, b)]
+            self.later(lambda: getattr(np, name)(*operands, out=out.memory))
+
+        return apply
+
+    def ElementwiseKernel(self, reads, writes, operation, name, preamble):  # noqa: N802
+        """Make what the kernel is meant to do; `test_device_kernels.py` looks at its text."""
+        _, kind, half = name.split("_")
+        act = {"widen": widen, "narrow": narrow, "carry": carry}[kind]
+        half = np.dtype(half) if half == "float16" else np.dtype(ml_dtypes.bfloat16)
+
+        def launch(*arguments):
+            assert len(arguments) == len(f"{reads}, {writes}".split(","))
+            plain = [getattr(x, "memory", x) for x in arguments]
+            self.later(lambda: act(half, *plain))
+
+        return launch
 
     def copy_later(self, memory, host):
         """Copy like the device's copy engine: from an address, at the time it comes to it."""
@@ -162,6 +367,23 @@ class FakeCupy:
 
     def from_dlpack(self, x):
         return ndarray(self, np.from_dlpack(x.memory), keep=x)
+
+
+def widen(half, x, y):
+    y[...] = x.view(half)
+
+
+def narrow(half, x, divisor, y):
+    with np.errstate(over="ignore"):
+        y.view(half)[...] = (x / divisor).astype(half)
+
+
+def carry(half, x, divisor, y, residual):
+    total = x / divisor + residual
+    with np.errstate(over="ignore", invalid="ignore"):
+        y.view(half)[...] = total.astype(half)
+        error = total - y.view(half).astype(x.dtype)
+    residual[...] = np.where(np.isfinite(error), error, residual)
 
 
 class Buffer:

@@ -10,7 +10,11 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 
+import numpy as np
+
+import fakecupy
 from collectives.arrays import raw_bytes
+from collectives.buffers import DeviceBuffer
 from collectives.communicator import Communicator
 from collectives.errors import MismatchError
 from collectives.mail import Mail
@@ -18,6 +22,14 @@ from collectives.settings import Settings
 from collectives.transport import Transport
 
 MODES = ("eager", "synchronous")
+
+
+def memory_of(array):
+    """View an array's bytes; those of a device as an MPI does that takes device memory: at once."""
+    if not isinstance(array, DeviceBuffer):
+        return raw_bytes(array)
+    interface = array.__cuda_array_interface__
+    return fakecupy.memory_at(interface["data"][0], interface["shape"], np.dtype(np.uint8))
 
 
 class _Group:
@@ -40,7 +52,7 @@ class _Group:
 class _Send:
     def __init__(self, group, data, dest):
         eager = group.mode == "eager"
-        self.data = raw_bytes(data).copy() if eager else raw_bytes(data)
+        self.data = memory_of(data).copy() if eager else memory_of(data)
         self.taken = eager
         self.dest = dest
 
@@ -55,7 +67,7 @@ class _Receive:
     def __init__(self, group, box, into, source):
         self.group = group
         self.box = box
-        self.into = raw_bytes(into)
+        self.into = memory_of(into)
         self.source = source
         self.finished = False
         self.queue = group.boxes[("receives", *box)]

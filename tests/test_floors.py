@@ -12,9 +12,30 @@ from launcher import ROOT
 # From the ground up; a file imports from its own floor or from floors below it, never in a circle.
 COLLECTIVES = [
     {"errors", "topology", "settings", "quantities", "links"},
-    {"arrays", "devices", "reduction", "kernels", "halves", "packing", "rounds"},
-    {"compression", "doorbell", "letters", "mail", "transport",
-        "mpi", "segment", "liveness", "tuned"},
+    {
+        "arrays",
+        "devices",
+        "buffers",
+        "device_kernels",
+        "reduction",
+        "kernels",
+        "halves",
+        "packing",
+        "rounds",
+        "streams",
+    },
+    {
+        "compression",
+        "doorbell",
+        "letters",
+        "mail",
+        "staging",
+        "transport",
+        "mpi",
+        "segment",
+        "liveness",
+        "tuned",
+    },
     {
         "algorithms",
         "algorithms.compressed",
@@ -29,7 +50,9 @@ COLLECTIVES = [
     },
     {
         "selection",
+        "awareness",
         "fingerprint",
+        "on_devices",
         "calls",
         "operations",
         "plans",
@@ -80,6 +103,7 @@ MAY_IMPORT = {
     "mpi4py": {
         "collectives.mpi",
         "collectives.algorithms.native",
+        "collectives.awareness",  # asks the library whether it takes device memory
         "collectives.communicator",
         "collectives.launch",
         "collectives.mail",

@@ -84,8 +84,9 @@ def allreduce(
 
 
 def allreduce_16(
-    transport: Transport, buffer: Array, op: Op, deadline: Deadline, *, divisor: int = 1
-) -> None:
+    transport: Transport, buffer: Array, op: Op, deadline: Deadline, *, divisor: int = 1,
+    codec: Codec | None = None,
+) -> None:  # fmt: skip
     """Replace `buffer` by the reduction over all ranks, in place, rounded once.
 
     Args:
@@ -94,8 +95,9 @@ def allreduce_16(
         op: how to combine; MEAN sums.
         deadline: the limit of every wait.
         divisor: what every contribution is divided by, in float32.
+        codec: by which the contributions have been packed, and whose residuals of results are kept.
     """
-    _reduce_packed(transport, buffer, op, divisor, None, deadline)
+    _reduce_packed(transport, buffer, op, divisor, codec, deadline)
 
 
 def between_nodes(levels: Levels, codec: Codec) -> Levels:

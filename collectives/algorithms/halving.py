@@ -39,9 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from collectives import reduction, topology
+from collectives import buffers, reduction, topology
 from collectives.algorithms import ring
 from collectives.arrays import Array
 from collectives.transport import Deadline, Message, Transport
@@ -92,7 +90,7 @@ def reduce_scatter(
     largest = max(
         (sum(p.size for p in _run(buffer, bounds, s.receive, s.chunks)) for s in steps), default=0
     )
-    scratch = np.empty(largest, buffer.dtype)
+    scratch = buffers.empty(largest, buffer)
     sends: list[Message] = []
     for step in steps:
         ours = _run(buffer, bounds, step.receive, step.chunks)
@@ -135,7 +133,7 @@ def _double(transport: Transport, buffer: Array, op: reduction.Op, deadline: Dea
         transport.receive(buffer, part.proxy, deadline)
         return
     combine = reduction.combine(op)
-    ours, theirs = buffer, np.empty_like(buffer)
+    ours, theirs = buffer, buffers.empty(buffer.size, buffer)
     if part.guest is not None:
         transport.receive(theirs, part.guest, deadline)
         combine(ours, theirs)
@@ -145,6 +143,6 @@ def _double(transport: Transport, buffer: Array, op: reduction.Op, deadline: Dea
             ours, theirs = theirs, ours
         combine(ours, theirs)
     if ours is not buffer:
-        np.copyto(buffer, ours)
+        buffers.copy(buffer, ours)
     if part.guest is not None:
         transport.send(buffer, part.guest, deadline)

@@ -33,9 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-import numpy as np
-
-from collectives import reduction, topology
+from collectives import buffers, reduction, topology
 from collectives.arrays import Array
 from collectives.topology import RingStep
 from collectives.transport import Deadline, Message, Transport
@@ -146,7 +144,7 @@ def _circulate(
     left, right = topology.ring_neighbours(transport.rank, transport.size)
     scratch = None
     if combine is not None:
-        scratch = np.empty(max(np.diff(bounds)), buffer.dtype)
+        scratch = buffers.empty(max(end - begin for begin, end in pairwise(bounds)), buffer)
     chunks = [buffer[begin:end] for begin, end in pairwise(bounds)]
     sends = [transport.start_send(s, right) for s in slices(chunks[steps[0].send])]
     for step in steps:

@@ -37,7 +37,7 @@ def shared_queue(
     *arguments: Any,
     service: Service,
     shared_name: str,
-    task: int | str = 0,
+    task: int | str | None = None,
     container: str | None = None,
     **properties: Any,
 ) -> Q:
@@ -55,7 +55,9 @@ def shared_queue(
         arguments: of the class.
         service: open on all tasks.
         shared_name: of the queue; also its `name`.
-        task: where the queue lives: a number, or a device string such as "/job:worker/task:1".
+        task: where the queue lives: a number, or a device string such as "/job:worker/task:1"; what
+            that leaves open, or None, is decided by the `device` blocks around, and at last it is
+            task 0 (of a `Cluster`: the chief, else worker 0).
         container: set of names that `shared_name` belongs to; None for the current one.
         properties: keyword arguments of the class, without `name`.
 

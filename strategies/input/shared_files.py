@@ -22,7 +22,7 @@ def shared_files(
     *,
     service: Service,
     shared_name: str,
-    task: int | str = 0,
+    task: int | str | None = None,
     container: str | None = None,
     num_epochs: int | None = 1,
     shuffle: bool = True,
@@ -40,7 +40,7 @@ def shared_files(
         files: names; the same on all tasks.
         service: open on all tasks.
         shared_name: of the queue.
-        task: where the queue lives.
+        task: where the queue lives, as for `shared_queue`.
         container: as for `shared_queue`.
         num_epochs: after so many the queue is closed; None to go on for ever.
         shuffle: whether to shuffle the names anew in each epoch; epochs are never mixed.

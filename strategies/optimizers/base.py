@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from strategies.optimizers import state
 from strategies.optimizers.rules import Rule
 
 __all__ = ["LearningRate", "Optimizer"]
+
+Self = TypeVar("Self", bound="Optimizer")
 
 LearningRate = float | Callable[[int], float]
 """A number, or a function of the count of steps already made (0 in the first step)."""
@@ -37,6 +40,14 @@ class Optimizer(abc.ABC):
         step: number of calls of `apply_gradients` so far.
     """
 
+    _given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+
+    def __new__(cls: type[Self], *arguments: Any, **named: Any) -> Self:
+        """Note the arguments for `arguments`."""
+        made = super().__new__(cls)
+        made._given = arguments, named
+        return made
+
     def __init__(
         self,
         learning_rate: LearningRate,
@@ -55,6 +66,15 @@ class Optimizer(abc.ABC):
         self.step = 0
         if not callable(learning_rate):
             number(self._name, "learning rate", learning_rate)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, without which the class has others of its own.
+
+        An optimizer that is made with them takes the same steps, from the first one on.
+        """
+        positional, named = self._given
+        return dict(inspect.signature(type(self)).bind(*positional, **named).arguments)
 
     @abc.abstractmethod
     def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:

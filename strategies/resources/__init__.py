@@ -1,1 +1,1 @@
-"""Named state of a model: variables, and what will live on tasks beside them."""
+"""Named state: variables of replicas, and what lives on tasks and is used from others."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from strategies.errors import (
@@ -24,6 +24,7 @@ from strategies.errors import (
 
 __all__ = [
     "Containers",
+    "GroupHandler",
     "Handler",
     "Place",
     "ResourceKind",
@@ -31,6 +32,7 @@ __all__ = [
     "container",
     "current_container",
     "kind_named",
+    "offer",
     "register",
 ]
 
@@ -54,6 +56,9 @@ class Work(Protocol):
 Handler = Callable[[Any, Work], None]
 """An operation on a thing: answers the work, or lets it wait. Must not block."""
 
+GroupHandler = Callable[[Sequence[Any], Work], None]
+"""The same on several things of a kind, which one message names."""
+
 
 @dataclass(frozen=True)
 class ResourceKind:
@@ -65,6 +70,7 @@ class ResourceKind:
         difference: says what a description asks for that a thing is not, or None.
         operations: what can be done with a thing from other tasks.
         discard: ends all that waits on a thing that is not needed any more.
+        together: what can be done with several things in one message, or with one.
     """
 
     name: str
@@ -72,6 +78,7 @@ class ResourceKind:
     difference: Callable[[Any, Mapping[str, Any]], str | None]
     operations: Mapping[str, Handler]
     discard: Callable[[Any], object]
+    together: Mapping[str, GroupHandler] = field(default_factory=dict)
 
 
 _kinds: dict[str, ResourceKind] = {}
@@ -81,6 +88,14 @@ def register(kind: ResourceKind) -> ResourceKind:
     """Let tasks make things of this kind when another task asks for one."""
     _kinds[kind.name] = kind
     return kind
+
+
+_offers: dict[str, Callable[[Work], None]] = {}
+
+
+def offer(operation: str, handler: Callable[[Work], None]) -> None:
+    """Let other tasks ask for an operation that concerns no thing; it must not block."""
+    _offers[operation] = handler
 
 
 def kind_named(name: str) -> ResourceKind:
@@ -199,16 +214,43 @@ class Containers:
             elif operation == "reset":
                 self.reset(work.arguments["containers"])
                 work.reply()
+            elif operation in _offers:
+                _offers[operation](work)
             else:
-                kind, thing = self.find(place)
-                if operation not in kind.operations:
-                    raise UnimplementedError(
-                        f"a {kind.name} has no such operation, expected one of "
-                        f"{' '.join(sorted(kind.operations))}, got {operation!r}"
-                    )
-                kind.operations[operation](thing, work)
+                self._perform_on_thing(work, place, operation)
         except Exception as error:
             work.fail(error)
+
+    def _perform_on_thing(self, work: Work, place: Place, operation: str) -> None:
+        kind, thing = self.find(place)
+        if operation in kind.together:
+            others = (Place(self._task, *other) for other in work.arguments.get("others", ()))
+            things = [thing, *(self.find_kind(kind, other) for other in others)]
+            kind.together[operation](things, work)
+        elif operation in kind.operations:
+            kind.operations[operation](thing, work)
+        else:
+            known = sorted({*kind.operations, *kind.together})
+            raise UnimplementedError(
+                f"a {kind.name} has no such operation, expected one of {' '.join(known)}, "
+                f"got {operation!r}"
+            )
+
+    def find_kind(self, kind: ResourceKind, place: Place) -> Any:
+        """Return a thing of a kind that has been opened before.
+
+        Raises:
+            NotFoundError: there is no such name.
+            AbortedError: the container was reset since then, and the name used anew.
+            InvalidArgumentError: the thing is of another kind.
+        """
+        other, thing = self.find(place)
+        if other is not kind:
+            raise InvalidArgumentError(
+                f"this name belongs to another kind of object, expected {kind.name}, got "
+                f"{other.name} (name: {place})"
+            )
+        return thing
 
 
 _current: ContextVar[str] = ContextVar("container", default="")

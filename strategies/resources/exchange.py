@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import collectives as cc
-from strategies.errors import InternalError
+from strategies.errors import DeadlineExceededError, InternalError
 from strategies.resources import protocol
 from strategies.resources.container import Work
 from strategies.resources.protocol import Kind, Message
@@ -60,6 +61,8 @@ class Exchange:
         self._perform = perform
         self._left: set[int] = set()  # tasks that will ask for nothing more
         self._lost: set[int] = set()  # tasks that are dead or have given up
+        self._departed: dict[int, str | None] = {}  # task -> why it is lost, None if it has left
+        self._departure = threading.Condition()
         self._orderly = True  # whether all leave well, so that nothing is under way at the end
         self._hurry = False
         self._failure: Exception | None = None
@@ -73,6 +76,27 @@ class Exchange:
     def is_here(self) -> bool:
         """Whether the current thread is the one that takes messages, which must not wait."""
         return threading.current_thread() is self._thread
+
+    def departures(self, tasks: Collection[int], timeout: float | None) -> dict[int, str | None]:
+        """Wait until some tasks have left or are lost; return why, None for those that left.
+
+        Raises:
+            DeadlineExceededError: after `timeout` seconds some of them are still there.
+            CancelledError: this task has left meanwhile.
+        """
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while missing := [task for task in tasks if task not in self._departed]:
+            self.requests.check_open()
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceededError(
+                    f"departures: tasks are still there after {timeout} s, expected none, got "
+                    f"{missing}"
+                )
+            with self._departure:
+                if any(task not in self._departed for task in missing):
+                    self._departure.wait(min(left, 1.0))
+        return {task: self._departed[task] for task in tasks}
 
     def close(self) -> None:
         """Serve on until all tasks have left; harmless when repeated.
@@ -149,21 +173,29 @@ class Exchange:
             self._leave(f"the service's thread has failed: {error}", "its service has failed")
 
     def _finished(self) -> bool:
-        if self._hurry:
+        over = self.requests.closed and not self._inside()
+        # What is under way to a task that is lost may never arrive.
+        if self._hurry or (over and self._lost):
             until = time.monotonic() + _LAST_WORDS
             while not self._channel.idle and time.monotonic() < until:
                 self._channel.poll()
                 self._channel.wait(_LOOK_EVERY)
             return True
-        return self.requests.closed and not self._inside() and self._channel.idle
+        return over and self._channel.idle
 
     def _lose(self, task: int, why: str) -> None:
         """Go on without a task: what it owes fails, what it was to get goes back."""
         self._lost.add(task)
+        self._depart(task, why)
         self._orderly = False
         lost = self._desk.give_up(task)
         _log.warning("service: %s; %d answers under way to it were taken back", why, lost)
         self.requests.gone(task, why)
+
+    def _depart(self, task: int, why: str | None) -> None:
+        with self._departure:
+            self._departed.setdefault(task, why)
+            self._departure.notify_all()
 
     def _handle(self, source: int, message: Message) -> None:
         if source in self._lost:
@@ -186,3 +218,4 @@ class Exchange:
             self._lose(source, f"task {source} has left ({message.metadata['reason']})")
         elif message.kind is Kind.LEAVE:
             self._left.add(source)
+            self._depart(source, None)

@@ -20,6 +20,10 @@ __all__ = ["Answer", "Requests"]
 # up: one lost interval, as for a process that is swapped out, is no death.
 _PINGS = 4
 
+# Seconds between two looks at others after which this process, too, must have been stopped: they
+# had no way to be heard.
+_STOPPED = 1.0
+
 
 class Answer(NamedTuple):
     """What came back for a request; `error` is None if it succeeded."""
@@ -55,6 +59,7 @@ class Requests:
         now = time.monotonic()
         self._heard = [now] * size
         self._asked = [now] * size  # when the last ping was sent
+        self._looked = now
 
     def start(
         self,
@@ -131,6 +136,9 @@ class Requests:
     def look_after(self) -> None:
         """Ask silent tasks for a sign of life; give up on those that have been silent too long."""
         now = time.monotonic()
+        gap, self._looked = now - self._looked, now
+        if gap > _STOPPED:
+            self._heard = [heard + gap for heard in self._heard]
         with self._lock:
             oldest: dict[int, float] = {}
             for pending in self._pending.values():

@@ -7,13 +7,14 @@ an attempt in a queue, and holds no thread.
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import collectives as cc
+from strategies.cluster.placement import Placer, devices_of
+from strategies.cluster.scopes import Placeable
 from strategies.errors import OpError
 from strategies.resources.container import (
     Containers,
@@ -23,15 +24,9 @@ from strategies.resources.container import (
 )
 from strategies.resources.exchange import Exchange
 from strategies.resources.requests import Answer
+from strategies.resources.values import dtype_named
 
 __all__ = ["Service"]
-
-
-# All ranks are the tasks of one job.
-_JOB = "worker"
-_DEVICE = re.compile(
-    rf"(?:/job:{_JOB})?(?:/replica:0)?/task:(\d+)(?:/(?:device:)?cpu:0)?", re.ASCII | re.I
-)
 
 
 class Service:
@@ -43,6 +38,8 @@ class Service:
             leaves because of an exception does not wait.
         timeout: seconds without a sign of life after which a task that owes an answer counts as
             unreachable. Waiting itself, as for an empty queue, has no such limit.
+        locate: returns the task where a thing is to be that was not given a number; `Server` has
+            that of its cluster. None: all tasks are workers, in the order of their ranks.
 
     Raises:
         ValueError: the timeout is no time.
@@ -59,11 +56,18 @@ class Service:
         True
     """
 
-    def __init__(self, comm: cc.Communicator, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        comm: cc.Communicator,
+        *,
+        timeout: float = 60.0,
+        locate: Callable[[Placeable], int] | None = None,
+    ) -> None:
         if not timeout > 0:
             raise ValueError(f"Service: timeout must be seconds > 0, got {timeout}")
         self.task = comm.rank
         self.size = comm.size
+        self._locate = locate or _among_workers(self.size)
         self._containers = Containers(self.task)
         self._exchange = Exchange(comm, timeout, self._containers.perform)
 
@@ -88,7 +92,7 @@ class Service:
         description: Mapping[str, Any],
         *,
         name: str,
-        task: int | str = 0,
+        task: int | str | None = None,
         container: str | None = None,
     ) -> tuple[Place, Any]:
         """Find or make a named thing.
@@ -97,7 +101,8 @@ class Service:
             kind: of the thing.
             description: its properties, as its kind understands them.
             name: in the container.
-            task: where it is: a number, or a device string such as "/job:worker/task:1".
+            task: where it is: a number, or a device string such as "/job:worker/task:1"; what that
+                leaves open, or None, is decided by the `device` blocks around.
             container: None for the current one.
 
         Returns:
@@ -109,9 +114,9 @@ class Service:
             CancelledError: the service is closed.
             ValueError: no such task, or no name.
         """
-        task = self._number(task)
         if not name:
             raise ValueError("open: a thing that tasks share needs a name, got ''")
+        task = self.task_of(task, kind.name, name, description)
         place = Place(task, current_container() if container is None else container, name)
         thing = None
         if task == self.task:
@@ -122,20 +127,64 @@ class Service:
             serial = self.request(place, "open", arguments).metadata["serial"]
         return Place(task, place.container, name, serial), thing
 
-    def _number(self, task: int | str) -> int:
-        """Return a task's number; a device string names it, and perhaps the one job there is."""
-        number = task
-        if isinstance(task, str):
-            found = _DEVICE.fullmatch(task)
-            if found is None:
-                raise ValueError(
-                    "open: no task in this device string, expected one such as /task:1 or "
-                    f"/job:{_JOB}/task:1/cpu:0, got {task!r}"
-                )
-            number = int(found[1])
-        if not isinstance(number, int) or not 0 <= number < self.size:
+    def task_of(
+        self,
+        task: int | str | None,
+        kind: str,
+        name: str,
+        description: Mapping[str, Any] | None = None,
+        *,
+        device_types: tuple[str, ...] = ("CPU",),
+    ) -> int:
+        """Return the number of the task where a thing is to be.
+
+        Args:
+            task: as for `open`.
+            kind: of the thing: the name of its kind, or "Function".
+            name: of the thing.
+            description: its properties; device functions see its shape and dtype.
+            device_types: of devices that it can be on, best first.
+
+        Raises:
+            ValueError: no such task, or no such device on it.
+        """
+        if task is None or isinstance(task, str):
+            shape, dtype = map((description or {}).get, ("shape", "dtype"))
+            thing = Placeable(
+                name, kind, task or "",
+                shape=None if shape is None else tuple(shape),
+                dtype=dtype_named(dtype) if isinstance(dtype, str) else dtype,
+                device_types=device_types,
+            )  # fmt: skip
+            return self._locate(thing)
+        if isinstance(task, bool) or not isinstance(task, int) or not 0 <= task < self.size:
             raise ValueError(f"open: no such task, expected 0 .. {self.size - 1}, got {task}")
-        return number
+        return task
+
+    def departures(
+        self, tasks: Collection[int], timeout: float | None = None
+    ) -> dict[int, str | None]:
+        """Wait until some tasks ask for nothing more.
+
+        Args:
+            tasks: their numbers, without this task's.
+            timeout: seconds to wait; None for any time.
+
+        Returns:
+            Task -> None if it has left in good order, else what has happened to it.
+
+        Raises:
+            DeadlineExceededError: some of them are still there.
+            CancelledError: the service was closed meanwhile.
+            ValueError: one of them is no other task.
+        """
+        for task in tasks:
+            if task not in range(self.size) or task == self.task:
+                raise ValueError(
+                    f"departures: expected other tasks than {self.task} among 0 .. "
+                    f"{self.size - 1}, got {task}"
+                )
+        return self._exchange.departures(tasks, timeout)
 
     def reset(self, containers: Iterable[str] | None = None, *, task: int | str = 0) -> None:
         """Forget the named things of a task; what waits on them ends with `CancelledError`.
@@ -144,8 +193,8 @@ class Service:
             containers: which ones; None for all.
             task: whose, as for `open`.
         """
-        task = self._number(task)
         chosen = None if containers is None else list(containers)
+        task = self.task_of(task, "Container", ", ".join(chosen or ()))
         if task == self.task:
             self._containers.reset(chosen)
         else:
@@ -202,6 +251,22 @@ class Service:
             raise answers[0].error
         return answers[0]
 
+    def here(self, kind: ResourceKind, place: Place) -> Any:
+        """Return a thing of this task.
+
+        Raises:
+            CancelledError: the service is closed.
+            NotFoundError: its container was reset.
+            AbortedError: its container was reset, and the name used anew.
+        """
+        self._exchange.requests.check_open()
+        return self._containers.find_kind(kind, place)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the current thread is any but the one that takes answers."""
+        return not self._exchange.is_here()
+
     def withdraw(self, number: int, error: OpError) -> None:
         """Ask that a request that waits ends with this error; the answer still comes."""
         self._exchange.requests.withdraw(number, error)
@@ -222,3 +287,9 @@ class Service:
             self._exchange.close()
         finally:
             self._containers.reset()
+
+
+def _among_workers(size: int) -> Callable[[Placeable], int]:
+    """Return where things are if all tasks are those of one job."""
+    placer = Placer({("worker", task): devices_of() for task in range(size)})
+    return lambda thing: placer.place(thing).task or 0

@@ -25,9 +25,11 @@ def test_every_variable_is_read():
             "UNISONO_RECORDER_DIR": "records",
             "UNISONO_ABORT_ON_EXCEPTION": "0",
             "UNISONO_MPI_SETTINGS": "0",
+            "UNISONO_CUDA_AWARE": "on",
         }
     )
-    assert read == settings.Settings(1.5, 7.0, "sample", None, "records", False, False)
+    expected = settings.Settings(1.5, 7.0, "sample", None, "records", False, False, cuda_aware="on")
+    assert read == expected
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,7 @@ def test_every_variable_is_read():
         ("UNISONO_STALL_WARNING", "-1", "expected seconds > 0"),
         ("UNISONO_CHECK", "never", "expected one of off sample always"),
         ("UNISONO_ABORT_ON_EXCEPTION", "yes", "expected 0 or 1"),
+        ("UNISONO_CUDA_AWARE", "yes", "expected one of auto on off"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(variable, value, expected):

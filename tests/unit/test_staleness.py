@@ -76,7 +76,9 @@ def test_parts_cover_all_rows_once(rows, count):
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
     assert [part.task for part in parts] == [i % 3 for i in range(count)]
-    assert [p.name for p in parts] == (["v"] if count == 1 else [f"v/part_{i}" for i in range(count)])
+    assert [p.name for p in parts] == (
+        ["v"] if count == 1 else [f"v/part_{i}" for i in range(count)]
+    )
     # Rows go where the part is, by their index in it.
     indices = np.array([rows - 1, 0, rows // 2, 0])
     total = np.zeros((rows, 2))

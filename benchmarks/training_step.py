@@ -1,6 +1,6 @@
 """What a strategy adds to the exchange of gradients, on one node.
 
-    python benchmarks/strategies.py [--ranks 2] [--rounds 11] [--json file]
+    python benchmarks/training_step.py [--ranks 2] [--rounds 11] [--json file]
 
 The 161 gradients of ResNet-50, 25.6 million float32 in all, in milliseconds per step; all take
 turns, medians of the slowest rank. The optimizer does nothing, so that a step is the exchange:
@@ -28,9 +28,6 @@ from typing import Any
 
 import numpy as np
 from shapes import resnet50
-
-# The package is meant, not this file, which Python would find first in its own folder.
-del sys.path[0]
 
 SMALL_CALLS = 300
 

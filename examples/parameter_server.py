@@ -1,0 +1,126 @@
+"""Learn the digits with parameter servers: workers that wait for each other, or do not.
+
+    mpirun -np 3 python examples/parameter_server.py
+    mpirun -np 5 python examples/parameter_server.py --ps 2 --synchronous
+    mpirun -np 4 python examples/parameter_server.py --coordinator
+
+All ranks run this program: the first ones hold the variables, the others compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+
+import strategies
+from digits import Network, accuracy, batches, cross_entropy, load
+from strategies.staleness import Record
+
+BATCH = 50
+
+
+def main() -> None:
+    """Train, and say how well, how fast, and with how stale gradients."""
+    options = parse_arguments()
+    spec = strategies.ClusterSpec.from_ranks(ps=options.ps)
+    with strategies.Cluster(spec) as cluster, strategies.Server(cluster) as server:
+        workers = spec.num_tasks("worker") - options.coordinator
+        updates = options.epochs * len(load("training")[1]) // BATCH
+        rate = strategies.schedules.linear(0.6, 0.05, steps=updates)
+        strategy = strategies.ParameterServerStrategy(
+            server,
+            # Workers that do not wait for each other bring a momentum of their own.
+            strategies.Momentum(0.1, 0.9) if options.synchronous else strategies.SGD(rate),
+            synchronous=options.synchronous,
+            staleness=strategies.Scale() if options.scale else None,
+            warmup_steps=0 if options.coordinator else options.warmup_steps,
+        )
+        for name, value in Network.random(96, seed=1).weights.items():
+            strategy.variable(value, name=name)
+        began = time.perf_counter()
+        if options.coordinator:
+            with strategies.ClusterCoordinator(strategy) as coordinator:
+                if coordinator.coordinates:
+                    schedule(coordinator, options.epochs)
+                else:
+                    coordinator.serve()
+        elif cluster.job == "worker":
+            for epoch in range(options.epochs):
+                for rows in own_batches(epoch, cluster.workers.rank, workers):
+                    step(strategy, rows)
+            strategy.leave()
+        if cluster.job == "ps":
+            server.join()
+        elif not options.coordinator:
+            cluster.workers.barrier()
+        if strategy.is_chief:
+            report(strategy, workers, time.perf_counter() - began)
+
+
+def own_batches(epoch: int, worker: int, workers: int) -> list[np.ndarray]:
+    """Return the rows of each batch of one worker, as many for all."""
+    everything = list(batches(len(load("training")[1]), BATCH, epoch))
+    return everything[worker::workers][: len(everything) // workers]
+
+
+def step(strategy: strategies.ParameterServerStrategy, rows: np.ndarray) -> float:
+    """Push the gradients of one batch; returns the loss."""
+    pixels, digits = (part[rows] for part in load("training"))
+    w = {name: variable.value for name, variable in strategy.variables.items()}
+    hidden = np.maximum(pixels @ w["w1"] + w["b1"], 0)
+    loss, errors = cross_entropy(hidden @ w["w2"] + w["b2"], digits)
+    errors /= len(rows)
+    back = (errors @ w["w2"].T) * (hidden > 0)
+    gradients = {"w1": pixels.T @ back, "b1": back.sum(axis=0)}
+    gradients |= {"w2": hidden.T @ errors, "b2": errors.sum(axis=0)}
+    pairs = [(gradients[name], variable) for name, variable in strategy.variables.items()]
+    strategy.apply_gradients(strategy.optimizer, pairs, examples=len(rows))
+    return loss / len(rows)
+
+
+def schedule(coordinator: strategies.ClusterCoordinator, epochs: int) -> None:
+    """Let the workers take whichever batch is next."""
+    for epoch in range(epochs):
+        for rows in batches(len(load("training")[1]), BATCH, epoch):
+            coordinator.schedule(scheduled_step, args=(rows,))
+    coordinator.join()
+
+
+def scheduled_step(rows: np.ndarray) -> float:
+    """Do a step on a worker."""
+    return step(strategies.get_strategy(), rows)
+
+
+def report(strategy: strategies.ParameterServerStrategy, workers: int, seconds: float) -> None:
+    """Say what came of it."""
+    strategy.pull()
+    weights = {name: np.array(variable.value) for name, variable in strategy.variables.items()}
+    pixels, digits = load("held out")
+    how = "synchronous" if strategy.synchronous else "asynchronous"
+    total = sum((sum(r.records.values(), Record()) for r in strategy.reports()), Record())
+    print(f"{how}, {workers} workers, {seconds:.2f} s")
+    print(f"mean staleness {total.mean_staleness:.2f}, at most {total.most_staleness}")
+    print(
+        f"accuracy on the held-out digits: {accuracy(Network(weights).predict(pixels), digits):.4f}"
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ps", type=int, default=1, help="ranks that hold variables")
+    parser.add_argument("--synchronous", action="store_true", help="workers wait for each other")
+    parser.add_argument("--coordinator", action="store_true", help="worker 0 gives work to others")
+    parser.add_argument("--scale", action="store_true", help="smaller steps for stale gradients")
+    parser.add_argument("--warmup-steps", type=int, default=20, help="of one worker alone")
+    parser.add_argument("--epochs", type=int, default=40)
+    options = parser.parse_args()
+    if options.coordinator and options.synchronous:
+        parser.error("--coordinator schedules steps that do not wait for each other")
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What the chief of spare replicas does: wait for enough gradients, update, publish."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from strategies.errors import OpError
+from strategies.resources import protocol, waiting
+from strategies.resources.accumulation import Engine, Take
+from strategies.resources.rounds import Rounds
+from strategies.resources.values import Array
+
+__all__ = ["ChiefLoop"]
+
+_log = logging.getLogger(__name__)
+
+_REMIND_AFTER = 60.0  # seconds after which a step that does not end is reported
+
+
+class ChiefLoop:
+    """A thread that makes steps from `start` until `stop`, or an error.
+
+    Args:
+        rounds: where steps are published, and errors.
+        engines: accumulators, each with some of the variables' gradients.
+        update: changes the variables by the gradients of each engine, and returns copies of their
+            values.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        engines: Sequence[Engine],
+        update: Callable[[list[Sequence[Any]]], Sequence[Array]],
+    ) -> None:
+        self._rounds = rounds
+        self._engines = engines
+        self._update = update
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._takes: list[Take] = []
+        self._thread = threading.Thread(target=self._run, name="spare replicas", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._begin()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End what the thread waits for, and so the thread; harmless when repeated."""
+        with self._lock:
+            self._stopped = True
+            takes = list(self._takes)
+        for engine, take in zip(self._engines, takes, strict=False):
+            engine.abandon(take)
+
+    def join(self) -> None:
+        """Wait for the end of the thread, which was stopped."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _begin(self) -> None:
+        """Wait for the gradients of the next step."""
+        with self._lock:
+            self._takes = [Take(self._rounds.aggregate) for _ in self._engines]
+            takes = list(self._takes)
+        for engine, take in zip(self._engines, takes, strict=True):
+            engine.submit(take)
+        if self._stopped:
+            self.stop()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                for engine, take in zip(self._engines, self._takes, strict=True):
+                    self._wait(engine, take)
+                values = self._update([take.results for take in self._takes])
+                # Before anybody can have the new values: so a step never gets more gradients than
+                # it needs.
+                self._begin()
+                self._rounds.publish(self._rounds.step + 1, values)
+        except Exception as error:
+            if not self._stopped:
+                _log.exception("spare replicas: step %d has failed", self._rounds.step)
+            known = isinstance(error, OpError)
+            failure = error if known else protocol.error_from(protocol.error_to(error))
+            assert isinstance(failure, OpError)
+            if failure is not error:
+                failure.__cause__ = error
+            self._rounds.fail(failure)
+
+    def _wait(self, engine: Engine, take: Take) -> None:
+        woken = threading.Event()
+        reminded = False
+        while engine.when_done(take, woken.set) and not woken.wait(_REMIND_AFTER):
+            if not reminded:
+                reminded = True
+                _log.warning(
+                    "spare replicas: step %d waits for %d gradients since %d s; workers %s have "
+                    "not delivered any", self._rounds.step, take.count, _REMIND_AFTER,
+                    self._rounds.computing(),
+                )  # fmt: skip
+        waiting.finish(engine, take, "take_grad")

@@ -1,0 +1,220 @@
+"""A cluster of the ranks that run: which task each of them is, and which devices it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import collectives as cc
+from strategies import agreement
+from strategies.cluster import gpus, resolvers, roles
+from strategies.cluster.device_spec import DeviceSpec
+from strategies.cluster.placement import Placer, devices_of
+from strategies.cluster.resolvers import ClusterResolver
+from strategies.cluster.scopes import Placeable
+from strategies.cluster.spec import ClusterSpec
+from strategies.ranks import Ranks
+
+__all__ = ["Cluster"]
+
+
+class _Card(NamedTuple):
+    """What a rank tells the others about itself."""
+
+    job: str | None
+    task: int | None
+    cpus: int
+    gpus: int
+
+
+class Cluster:
+    """The tasks of a cluster, each of which is a rank; open it with `with` on all ranks.
+
+    *Collective*: making it and closing it. Ranks take the tasks in the order of the jobs' names and
+    of the indices, unless their resolver says which task each of them is.
+
+    Args:
+        spec: the jobs, from a resolver, a `ClusterSpec` or a dict; None for what the environment
+            says: `UNISONO_CLUSTER`, else `TF_CONFIG`, else all ranks are workers.
+        comm: as many ranks as there are tasks; the whole job if None.
+        cpus: how many CPU devices this task has; any number, they are names for threads.
+        gpus: how many GPU devices it has; None for those that this process sees.
+        soft_placement: things go to another device of the same task where theirs does not exist.
+        log_device_placement: the log says, at level INFO, where each thing goes.
+
+    Raises:
+        ValueError: an unknown job, more than one chief or evaluator, or another number of ranks
+            than tasks; on all ranks.
+        TypeError: not a cluster's specification; on all ranks.
+        MismatchError: the ranks have different specifications; on all ranks.
+
+    Attributes:
+        comm: all ranks.
+        spec: the jobs.
+        job: of this rank's task.
+        task_index: of this rank's task in its job.
+        workers: communicator of the chief and the workers, in this order; None on other ranks.
+        placer: the rules of placement, and all devices.
+
+    Example:
+        >>> with Cluster({"worker": ["rank:0"]}) as cluster:
+        ...     cluster.job, cluster.task_index, cluster.is_chief, cluster.rank_of("worker", 0)
+        ('worker', 0, True, 0)
+    """
+
+    def __init__(
+        self,
+        spec: ClusterSpec | ClusterResolver | Mapping[str, Any] | None = None,
+        comm: cc.Communicator | None = None,
+        *,
+        cpus: int = 1,
+        gpus: int | None = None,
+        soft_placement: bool = False,
+        log_device_placement: bool = False,
+    ) -> None:
+        self.comm = cc.init() if comm is None else comm
+        ranks = Ranks(self.comm)
+        found, card = ranks.prepared("Cluster", lambda: _own(spec, self.comm, cpus, gpus))
+        tasks = [f"{job}:{i} at {found.task_address(job, i)}" for job, i in found.tasks()]
+        facts = [*tasks, f"soft_placement={soft_placement}"]
+        agreement.agree(self.comm, "Cluster", facts)
+        self.spec = found
+        cards = self.comm.allgather_object(card)
+        self._tasks = _tasks(found, cards)
+        self._ranks = {task: rank for rank, task in enumerate(self._tasks)}
+        self.job, self.task_index = self._tasks[self.comm.rank]
+        self.placer = Placer(
+            {
+                task: devices_of(cards[self._ranks[task]].cpus, cards[self._ranks[task]].gpus)
+                for task in found.tasks()
+            },
+            soft_placement=soft_placement,
+            log_device_placement=log_device_placement,
+        )
+        self.workers = self.comm.group(self.training_ranks)
+
+    @property
+    def training_ranks(self) -> list[int]:
+        """Ranks of the chief and the workers, in this order."""
+        return [rank for task, rank in sorted(self._ranks.items()) if task[0] in _TRAINING]
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank does what is done once: the chief, or worker 0 where there is none."""
+        return self.workers is not None and self.workers.rank == 0
+
+    def rank_of(self, job: str, task: int) -> int:
+        """Return the rank of a task.
+
+        Raises:
+            ValueError: there is no such job or task.
+        """
+        self.spec.task_address(job, task)
+        return self._ranks[job, task]
+
+    def task_of(self, rank: int) -> tuple[str, int]:
+        """Return job and index of a rank's task.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < len(self._tasks):
+            raise ValueError(
+                f"cluster: no such rank, expected 0 .. {len(self._tasks) - 1}, got {rank}"
+            )
+        return self._tasks[rank]
+
+    def device_of(self, rank: int) -> str:
+        """Return the device string of a rank's task, such as /job:worker/task:1."""
+        job, index = self.task_of(rank)
+        return f"/job:{job}/task:{index}"
+
+    def ranks_of(self, job: str) -> list[int]:
+        """Return the ranks of a job's tasks by index; none if there is no such job."""
+        return [rank for task, rank in sorted(self._ranks.items()) if task[0] == job]
+
+    def devices(self) -> list[str]:
+        """Return the names of all devices of all tasks."""
+        return [device.to_string() for device in self.placer.devices()]
+
+    def place(self, thing: Placeable) -> DeviceSpec:
+        """Return the device of a thing, by what it and the `device` blocks around say.
+
+        Raises:
+            InvalidArgumentError: there is no such device, or the thing cannot be there.
+        """
+        return self.placer.place(thing)
+
+    def locate(self, thing: Placeable) -> int:
+        """Return the rank of the task where a thing is to be; as `place`."""
+        device = self.place(thing)
+        assert device.job is not None
+        assert device.task is not None
+        return self._ranks[device.job, device.task]
+
+    def close(self) -> None:
+        """Release `workers`; *collective* over them. Closing twice is harmless."""
+        if self.workers is not None:
+            self.workers.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"Cluster({self.device_of(self.comm.rank)} of {self.spec})"
+
+
+_TRAINING = ("chief", "worker")
+
+
+def _own(
+    spec: ClusterSpec | ClusterResolver | Mapping[str, Any] | None,
+    comm: cc.Communicator,
+    cpus: int,
+    gpu_count: int | None,
+) -> tuple[ClusterSpec, _Card]:
+    """Return the specification, and what this rank knows of its own task."""
+    resolver = resolvers.from_environment(comm) if spec is None else spec
+    known = resolver if isinstance(resolver, ClusterResolver) else None
+    found = roles.normalised(known.cluster_spec() if known else resolver)  # type: ignore[arg-type]
+    tasks = found.tasks()
+    if len(tasks) != comm.size:
+        raise ValueError(
+            f"Cluster: expected a rank for each of {len(tasks)} tasks, got {comm.size} ranks "
+            f"({found})"
+        )
+    job, index = (known.task_type, known.task_id) if known else (None, None)
+    if job is not None or index is not None:
+        roles.check(found, job, index)
+    count = len(gpus.visible()) if gpu_count is None else gpu_count
+    for what, devices, least in (("cpus", cpus, 1), ("gpus", count, 0)):
+        if not isinstance(devices, int) or devices < least:
+            raise ValueError(f"Cluster: bad {what}, expected >= {least}, got {devices!r}")
+    return found, _Card(job, index, cpus, count)
+
+
+def _tasks(spec: ClusterSpec, cards: list[_Card]) -> list[tuple[str, int]]:
+    """Return each rank's task.
+
+    Raises:
+        ValueError: two ranks are the same task, or only some ranks say which task they are.
+    """
+    said = [(card.job, card.task) for card in cards if card.job is not None]
+    if not said:
+        return spec.tasks()
+    if sorted(said) != sorted(spec.tasks()):
+        raise ValueError(
+            f"Cluster: expected a rank for each task of {spec.tasks()}, got, by rank, "
+            f"{[(card.job, card.task) for card in cards]}"
+        )
+    return [(str(job), int(index or 0)) for job, index in said]

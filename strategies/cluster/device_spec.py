@@ -1,0 +1,141 @@
+"""Names of devices: which job, which task of it, which device there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = ["DeviceSpec"]
+
+_JOB = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_TYPE = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_KNOWN = ("CPU", "GPU")
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A device, or what is known of one; what is None may be any.
+
+    Args:
+        job: name of a job.
+        replica: always 0 in our clusters; other programs' names may have it.
+        task: index of a task of the job.
+        device_type: "CPU", "GPU" or another word; the two in any case.
+        device_index: number of the device among those of its type.
+
+    Raises:
+        ValueError: a name or number that cannot be right.
+
+    Example:
+        >>> DeviceSpec.from_string("gpu:1/job:ps/task:0")
+        DeviceSpec('/job:ps/task:0/device:GPU:1')
+    """
+
+    job: str | None = None
+    replica: int | None = None
+    task: int | None = None
+    device_type: str | None = None
+    device_index: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.job is not None and not (isinstance(self.job, str) and _JOB.fullmatch(self.job)):
+            raise ValueError(f"DeviceSpec: not the name of a job, got {self.job!r}")
+        for field in ("replica", "task", "device_index"):
+            _checked(field, getattr(self, field))
+        kind = self.device_type
+        if kind is not None:
+            if not isinstance(kind, str) or not _TYPE.fullmatch(kind):
+                raise ValueError(f"DeviceSpec: not a type of devices, got {kind!r}")
+            object.__setattr__(self, "device_type", _canonical(kind))
+
+    @classmethod
+    def from_string(cls, text: str) -> DeviceSpec:
+        """Read a name.
+
+        Args:
+            text: parts such as job:ps, replica:0, task:1, device:GPU:0, cpu:0 and gpu in any order,
+                with / between them; "" for any device. Of two parts for a job, replica or task the
+                last one counts.
+
+        Raises:
+            ValueError: it is no such name, or has two types of devices.
+            TypeError: it is no text.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"device: expected a text such as /job:ps/task:0/cpu:0, got {text!r}")
+        found: dict[str, Any] = {}
+        for part in text.strip("/").split("/") if text.strip("/") else ():
+            for field, value in _read(part, text).items():
+                if field == "device_type" and field in found:
+                    raise ValueError(f"device: multiple device types are not allowed, got {text!r}")
+                found[field] = value
+        return cls(**found)
+
+    def to_string(self) -> str:
+        """Return the name; parts that may be any are left out, but for the index of a type."""
+        parts = []
+        for field in ("job", "replica", "task"):
+            value = getattr(self, field)
+            if value is not None:
+                parts.append(f"/{field}:{value}")
+        if self.device_type is not None:
+            index = "*" if self.device_index is None else self.device_index
+            parts.append(f"/device:{self.device_type}:{index}")
+        return "".join(parts)
+
+    def make_merged_spec(self, other: DeviceSpec) -> DeviceSpec:
+        """Return a device with what `other` says, and what this one says of the rest."""
+        fields = ("job", "replica", "task", "device_type", "device_index")
+        given = {f: getattr(other, f) for f in fields if getattr(other, f) is not None}
+        return replace(self, **given)
+
+    def replace(self, **fields: Any) -> DeviceSpec:
+        """Return a device with other values of some fields; None makes them any."""
+        return replace(self, **fields)
+
+    def __str__(self) -> str:
+        return self.to_string()
+
+    def __repr__(self) -> str:
+        return f"DeviceSpec({self.to_string()!r})"
+
+
+def _canonical(kind: str) -> str:
+    return kind.upper() if kind.upper() in _KNOWN else kind
+
+
+def _read(part: str, text: str) -> dict[str, Any]:
+    """Return the fields of one part of a name."""
+    key, _, value = part.partition(":")
+    if key == "job" and value:
+        return {"job": value}
+    if key in ("replica", "task"):
+        return {key: _number(value, text)}
+    if key == "device":
+        kind, colon, index = value.partition(":")
+        if kind and colon:
+            return {**_kind(kind), "device_index": None if index == "*" else _number(index, text)}
+        raise ValueError(f"device: expected device:TYPE:INDEX, got {part!r} (device: {text})")
+    if key.upper() in _KNOWN:
+        return {**_kind(key), "device_index": _number(value, text) if value not in "*" else None}
+    raise ValueError(
+        f"device: unknown attribute {key!r}, expected job replica task device cpu gpu "
+        f"(device: {text})"
+    )
+
+
+def _kind(kind: str) -> dict[str, Any]:
+    return {} if kind == "*" else {"device_type": kind}
+
+
+def _number(value: str, text: str) -> int:
+    if not (value.isascii() and value.isdecimal()):
+        raise ValueError(f"device: expected a number >= 0, got {value!r} (device: {text})")
+    return int(value)
+
+
+def _checked(field: str, value: Any) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if value is not None and not good:
+        raise ValueError(f"DeviceSpec: bad {field}, expected a number >= 0, got {value!r}")

@@ -1,0 +1,213 @@
+"""Which GPUs a rank sees, and how much of their memory it takes.
+
+Ranks of one node share its GPUs. `use_gpus` gives each rank its own, for every library that is told
+by CUDA_VISIBLE_DEVICES; `limit_gpu_memory` bounds what CuPy takes, where ranks share one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import collectives as cc
+from strategies.checks import number
+from strategies.errors import ResourceExhaustedError
+from strategies.ranks import Ranks
+
+__all__ = ["limit_gpu_memory", "share_of", "use_gpus", "visible"]
+
+_log = logging.getLogger(__name__)
+_DEVICES = Path("/dev")
+
+
+def visible(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them.
+
+    CUDA is not started for that. Without the variable they are as many as /dev/nvidia0, 1, ...
+
+    Args:
+        environ: to read, `os.environ` if None.
+    """
+    listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return [str(i) for i in range(len(list(_DEVICES.glob("nvidia[0-9]*"))))]
+    found: list[str] = []
+    for name in map(str.strip, listed.split(",")):
+        if name in ("", "-1") or name in found:
+            break  # CUDA, too, stops at the first that it cannot use
+        found.append(name)
+    return found
+
+
+def share_of(devices: list[str], local_rank: int, local_size: int) -> list[str]:
+    """Return the devices of one rank of a node.
+
+    Each gets as many as all others. Where there are fewer devices than ranks, ranks share: rank `r`
+    takes device `r` modulo their number.
+
+    Example:
+        >>> [share_of(["0", "1", "2", "3"], rank, 2) for rank in range(2)]
+        [['0', '1'], ['2', '3']]
+        >>> [share_of(["0", "1"], rank, 3) for rank in range(3)]
+        [['0'], ['1'], ['0']]
+    """
+    each = len(devices) // local_size
+    if each:
+        return devices[local_rank * each : (local_rank + 1) * each]
+    return [devices[local_rank % len(devices)]] if devices else []
+
+
+def use_gpus(comm: cc.Communicator) -> list[str]:
+    """Show this rank its share of its node's GPUs and no others; *collective*.
+
+    Call it before anything starts CUDA, which looks at CUDA_VISIBLE_DEVICES only once. Leave it out
+    where the launcher gives each rank GPUs of its own.
+
+    Args:
+        comm: all ranks of the job.
+
+    Returns:
+        The rank's devices, as CUDA_VISIBLE_DEVICES lists them now; none on a node without GPUs,
+        where nothing changes.
+
+    Raises:
+        RuntimeError: CUDA has been started already and still sees others; on all ranks.
+    """
+    return Ranks(comm).prepared("use_gpus", lambda: _use(comm.local_rank, comm.local_size))
+
+
+def _use(local_rank: int, local_size: int) -> list[str]:
+    seen = visible()
+    if not seen:
+        return []
+    mine = share_of(seen, local_rank, local_size)
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+    count = _device_count()
+    if count is not None and count != len(mine):
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        raise RuntimeError(
+            f"use_gpus: CUDA was started before and sees other devices, expected {len(mine)} "
+            f"({','.join(mine)}), got {count}; call use_gpus first"
+        )
+    return mine
+
+
+def limit_gpu_memory(
+    *,
+    memory_fraction: float | None = None,
+    memory_limit: int | None = None,
+    growth: bool = False,
+) -> None:
+    """Bound the memory that CuPy takes on each GPU that this process sees.
+
+    CuPy keeps in its pool what it has taken, and gives it to later arrays. Where this is called,
+    arrays that do not fit raise `ResourceExhaustedError`, with the sizes.
+
+    Args:
+        memory_fraction: of each GPU's memory; two processes with 0.4 fit on one, three do not.
+        memory_limit: bytes.
+        growth: take memory when it is needed, up to the fraction if there is one. Otherwise what a
+            limit allows is taken at once, so that too little is known now and not in an hour.
+
+    Raises:
+        ValueError: both limits, a number that cannot be right, or growth with a limit in bytes.
+        RuntimeError: CuPy has taken memory before, or is not installed, or finds no GPU.
+        ResourceExhaustedError: a GPU has not as much memory left.
+
+    Example::
+
+        limit_gpu_memory(memory_fraction=0.4)
+    """
+    memory_fraction = _checked(memory_fraction, memory_limit, growth)
+    cupy = _cupy()
+    pool = cupy.get_default_memory_pool()
+    devices = range(cupy.cuda.runtime.getDeviceCount())
+    for device in devices:
+        with cupy.cuda.Device(device):
+            if pool.total_bytes():
+                raise RuntimeError(
+                    f"limit_gpu_memory: CuPy has taken memory before, expected 0 bytes, got "
+                    f"{pool.total_bytes()} (GPU {device}); call it before the first array is made"
+                )
+    cupy.cuda.set_allocator(_Allocator(cupy, pool))
+    for device in devices:
+        with cupy.cuda.Device(device):
+            total = cupy.cuda.runtime.memGetInfo()[1]
+            limit = memory_limit or (int(total * memory_fraction) if memory_fraction else 0)
+            if limit:
+                pool.set_limit(size=limit)
+                if not growth:
+                    cupy.cuda.alloc(limit - limit % _UNIT)  # stays in the pool when it is freed
+
+
+def _checked(memory_fraction: float | None, memory_limit: int | None, growth: bool) -> float | None:
+    """Return the fraction as a float; refuse what cannot be."""
+    if memory_fraction is not None:
+        if memory_limit is not None:
+            raise ValueError("limit_gpu_memory: expected memory_fraction or memory_limit, got both")
+        memory_fraction = number("limit_gpu_memory", "memory_fraction", memory_fraction)
+        if not 0 < memory_fraction <= 1:
+            raise ValueError(
+                f"limit_gpu_memory: bad memory_fraction, expected 0 < fraction <= 1, got "
+                f"{memory_fraction}"
+            )
+    if memory_limit is not None and (growth or not memory_limit > 0):
+        raise ValueError(
+            f"limit_gpu_memory: expected memory_limit > 0, and no growth beside it, got "
+            f"{memory_limit} with growth={growth}"
+        )
+    return memory_fraction
+
+
+_UNIT = 512  # bytes; CuPy's pool rounds up to multiples of it
+
+
+class _Allocator:
+    """The pool, with errors that say what did not fit into what."""
+
+    def __init__(self, cupy: Any, pool: Any) -> None:
+        self._cupy = cupy
+        self._pool = pool
+
+    def __call__(self, size: int) -> Any:
+        try:
+            return self._pool.malloc(size)
+        except self._cupy.cuda.memory.OutOfMemoryError as error:
+            free, total = self._cupy.cuda.runtime.memGetInfo()
+            limit = self._pool.get_limit()
+            raise ResourceExhaustedError(
+                f"GPU memory: an array does not fit, expected at most "
+                f"{limit or total} bytes in all, got {size} bytes more than "
+                f"{self._pool.used_bytes()} in use (pool: {self._pool.total_bytes()}, GPU: {free} "
+                f"free of {total})"
+            ) from error
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise RuntimeError(
+            "limit_gpu_memory: GPU memory is taken through CuPy, which is not installed: "
+            "`pip install unisono[cuda12]` or `unisono[cuda13]`"
+        ) from error
+    if not cupy.cuda.is_available():
+        raise RuntimeError("limit_gpu_memory: CuPy finds no CUDA device")
+    return cupy
+
+
+def _device_count() -> int | None:
+    """Return how many devices CUDA sees; None if that cannot be asked."""
+    try:
+        import cupy
+    except ImportError:
+        _log.debug("use_gpus: without CuPy it is not known which devices CUDA sees")
+        return None
+    return int(cupy.cuda.runtime.getDeviceCount()) if cupy.cuda.is_available() else 0

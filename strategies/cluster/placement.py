@@ -1,0 +1,127 @@
+"""The rules by which a thing gets its device.
+
+1. A device that is named in full is taken as it is.
+2. No job: the task's job is worker, or the only job there is. No job and no task: the default task,
+   which is the chief, else worker 0.
+3. A job and no task: its first task.
+4. No type of devices: the first type that the thing can be on and the task has.
+5. No index: the task's first device of that type.
+
+What does not exist is an error. With soft placement a thing goes to another device of the same task
+instead; an unknown job or task stays an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from strategies.cluster.device_spec import DeviceSpec
+from strategies.cluster.scopes import Placeable, requested
+from strategies.errors import InvalidArgumentError
+
+__all__ = ["Placer", "devices_of"]
+
+_log = logging.getLogger(__name__)
+
+Task = tuple[str, int]
+
+
+def devices_of(cpus: int = 1, gpus: int = 0) -> tuple[DeviceSpec, ...]:
+    """Return the devices of a task, without its job and index."""
+    counts = {"CPU": cpus, "GPU": gpus}
+    return tuple(
+        DeviceSpec(device_type=kind, device_index=i) for kind in counts for i in range(counts[kind])
+    )
+
+
+class Placer:
+    """Finds devices for things among those of a cluster.
+
+    Args:
+        tasks: (job, index) -> devices of the task, as `devices_of` returns them.
+        soft_placement: take another device of the same task where the one named does not exist or
+            cannot hold the thing.
+        log_device_placement: report where each thing goes, in the log, at level INFO.
+
+    Attributes:
+        default: (job, index) of the task for things that nobody gave a place.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[Task, Sequence[DeviceSpec]],
+        *,
+        soft_placement: bool = False,
+        log_device_placement: bool = False,
+    ) -> None:
+        self._tasks = {task: tuple(devices) for task, devices in tasks.items()}
+        self._jobs = {job: [i for j, i in self._tasks if j == job] for job, _ in self._tasks}
+        self._soft = soft_placement
+        self._logs = log_device_placement
+        self.default = min(self._tasks, key=lambda task: (_DEFAULT_JOBS.get(task[0], 2), task))
+
+    def devices(self) -> list[DeviceSpec]:
+        """Return all devices of the cluster."""
+        return [
+            device.replace(job=job, replica=0, task=index)
+            for (job, index), devices in self._tasks.items()
+            for device in devices
+        ]
+
+    def place(self, thing: Placeable) -> DeviceSpec:
+        """Return the device of a thing, in full, by what it and the blocks around it say.
+
+        Raises:
+            InvalidArgumentError: there is no such device, or the thing cannot be there.
+        """
+        wish = requested(thing)
+        job, index = self._task(thing, wish)
+        found = self._device(thing, wish, self._tasks[job, index])
+        place = found.replace(job=job, replica=0, task=index)
+        if self._logs:
+            _log.info("%s: (%s): %s", thing.name, thing.type, place)
+        return place
+
+    def _task(self, thing: Placeable, wish: DeviceSpec) -> Task:
+        job, index = wish.job, wish.task
+        if job is None and index is None:
+            job, index = self.default
+        elif job is None:
+            job = "worker" if "worker" in self._jobs else self.default[0]
+        elif index is None and job in self._jobs:
+            index = min(self._jobs[job])
+        assert index is not None or job not in self._jobs
+        if index is None or (job, index) not in self._tasks or wish.replica not in (None, 0):
+            raise self._refusal(thing, wish, [f"/job:{j}/task:{i}" for j, i in self._tasks])
+        return job, index
+
+    def _device(
+        self, thing: Placeable, wish: DeviceSpec, devices: Sequence[DeviceSpec]
+    ) -> DeviceSpec:
+        possible = [d for kind in thing.device_types for d in devices if d.device_type == kind]
+        fitting = [
+            device
+            for device in possible
+            if wish.device_type in (None, device.device_type)
+            and wish.device_index in (None, device.device_index)
+        ]
+        if fitting:
+            return fitting[0]
+        if self._soft and possible:
+            return possible[0]
+        raise self._refusal(thing, wish, [d.to_string() for d in possible])
+
+    def _refusal(
+        self, thing: Placeable, wish: DeviceSpec, available: Sequence[str]
+    ) -> InvalidArgumentError:
+        listed = ", ".join(available[:_LISTED]) or "none"
+        more = f" and {len(available) - _LISTED} more" if len(available) > _LISTED else ""
+        return InvalidArgumentError(
+            f"place: cannot assign a device for {thing.type} {thing.name!r}, expected one of "
+            f"{listed}{more}, got {wish}"
+        )
+
+
+_DEFAULT_JOBS = {"chief": 0, "worker": 1}
+_LISTED = 16  # devices in an error

@@ -1,0 +1,376 @@
+"""Variables live on ps tasks; workers compute gradients and push them there.
+
+::
+
+    ps 0   v1 v3      ps 1   v2 v4          each applies gradients to its own variables
+        ^ |               ^ |
+        | v               | v               one message to each ps and back per step:
+    worker 0, worker 1, worker 2            gradients there, new values back
+
+Asynchronous: each push is applied when it arrives, so that no worker waits for another one, and
+gradients are stale. Synchronous: a ps waits for the gradients of all workers, and applies their
+mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from strategies import contexts, datasets, replica_gradients
+from strategies.base import Strategy
+from strategies.checks import number
+from strategies.cluster.scopes import Placeable
+from strategies.cluster.server import Server
+from strategies.cluster.setter import RoundRobin
+from strategies.contexts import require_cross_replica
+from strategies.datasets import InputContext
+from strategies.optimizers import Optimizer
+from strategies.parameter_client import Client, Report
+from strategies.parameter_layout import Partitioner, cut, number_of_parts, parts_of
+from strategies.parameter_mean import Gradient, check
+from strategies.parameter_shard import PARAMETERS, Rules, Shard
+from strategies.per_replica import select
+from strategies.ranks import Ranks
+from strategies.replica_gradients import Gradients
+from strategies.served_variable import ServedVariable
+from strategies.sparse import Rows
+from strategies.staleness import Decision, StalenessRule
+
+__all__ = ["ParameterServerStrategy", "Report"]
+
+
+class ParameterServerStrategy(Strategy):
+    """Training with ps tasks that hold the variables; see the module's docstring.
+
+    All tasks make the strategy and its variables. Then a ps calls `server.join()`, and workers run
+    a loop as with other strategies: `run`, then `apply_gradients`, which also brings the copies of
+    the variables up to date. Workers are in no step together; an evaluator calls `pull`.
+
+    Args:
+        server: of the tasks. *Collective* over all of them.
+        optimizer: used on the ps tasks, a copy for each variable, whose `step` counts the updates
+            of that variable.
+        synchronous: whether an update is made of the gradients of all workers.
+        staleness: what becomes of stale gradients: `Drop(most)`, `Scale()`, or None: nothing. Each
+            ps judges its part of a gradient by the number of its own updates.
+        warmup_steps: updates that the chief makes alone at first. Others wait with their first
+            gradient, which is dropped, until then or until the chief has left.
+        rate_scale: what the learning rate is multiplied by after the warm-up; such as 1 / workers
+            for asynchronous training, or workers for synchronous training with larger batches.
+        partitioner: shape and dtype -> number of parts along each axis, 1 but for the first.
+        choice: `Placeable` -> index of the ps for a part; `RoundRobin` if None.
+        devices: of each worker, a replica on each; "/cpu:0" if None.
+        timeout: seconds that a gradient may wait for those of other workers; None for any time.
+        shared_name: tells strategies of one server apart.
+
+    Raises:
+        ValueError: there is no ps or no worker, or an argument is of no use; on all tasks.
+        TypeError: the optimizer is none of `strategies.optimizers`; on all tasks.
+        MismatchError: the tasks' arguments differ; on all of them.
+
+    Attributes:
+        cluster: jobs and tasks.
+        variables: name -> variable.
+        optimizer: as given; it is copied, and does not change.
+        synchronous: as given.
+        service: by which the tasks reach each other.
+        shared_name: as given.
+        last_push: what each ps has made of this worker's last gradients.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        optimizer: Optimizer,
+        *,
+        synchronous: bool = False,
+        staleness: StalenessRule = None,
+        warmup_steps: int = 0,
+        rate_scale: float = 1.0,
+        partitioner: Partitioner | None = None,
+        choice: Callable[[Placeable], int] | None = None,
+        devices: Sequence[str] | None = None,
+        timeout: float | None = 600.0,
+        shared_name: str = "parameters",
+    ) -> None:
+        self.cluster = server.cluster
+        self.variables: dict[str, ServedVariable] = {}
+        self.synchronous = synchronous
+        self.service = server.service
+        self.shared_name = shared_name
+        self.optimizer = optimizer
+        self._partitioner = partitioner
+        self._timeout = timeout
+        self._all = Ranks(self.cluster.comm)
+        self._workers = tuple(self.cluster.training_ranks)
+        self.last_push: tuple[Decision, ...] = ()
+        self._client = Client(server.service, self.cluster)
+        self._servers = self._client.servers
+        self._shard: Shard | None = None
+        self._all.prepared(
+            "ParameterServerStrategy", lambda: self._check(devices, warmup_steps, rate_scale)
+        )
+        self._choice = choice or RoundRobin(len(self._servers))
+        self._all.agree(
+            f"ParameterServerStrategy of {type(optimizer).__name__}, synchronous={synchronous}, "
+            f"staleness={staleness}, warmup_steps={warmup_steps}, rate_scale={rate_scale}, "
+            f"devices={len(self.devices)}, shared_name={shared_name!r}"
+        )
+        rules = Rules(optimizer, synchronous, staleness, warmup_steps, rate_scale, self._workers[0])
+        self._all.prepared("ParameterServerStrategy", lambda: self._serve(shared_name, rules))
+        self._all.prepared("ParameterServerStrategy", lambda: self._join(shared_name))
+
+    def _check(self, devices: Sequence[str] | None, warmup_steps: int, rate_scale: float) -> None:
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(
+                f"ParameterServerStrategy: expected one of strategies.optimizers, got "
+                f"{type(self.optimizer).__name__}"
+            )
+        number("ParameterServerStrategy", "rate_scale", rate_scale)
+        if not self._servers or not self._workers:
+            raise ValueError(
+                f"ParameterServerStrategy: expected at least one ps and one worker, got "
+                f"{len(self._servers)} and {len(self._workers)} ({self.cluster.spec})"
+            )
+        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise ValueError(
+                f"ParameterServerStrategy: bad warmup_steps, expected an integer >= 0, got "
+                f"{warmup_steps!r}"
+            )
+        if self._timeout is not None and not self._timeout > 0:
+            raise ValueError(
+                f"ParameterServerStrategy: bad timeout, expected seconds > 0 or None, got "
+                f"{self._timeout!r}"
+            )
+        super().__init__(devices)
+
+    def _serve(self, name: str, rules: Rules) -> None:
+        """On a ps: make the place for its variables."""
+        if self.cluster.job == "ps":
+            own = self.cluster.comm.rank
+            _, self._shard = self.service.open(PARAMETERS, {}, name=name, task=own)
+            assert self._shard is not None
+            self._shard.prepare(rules)
+
+    def _join(self, name: str) -> None:
+        """On other tasks: find the ps; on workers: become a member."""
+        if self.cluster.job == "ps":
+            return
+        self._client.open(name)
+        if self.cluster.comm.rank in self._workers:
+            self._client.join()
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas contribute to one update."""
+        workers = len(self._workers) if self.synchronous else 1
+        return workers * len(self.devices)
+
+    @property
+    def first_replica_id(self) -> int:
+        """Number of this process's first replica among all that train."""
+        return self._index * len(self.devices)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.cluster.is_chief
+
+    @property
+    def _index(self) -> int:
+        rank = self.cluster.comm.rank
+        return self._workers.index(rank) if rank in self._workers else 0
+
+    def variable(  # type: ignore[override]
+        self,
+        initial_value: npt.ArrayLike | Callable[[], npt.ArrayLike],
+        *,
+        name: str | None = None,
+        dtype: Any = None,
+        resident: bool = True,
+    ) -> ServedVariable:
+        """Make a variable on the ps tasks; *collective* over all tasks.
+
+        Args:
+            initial_value: shape (...), or a function that returns it. The chief's counts; the
+                others' must have the same shape and dtype.
+            name: "variable", "variable_1", ... if None.
+            dtype: of the variable, that of the initial value if None.
+            resident: whether workers have a copy of all of it. A large table of which a step uses
+                a few rows has none: `look_up` gives rows, and its gradients are `Rows`.
+
+        Raises:
+            ValueError: the name is taken, or the partitioner's answer is of no use; on all tasks.
+            MismatchError: the tasks make variables of other names, shapes or dtypes.
+
+        Cost: a broadcast of the value to all tasks.
+        """
+        require_cross_replica(self, "variable")
+        chosen = self._free_name() if name is None else name
+
+        def local() -> tuple[npt.NDArray[Any], int]:
+            if chosen in self.variables:
+                raise ValueError(
+                    f"variable: this name is taken, expected a new one, got {chosen!r}"
+                )
+            given = initial_value() if callable(initial_value) else initial_value
+            value = np.array(given, dtype=dtype)
+            return value, number_of_parts(chosen, value.shape, value.dtype, self._partitioner)
+
+        value, count = self._all.prepared(f"variable {chosen}", local)
+        parts = self._all.prepared(
+            f"variable {chosen}",
+            lambda: parts_of(chosen, value.shape, value.dtype, count, self._choice),
+        )
+        self._all.agree(f"variable {chosen} {value.dtype} {value.shape} {parts} {resident}")
+        chief = self._workers[0]
+        value = self._all.together(
+            "variable", lambda: self.cluster.comm.broadcast(value, root=chief)
+        )
+        variable = ServedVariable(chosen, value, parts, self, resident)
+        self._client.add(variable)
+        self.variables[chosen] = variable
+        self._names.add(chosen)
+        self._all.prepared(f"variable {chosen} is there", lambda: self._hold(variable, value))
+        return variable
+
+    def _hold(self, variable: ServedVariable, value: npt.NDArray[Any]) -> None:
+        """On a ps: take over its parts of a variable."""
+        for part in variable.parts:
+            if self._shard is not None and self._servers[part.task] == self.cluster.comm.rank:
+                self._shard.add(part.name, cut(value, part), resident=variable.resident)
+
+    def pull(self) -> None:
+        """Bring the copies of all resident variables up to date.
+
+        Raises:
+            UnavailableError: a ps task is lost.
+            FailedPreconditionError: this is a ps task.
+        """
+        self._client.pull()
+
+    def apply_gradients(
+        self,
+        optimizer: Any,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        *,
+        examples: Any = None,
+    ) -> None:
+        """Push gradients to the ps tasks, and bring the copies of the variables up to date.
+
+        May be called inside a replica or outside. Asynchronous: the gradients are applied as they
+        come. Synchronous: this waits until all workers that are still training have pushed.
+
+        Args:
+            optimizer: the one of the strategy.
+            grads_and_vars: pairs of a gradient and a variable of this strategy. A gradient is an
+                array, `Rows`, or None, which counts as zero.
+            examples: how many rows the gradients are the mean of; those of 0 rows do not count.
+                None: all replicas and workers count alike.
+
+        Raises:
+            ValueError: a shape, a dtype or the optimizer does not fit, or a variable belongs to
+                another strategy. Nothing has been pushed.
+            UnavailableError: a ps task is lost.
+            DeadlineExceededError: gradients of others have not come in time; says whose.
+            FailedPreconditionError: this task is no worker, or has left.
+
+        Cost: a message to each ps and back.
+        """
+        if optimizer is not self.optimizer:
+            raise ValueError(
+                f"apply_gradients: expected the optimizer that the strategy was made with, got "
+                f"another one ({type(optimizer).__name__})"
+            )
+        pairs = list(grads_and_vars)
+        top = contexts.current()
+        if top is not None and top.replica is not None and top.strategy is self:
+
+            def merge(payloads: list[Gradients]) -> list[None]:
+                self._push(replica_gradients.combine(payloads))
+                return [None] * len(payloads)
+
+            own = Gradients.of(pairs, examples)
+            top.replica.meet(contexts.Meeting("apply_gradients", own, merge))
+            return
+        require_cross_replica(self, "apply_gradients")
+        count = range(len(self.devices))
+        replicas = [Gradients.of(select(pairs, i), select(examples, i)) for i in count]
+        self._push(replica_gradients.combine(replicas))
+
+    def _push(self, own: Gradients) -> None:
+        """Check this worker's gradients, and push them."""
+        pairs: list[tuple[Gradient, ServedVariable]] = []
+        for gradient, variable in own.pairs:
+            known = self.variables.get(getattr(variable, "name", ""))
+            if known is None or known is not variable:
+                raise ValueError(
+                    f"apply_gradients: expected a variable of this strategy, got {variable!r:.200}"
+                )
+            if gradient is not None:
+                given = gradient if isinstance(gradient, Rows) else np.asarray(gradient)
+                check(given, known.shape, known.dtype, known.name)
+                pairs.append((given, known))
+        useful = [] if own.examples == 0 else pairs
+        self.last_push = self._client.push(useful, own.examples, self._timeout)
+
+    def look_up(self, variable: ServedVariable, indices: npt.ArrayLike) -> npt.NDArray[Any]:
+        """Return some rows of a variable, without a copy of the whole.
+
+        Args:
+            variable: of this strategy, with at least one axis.
+            indices: shape (k,), integers from 0; repetitions are allowed.
+
+        Returns:
+            Shape (k, ...), new memory.
+
+        Raises:
+            ValueError: an index is out of range.
+            UnavailableError: a ps task is lost.
+        """
+        chosen = np.asarray(indices)
+        if chosen.ndim == 1 and not chosen.size:
+            chosen = chosen.astype(np.int64)
+        like = np.broadcast_to(np.zeros((), variable.dtype), (*chosen.shape, *variable.shape[1:]))
+        check(Rows(chosen, like), variable.shape, variable.dtype, variable.name, "look_up")
+        return self._client.rows(variable, chosen)
+
+    def assign(self, variable: ServedVariable, value: npt.ArrayLike) -> None:
+        """Let a variable take another value; see `ServedVariable.assign`."""
+        array = np.asarray(value, variable.dtype)
+        if array.shape != variable.shape:
+            raise ValueError(
+                f"assign: the value has the wrong shape, expected {variable.shape}, got "
+                f"{array.shape} (variable: {variable.name})"
+            )
+        self._client.assign(variable, array)
+        if variable.resident:
+            variable.take(array.copy())
+
+    def reports(self) -> list[Report]:
+        """Return what each ps task has done so far; not on a ps task."""
+        return self._client.reports()
+
+    def leave(self) -> None:
+        """Contribute no more gradients: others do not wait for this worker from now on.
+
+        The end of the server's block does so, too. Harmless when repeated.
+        """
+        self._client.leave()
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]]
+    ) -> Iterator[Any]:
+        """Let each worker read its own part of the data; workers do not wait for each other.
+
+        Args:
+            dataset_fn: makes this worker's batches, of which each of its replicas takes one in a
+                step; told by an `InputContext` which part to read.
+        """
+        workers = len(self._workers)
+        context = InputContext(workers, self._index, workers * len(self.devices))
+        return datasets.from_function(dataset_fn(context), Ranks(), len(self.devices))

@@ -1,0 +1,410 @@
+"""The variables of one ps task, and the updates that workers push to them.
+
+Requests come in by the service's thread and are worked off by a thread of the shard, one after the
+other, so that what a worker gets is never half of an update. Inside an update, large variables are
+changed at the same time, by several threads.
+
+::
+
+    asynchronous   push --> judge --> update --> answer: new values
+    synchronous    push --> wait until all workers have pushed --> mean --> update --> answer to all
+    warming up     push of the chief as above; of another worker: wait until the chief has made its
+                   steps, then answer: new values; a gradient of older ones is dropped
+
+A worker is a *member* from its `join`, a request that is never answered, until that is given up:
+because the worker has left, or is dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from strategies.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    OpError,
+)
+from strategies.optimizers import Optimizer
+from strategies.parameter_mean import Gradient, check, mean
+from strategies.resources import bundles
+from strategies.resources.container import Handler, ResourceKind, Work, register
+from strategies.resources.stored import Rate, Stored
+from strategies.sparse import Rows
+from strategies.staleness import Decision, Ledger, StalenessRule
+
+__all__ = ["PARAMETERS", "Rules", "Shard"]
+
+log = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+
+# Bytes of gradients from which an update is worth several threads: handing out the work takes some
+# 0.1 ms, in which one thread changes about this much.
+_WORTH_THREADS = 1 << 20
+# More threads than this do not make memory faster.
+_MOST_THREADS = 4
+
+
+class Rules(NamedTuple):
+    """How a shard is to be trained, equal on all ps tasks.
+
+    Attributes:
+        optimizer: of which each variable gets a copy of its own.
+        synchronous: whether an update takes the mean of all workers' gradients.
+        staleness: what becomes of stale gradients.
+        warmup_steps: updates that the chief makes alone at first.
+        rate_scale: what the learning rate is multiplied by after the warm-up.
+        chief: rank of the chief.
+    """
+
+    optimizer: Optimizer
+    synchronous: bool
+    staleness: StalenessRule
+    warmup_steps: int
+    rate_scale: float
+    chief: int
+
+
+class _Part:
+    """A variable, or a part of one, and the optimizer that updates it."""
+
+    def __init__(self, name: str, value: Array, optimizer: Optimizer, resident: bool) -> None:
+        arguments = optimizer.arguments
+        self._rate = Rate(arguments.pop("learning_rate"))
+        self._stored = Stored(name)
+        self._optimizer = type(optimizer)(self._rate, **arguments)
+        self._stored.value = np.array(value, order="C")
+        self.name = name
+        self.resident = resident
+
+    @property
+    def value(self) -> Array:
+        """What it is now; later updates do not change it."""
+        return self._stored.view()
+
+    def update(self, gradient: Gradient, factor: float) -> None:
+        """Change the value by its gradient, with so many times the learning rate."""
+        self._rate.factor = factor
+        self._optimizer.apply_gradients([(gradient, _Named(self.name, self._stored.writable()))])
+
+    def assign(self, value: Array) -> None:
+        """Take another value."""
+        self._stored.writable(keep=False)[...] = value
+
+
+class _Named(NamedTuple):
+    """A variable as optimizers want it."""
+
+    name: str
+    value: Array
+
+
+class _Push(NamedTuple):
+    """Gradients of one worker: number of the part -> gradient; None if there are no examples."""
+
+    work: Work
+    worker: int
+    version: int
+    examples: int | None
+    gradients: dict[int, Gradient]
+
+
+class Shard:
+    """What one ps task holds.
+
+    Args:
+        name: in messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._rules: Rules | None = None
+        self._parts: list[_Part] = []
+        self._ledger = Ledger()
+        self._members: set[int] = set()
+        self._waiting: dict[int, _Push] = {}  # worker -> its push in this round
+        self._held: list[_Push] = []  # until the warm-up is over
+        self._warm_at: int | None = None  # version at which it was over
+        self._line = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def prepare(self, rules: Rules) -> None:
+        """Say how this is trained; before any worker joins.
+
+        Raises:
+            FailedPreconditionError: that has been said.
+        """
+        if self._rules is not None:
+            raise FailedPreconditionError(
+                f"ParameterServerStrategy: this name is taken, expected a new one, got "
+                f"{self.name!r}"
+            )
+        self._rules = rules
+        self._ledger = Ledger(rules.staleness)
+        self._warm_at = None if rules.warmup_steps else 0
+
+    def add(self, name: str, value: Array, *, resident: bool = True) -> None:
+        """Add a variable; before anybody asks for it.
+
+        Args:
+            name: in messages.
+            value: shape (...), copied.
+            resident: whether workers hold a copy, which every answer brings up to date.
+        """
+        self._line.submit(
+            lambda: self._parts.append(_Part(name, value, self.rules.optimizer, resident))
+        ).result()
+
+    @property
+    def rules(self) -> Rules:
+        """What `prepare` has said."""
+        assert self._rules is not None
+        return self._rules
+
+    def serve(self, work: Work, request: Callable[[Shard, Work], None]) -> None:
+        """Let the shard's thread answer a request, when it comes to it."""
+
+        def answer() -> None:
+            try:
+                request(self, work)
+            except Exception as error:
+                work.fail(error)
+
+        self._later(answer, lambda: work.fail(CancelledError(f"{self.name}: it was discarded")))
+
+    def close(self) -> None:
+        """Fail all that waits, and end the threads."""
+        gone = CancelledError(f"{self.name}: the ps task has discarded its variables")
+
+        def end() -> None:
+            for push in (*self._waiting.values(), *self._held):
+                push.work.fail(gone)
+            self._waiting.clear()
+            self._held.clear()
+            if self._pool is not None:
+                self._pool.shutdown(wait=False)
+
+        self._later(end, end)
+        self._line.shutdown(wait=False)
+
+    def _later(self, function: Callable[[], object], instead: Callable[[], object]) -> None:
+        try:
+            self._line.submit(function)
+        except RuntimeError:  # it is closed
+            instead()
+
+    # What follows runs in the shard's thread alone.
+
+    def join(self, work: Work) -> None:
+        """Count a worker in until its request ends."""
+        worker = work.arguments["worker"]
+        self._members.add(worker)
+
+        def leave() -> None:
+            self._later(lambda: self._left(worker), lambda: None)
+
+        work.wait(lambda error: work.fail(error), leave)
+
+    def _left(self, worker: int) -> None:
+        log.info("%s: worker on task %d has left", self.name, worker)
+        self._members.discard(worker)
+        self._waiting.pop(worker, None)
+        self._go_on()
+
+    def push(self, work: Work) -> None:
+        """Take the gradients of a worker; answered with new values."""
+        push = self._checked(work)
+        if push.worker in self._waiting:
+            raise InvalidArgumentError(
+                f"push: this worker's last gradients still wait for those of others (worker: task "
+                f"{push.worker})"
+            )
+        early = push.worker != self.rules.chief and (
+            self._warm_at is None or push.version < self._warm_at
+        )
+        if early or self.rules.synchronous:
+            if early:
+                self._held.append(push)
+            else:
+                self._waiting[push.worker] = push
+            work.wait(
+                lambda error: self._later(lambda: self._withdraw(push, error), lambda: None),
+                lambda: self._later(lambda: self._forget(push), lambda: None),
+            )
+            self._go_on()
+            return
+        if push.examples == 0:
+            self._reply(push, Decision(self._ledger.version - push.version, 0.0))
+            return
+        decision = self._ledger.judge(push.worker, push.version)
+        if decision.weight:
+            self._update(push.gradients, decision.weight)
+        self._reply(push, decision)
+        self._go_on()
+
+    def _checked(self, work: Work) -> _Push:
+        """Look at all gradients before the first variable is changed."""
+        told = work.arguments
+        values = iter(bundles.unpack(told["layout"], work.values))
+        given: dict[int, Gradient] = {
+            index: Rows(next(values), next(values)) if sparse else next(values)
+            for index, sparse in told["parts"]
+        }
+        for number, gradient in given.items():
+            part = self._parts[number]
+            check(gradient, part.value.shape, part.value.dtype, part.name)
+        if not 0 <= told["version"] <= self._ledger.version:
+            raise InvalidArgumentError(
+                f"push: no such version, expected 0 .. {self._ledger.version}, got "
+                f"{told['version']} (worker: task {told['worker']})"
+            )
+        return _Push(work, told["worker"], told["version"], told["examples"], given)
+
+    def _go_on(self) -> None:
+        """Make the update of a round that is complete, and let go who waits for the warm-up."""
+        chief = self.rules.chief
+        expected = {chief} if self._warm_at is None else self._members
+        if self._waiting and expected <= self._waiting.keys():
+            round_ = [self._waiting[worker] for worker in sorted(self._waiting)]
+            self._waiting.clear()
+            try:
+                self._update_together(round_)
+            except Exception as error:  # everybody's, not only that of the last one
+                for push in round_:
+                    push.work.fail(error)
+        version = self._ledger.version
+        if self._warm_at is None:
+            if version < self.rules.warmup_steps and chief in self._members:
+                return
+            self._warm_at = version
+        if self._held:
+            held, self._held = self._held, []
+            for push in held:
+                late = Decision(version - push.version, 0.0)
+                self._reply(push, self._ledger.note(push.worker, late))
+
+    def _update_together(self, pushes: Sequence[_Push]) -> None:
+        """Update by the mean of all workers' gradients, and answer all of them."""
+        told = [push.examples is not None for push in pushes]
+        if any(told) and not all(told):
+            raise InvalidArgumentError(
+                "push: only some workers say of how many examples their gradients are, expected "
+                "all or none"
+            )
+        weights = [1 if push.examples is None else push.examples for push in pushes]
+        useful = [(p, w) for p, w in zip(pushes, weights, strict=True) if w]
+        decisions = {p.worker: self._ledger.judge(p.worker, p.version) for p, _ in useful}
+        useful = [(p, w) for p, w in useful if decisions[p.worker].weight]
+        if useful:
+            self._update(self._means(useful))
+        for push in pushes:
+            self._reply(push, decisions.get(push.worker, Decision(0, 0.0)))
+
+    def _means(self, pushes: Sequence[tuple[_Push, int]]) -> dict[int, Gradient]:
+        """Return the mean gradient of each variable that has one; a missing one counts as zero."""
+        columns: dict[int, list[tuple[Gradient, int]]] = {}
+        for push, weight in pushes:
+            for i, gradient in push.gradients.items():
+                columns.setdefault(i, []).append((gradient, weight))
+        total = sum(weight for _, weight in pushes)
+        return {i: mean(column, total, self._parts[i].value) for i, column in columns.items()}
+
+    def _update(self, given: Mapping[int, Gradient], factor: float = 1.0) -> None:
+        """Change variables by their gradients."""
+        if self._ledger.version >= self.rules.warmup_steps:
+            factor *= self.rules.rate_scale
+        sizes = [g.values.nbytes if isinstance(g, Rows) else g.nbytes for g in given.values()]
+        changes = [(self._parts[i], gradient, factor) for i, gradient in given.items()]
+        if len(changes) > 1 and sum(sizes) >= _WORTH_THREADS:
+            if self._pool is None:
+                threads = min(_MOST_THREADS, os.cpu_count() or 1)
+                self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"{self.name}-update")
+            list(self._pool.map(lambda change: _Part.update(*change), changes))
+        else:
+            for change in changes:
+                _Part.update(*change)
+        self._ledger.version += 1
+
+    def _reply(self, push: _Push, decision: Decision) -> None:
+        self._answer(push.work, staleness=decision.staleness, weight=decision.weight)
+
+    def _answer(self, work: Work, **facts: Any) -> None:
+        values = [part.value for part in self._parts if part.resident]
+        layout, frames = bundles.pack(values)
+        work.reply(frames, layout=layout, version=self._ledger.version, **facts)
+
+    def _withdraw(self, push: _Push, error: OpError) -> None:
+        """End a push that waits, since its time is over."""
+        if self._forget(push):
+            missing = sorted(self._members - self._waiting.keys() - {push.worker})
+            push.work.fail(
+                DeadlineExceededError(
+                    f"{error.message}; no gradients have come from tasks {missing}"
+                )
+            )
+
+    def _forget(self, push: _Push) -> bool:
+        """Take a push back that waits; False if it does not."""
+        if self._waiting.get(push.worker) is push:
+            del self._waiting[push.worker]
+        elif push in self._held:
+            self._held.remove(push)
+        else:
+            return False
+        return True
+
+    def pull(self, work: Work) -> None:
+        """Answer with the values of all resident variables."""
+        self._answer(work)
+
+    def rows(self, work: Work) -> None:
+        """Answer with some rows of a variable."""
+        part = self._parts[work.arguments["part"]]
+        work.reply([part.value[work.values[0]]])
+
+    def assign(self, work: Work) -> None:
+        """Let a variable take another value."""
+        part, value = self._parts[work.arguments["part"]], work.values[0]
+        if (value.shape, value.dtype) != (part.value.shape, part.value.dtype):
+            raise InvalidArgumentError(
+                f"assign: the value does not fit, expected {part.value.dtype} of shape "
+                f"{part.value.shape}, got {value.dtype} of shape {value.shape} (variable: "
+                f"{part.name})"
+            )
+        part.assign(value)
+        work.reply()
+
+    def report(self, work: Work) -> None:
+        """Answer with what came of every worker's gradients."""
+        records = [
+            [worker, r.applied, r.dropped, r.total_staleness, r.most_staleness]
+            for worker, r in sorted(self._ledger.records.items())
+        ]
+        work.reply(version=self._ledger.version, records=records, members=sorted(self._members))
+
+
+def _handlers(names: Iterable[str]) -> dict[str, Handler]:
+    def handler(name: str) -> Handler:
+        return lambda shard, work: shard.serve(work, getattr(Shard, name))
+
+    return {name: handler(name) for name in names}
+
+
+PARAMETERS = register(
+    ResourceKind(
+        "Parameters",
+        lambda description, name: Shard(name),
+        lambda shard, description: None,
+        _handlers(["assign", "join", "pull", "push", "report", "rows"]),
+        Shard.close,
+    )
+)

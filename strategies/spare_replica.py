@@ -1,0 +1,280 @@
+"""Synchronous training that does not wait for the slowest replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import collectives as cc
+from strategies import contexts, datasets, gradients
+from strategies.base import Strategy
+from strategies.contexts import require_cross_replica
+from strategies.datasets import InputContext, Policy
+from strategies.gradients import Pair
+from strategies.ranks import Ranks
+from strategies.resources.service import Service
+from strategies.resources.variables import Aggregation, Synchronization, Variable
+from strategies.spare_steps import SpareSteps, StepReport
+
+__all__ = ["SpareReplicaStrategy"]
+
+
+class SpareReplicaStrategy(Strategy):
+    """A step is made as soon as some of the replicas have a gradient; the others are *spare*.
+
+    Every rank is a *worker* with one replica, rank 0 is also the *chief*. A worker computes a
+    gradient and delivers it by `apply_gradients`. When `replicas_to_aggregate` gradients of the
+    current step are in, the chief updates its variables by their mean, and each worker that waits
+    goes on with the new values. A gradient that comes later is dropped, and its worker goes on with
+    the newest values. So each gradient that is used was computed from the newest values.
+
+    If there are fewer workers than `replicas_to_aggregate`, the fast ones compute several gradients
+    for one step.
+
+    The replicas are not in step: `run`, `reduce` and `gather` concern this rank alone.
+
+    Open it with `with` on all ranks. *Collective*: its construction and the end of the block, which
+    waits until all have come there or are dead.
+
+    Args:
+        replicas_to_aggregate: how many gradients make a step; all replicas' if None.
+        comm: the ranks; those of the job if None.
+        tasks: ranks on which gradients are averaged. Each takes some of the variables, so that
+            large models are averaged in several places.
+        global_step: the first step; not 0 if training goes on from a checkpoint.
+        timeout: seconds without a sign of life after which a rank that owes an answer counts as
+            unreachable.
+
+    Raises:
+        ValueError: `replicas_to_aggregate` is no number of gradients, or no such tasks; on all
+            ranks.
+        MismatchError: the ranks mean different things; on all ranks.
+
+    Attributes:
+        replicas_to_aggregate: how many gradients make a step.
+        total_num_replicas: number of workers.
+        service: the one that it works with, which may be used for other things.
+    """
+
+    def __init__(
+        self,
+        replicas_to_aggregate: int | None = None,
+        *,
+        comm: cc.Communicator | None = None,
+        tasks: Sequence[int] = (0,),
+        global_step: int = 0,
+        timeout: float = 60.0,
+    ) -> None:
+        super().__init__()
+        comm = cc.init() if comm is None else comm
+        self._everyone = Ranks(comm)
+        self._worker = comm.rank
+        self.total_num_replicas = comm.size
+        self.replicas_to_aggregate = (
+            comm.size if replicas_to_aggregate is None else replicas_to_aggregate
+        )
+        self._tasks = tuple(tasks)
+        self._everyone.prepared("SpareReplicaStrategy", lambda: self._check(global_step))
+        self._everyone.agree(
+            f"SpareReplicaStrategy with replicas_to_aggregate={self.replicas_to_aggregate}, "
+            f"tasks={self._tasks}, global_step={global_step}"
+        )
+        self.service = Service(comm, timeout=timeout)
+        self._steps = SpareSteps(
+            self.service, aggregate=self.replicas_to_aggregate, tasks=self._tasks, step=global_step
+        )
+        self._optimizer: Any = None
+        self._keys: list[str] = []
+        self._closed = False
+        self._everyone.agree("SpareReplicaStrategy: all take part")
+
+    def __enter__(self) -> SpareReplicaStrategy:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            self._steps.give_up(f"{type(error).__name__}: {error}")
+            self.service.__exit__(kind, error, trace)
+            self._steps.stop()
+
+    @property
+    def local_step(self) -> int:
+        """Step of the values that this worker has."""
+        return self._steps.local_step
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many gradients contribute to one step."""
+        return self.replicas_to_aggregate
+
+    @property
+    def first_replica_id(self) -> int:
+        """Number of this worker."""
+        return self._worker
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0."""
+        return self._worker == 0
+
+    def variable(
+        self,
+        initial_value: npt.ArrayLike | Callable[[], npt.ArrayLike],
+        *,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: Synchronization = "auto",
+        aggregation: Aggregation = "none",
+    ) -> Variable:
+        """Make a variable that starts with the chief's value; *collective*, see `Strategy`.
+
+        It changes by `apply_gradients`. Other writes concern this rank alone.
+        """
+        with self._all_ranks():
+            return super().variable(
+                initial_value, name=name, dtype=dtype, synchronization=synchronization,
+                aggregation=aggregation,
+            )  # fmt: skip
+
+    def distribute_dataset(
+        self, batches: Iterable[Any], *, policy: Policy = "data"
+    ) -> Iterator[Any]:
+        """Give this worker its rows of every global batch; see `Strategy`.
+
+        Raises:
+            ValueError: the policy is not "data": workers are not in step.
+        """
+        if policy != "data":
+            raise ValueError(
+                f"distribute_dataset: the replicas are not in step, expected policy 'data', got "
+                f"{policy!r}"
+            )
+        return datasets.of_global_batches(batches, self._everyone, 1, policy)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]]
+    ) -> Iterator[Any]:
+        """Let each worker read its own part of the data, at its own pace."""
+        context = InputContext(self.total_num_replicas, self._worker, self.replicas_to_aggregate)
+        return datasets.from_function(dataset_fn(context), self.ranks, 1)
+
+    def apply_gradients(
+        self,
+        optimizer: Any,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        *,
+        examples: Any = None,
+    ) -> None:
+        """Deliver a gradient, and wait until there are newer values.
+
+        At its end the variables have these values, and `local_step` says which. Not collective: a
+        worker that is slow, or does not call it any more, holds up nobody, as long as enough others
+        do. The chief begins to make steps at its own first call.
+
+        Args:
+            optimizer: one of `strategies.optimizers`, the same in all calls. The chief's updates
+                its variables; those of other ranks are not used.
+            grads_and_vars: pairs of a gradient, in host memory, and a variable; the same variables
+                on all ranks and in all calls. A gradient may be an array, `Rows`, or None, which
+                counts as zero; `Rows` are averaged index by index, over the gradients that had it.
+            examples: not supported: all gradients count alike.
+
+        Raises:
+            ValueError: a gradient does not fit, or other variables, another optimizer, examples.
+            UnavailableError: the chief, or a task that averages, cannot be reached; or so many
+                workers are dead or have failed that no step can be made.
+            OutOfRangeError: no step can be made because too many workers have left.
+            OpError: the chief's update has failed; on all ranks.
+        """
+        pairs = self._checked(optimizer, grads_and_vars, examples)
+        if not self._steps.started:
+            self._steps.start(optimizer, pairs)
+            self._optimizer, self._keys = optimizer, [pair.key for pair in pairs]
+        self._steps.deliver(pairs)
+
+    def report(self) -> StepReport:
+        """Return what became of the gradients so far.
+
+        Raises:
+            UnavailableError: the chief cannot be reached.
+        """
+        return self._steps.report()
+
+    def close(self) -> None:
+        """Leave, and wait until all others have left or are dead; harmless when repeated.
+
+        *Collective*. The chief makes steps until then.
+        """
+        if not self._closed:
+            self._closed = True
+            self._steps.leave()
+            self.service.close()
+
+    @contextmanager
+    def _all_ranks(self) -> Iterator[None]:
+        """Let what this strategy inherits be done by all ranks together."""
+        own, self.ranks = self.ranks, self._everyone
+        try:
+            yield
+        finally:
+            self.ranks = own
+
+    def _check(self, step: int) -> None:
+        count = self.replicas_to_aggregate
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"SpareReplicaStrategy: replicas_to_aggregate must be a number >= 1, got {count!r}"
+            )
+        known = range(self.total_num_replicas)
+        if not self._tasks or len({*self._tasks} & {*known}) != len(self._tasks):
+            raise ValueError(
+                f"SpareReplicaStrategy: bad tasks, expected different ones of 0 .. "
+                f"{self.total_num_replicas - 1}, got {self._tasks}"
+            )
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(
+                f"SpareReplicaStrategy: global_step must be a number >= 0, got {step!r}"
+            )
+
+    def _checked(self, optimizer: Any, grads_and_vars: Any, examples: Any) -> list[Pair]:
+        """Return the pairs, if everything is as in the other calls."""
+        top = contexts.current()
+        if top is None or top.replica is None:
+            require_cross_replica(self, "apply_gradients")
+        if examples is not None:
+            raise ValueError(
+                "apply_gradients: all gradients count alike with spare replicas, expected "
+                f"examples=None, got {examples!r}"
+            )
+        pairs = gradients.resolve(grads_and_vars, "apply_gradients")
+        for pair in pairs:
+            if not isinstance(pair.value, np.ndarray):
+                raise ValueError(
+                    f"apply_gradients: expected variables in host memory, got "
+                    f"{type(pair.value).__name__} ({pair.where})"
+                )
+        keys = [pair.key for pair in pairs]
+        if not keys or (self._keys and keys != self._keys):
+            raise ValueError(
+                f"apply_gradients: expected the same variables in all calls, with None for those "
+                f"without a gradient: {self._keys or 'at least one'}, got {keys}"
+            )
+        if self._keys and self._optimizer is not optimizer:
+            raise ValueError(
+                f"apply_gradients: expected the optimizer of the first call, got another one "
+                f"({type(optimizer).__name__})"
+            )
+        return pairs

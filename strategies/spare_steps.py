@@ -1,0 +1,241 @@
+"""Steps that are made of some of the workers' gradients: what each worker does, and the chief."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from strategies.chief_loop import ChiefLoop
+from strategies.distributed_optimizer import ArrayOptimizer
+from strategies.errors import OpError, UnavailableError
+from strategies.gradients import Pair
+from strategies.resources import waiting
+from strategies.resources.accumulation import Apply, Engine
+from strategies.resources.remote_accumulation import open_accumulation
+from strategies.resources.rounds import Leave, Rounds, Stay, Turn, open_rounds
+from strategies.resources.service import Service
+from strategies.resources.sums import Gradient, Part
+from strategies.resources.values import Array
+from strategies.resources.waiting import Attempt, Waiting
+from strategies.sparse import Rows
+
+__all__ = ["SpareSteps", "StepReport"]
+
+_log = logging.getLogger(__name__)
+
+_NAME = "spare replicas"
+_REMIND_AFTER = 60.0  # seconds after which the chief's wait for others to leave is reported
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What became of the gradients of all workers.
+
+    Attributes:
+        global_step: the chief's step.
+        used: per worker, how many of its gradients were averaged.
+        dropped: per worker, how many came too late.
+        lost: workers that died or failed, and why.
+    """
+
+    global_step: int
+    used: dict[int, int]
+    dropped: dict[int, int]
+    lost: dict[int, str]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The variables whose gradients are averaged on one task."""
+
+    positions: list[int]
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class _Master:
+    """The chief's copy of a variable, as optimizers take it; no replica computes with it."""
+
+    name: str
+    value: Array
+
+
+class SpareSteps:
+    """One worker's part in the steps; on task 0 also the chief's.
+
+    Args:
+        service: its tasks are the workers.
+        aggregate: how many gradients make a step.
+        tasks: on which they are averaged.
+        step: the first one.
+
+    Attributes:
+        local_step: of the values that this worker has.
+    """
+
+    def __init__(
+        self, service: Service, *, aggregate: int, tasks: Sequence[int], step: int
+    ) -> None:
+        self.local_step = step
+        self._service = service
+        self._worker = service.task
+        self._tasks = tasks
+        self._shards: list[_Shard] = []
+        self._loop: ChiefLoop | None = None
+        self._rounds = open_rounds(
+            service, aggregate=aggregate, total=service.size, step=step, name=_NAME
+        )
+        if isinstance(self._rounds, Rounds):
+            self._rounds.on_lost = self._lose
+        self._rounds.submit(Stay(self._worker))
+        self._rounds.report()  # when this is answered, the chief will notice if this worker dies
+
+    @property
+    def started(self) -> bool:
+        """Whether `start` was called."""
+        return bool(self._shards)
+
+    def start(self, optimizer: ArrayOptimizer, pairs: list[Pair]) -> None:
+        """Open the accumulators; the chief begins to make steps.
+
+        Args:
+            optimizer: updates the chief's copies of the variables.
+            pairs: of all variables, which have their first values.
+        """
+        parts = [Part(pair.where, pair.value.dtype.name, pair.value.shape) for pair in pairs]
+        assigned = _balanced([pair.value.nbytes for pair in pairs], len(self._tasks))
+        self._shards = [
+            _Shard(
+                positions,
+                open_accumulation(
+                    self._service, [parts[i] for i in positions], mean=True, step=self.local_step,
+                    name=f"{_NAME}: gradients", task=task,
+                ),
+            )
+            for task, positions in zip(self._tasks, assigned, strict=True)
+            if positions
+        ]  # fmt: skip
+        if isinstance(self._rounds, Rounds):
+            masters = [_Master(pair.key, pair.value.copy()) for pair in pairs]
+            engines = [shard.engine for shard in self._shards]
+            self._loop = ChiefLoop(self._rounds, engines, self._updating(optimizer, masters))
+            self._rounds.on_failure = self._loop.stop
+            self._loop.start()
+            if self._rounds.failure is not None:
+                self._loop.stop()
+
+    def deliver(self, pairs: list[Pair]) -> None:
+        """Deliver gradients, and wait for newer values, which the variables then have.
+
+        All that goes to one task goes in one message.
+
+        Raises:
+            OpError: see `SpareReplicaStrategy.apply_gradients`.
+        """
+        deliveries: list[tuple[Waiting, Attempt]] = []
+        for shard in self._shards:
+            own = [_gradient(pairs[i]) for i in shard.positions]
+            deliveries.append((shard.engine, Apply(own, self.local_step, self._worker)))
+        turn = Turn(self._worker, self.local_step)
+        _all(deliveries, (self._rounds, turn))
+        self.local_step = turn.step
+        for pair, value in zip(pairs, turn.values, strict=bool(turn.values)):
+            pair.value[...] = value
+
+    def report(self) -> StepReport:
+        """Return what became of the gradients so far."""
+        step, lost = self._rounds.report()
+        tally = self._shards[0].engine.state()[2] if self._shards else {}
+        workers = range(self._service.size)
+        used, dropped = ({w: tally.get(w, [0, 0])[i] for w in workers} for i in range(2))
+        return StepReport(step, used, dropped, lost)
+
+    def leave(self) -> None:
+        """Take part no longer; the chief waits until all have left, and ends."""
+        try:
+            waiting.perform(self._rounds, Leave(self._worker), "close", None)
+        except UnavailableError as error:
+            _log.warning("close: the chief is gone: %s", error)
+        if isinstance(self._rounds, Rounds):
+            if self._loop is None:
+                why = "apply_gradients: the chief has left without a gradient, expected one"
+                self._rounds.fail(UnavailableError(why))
+            while not self._rounds.nobody.wait(_REMIND_AFTER):
+                _log.warning("close: workers %s have not left yet", self._rounds.computing())
+        self.stop()
+
+    def give_up(self, reason: str) -> None:
+        """Take part no longer, without waiting for anybody."""
+        self._rounds.submit(Leave(self._worker, reason))
+
+    def stop(self) -> None:
+        """End the chief's thread."""
+        if self._loop is not None:
+            self._loop.stop()
+            self._loop.join()
+
+    def _updating(
+        self, optimizer: ArrayOptimizer, masters: list[_Master]
+    ) -> Callable[[list[Sequence[Gradient]]], Sequence[Array]]:
+        positions = [i for shard in self._shards for i in shard.positions]
+
+        def update(results: list[Sequence[Gradient]]) -> Sequence[Array]:
+            means = dict(zip(positions, (g for part in results for g in part), strict=True))
+            optimizer.apply_gradients([(means[i], own) for i, own in enumerate(masters)])
+            return [own.value.copy() for own in masters]
+
+        return update
+
+    def _lose(self, worker: int) -> None:
+        """Go on without a worker that has not left in good order."""
+        try:
+            why = self._service.departures([worker], timeout=0)[worker]
+        except OpError:
+            why = None
+        assert isinstance(self._rounds, Rounds)
+        self._rounds.lose(worker, why or "it has ended without leaving")
+
+
+def _gradient(pair: Pair) -> Gradient:
+    if pair.rows is not None:
+        return Rows(pair.rows, pair.gradient)
+    gradient: Gradient = pair.gradient
+    return gradient
+
+
+def _balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Share things among `count` places, the largest first, each to the place with least so far."""
+    loads = [0] * count
+    places: list[list[int]] = [[] for _ in range(count)]
+    for size, position in sorted(((s, -i) for i, s in enumerate(sizes)), reverse=True):
+        place = loads.index(min(loads))
+        loads[place] += size
+        places[place].append(-position)
+    return [sorted(place) for place in places]
+
+
+def _all(deliveries: list[tuple[Waiting, Attempt]], turn: tuple[Waiting, Attempt]) -> None:
+    """Deliver everything and wait for a turn, all at the same time.
+
+    Raises:
+        OpError: the first error of a delivery, else that of the turn. All deliveries have ended by
+            then: their arrays may change.
+    """
+    attempts = [*deliveries, turn]
+    try:
+        for where, attempt in attempts:
+            where.submit(attempt)
+        errors = []
+        for where, attempt in deliveries:
+            try:
+                waiting.finish(where, attempt, "apply_gradients")
+            except OpError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        waiting.finish(*turn, "apply_gradients")
+    except BaseException:
+        for where, attempt in attempts:
+            where.abandon(attempt)
+        raise

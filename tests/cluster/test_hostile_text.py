@@ -1,0 +1,65 @@
+"""Whatever text comes from outside is read, or refused in words; never anything else."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from strategies.cluster.device_spec import DeviceSpec
+from strategies.cluster.resolvers import TFConfigClusterResolver
+from strategies.cluster.slurm import expand_hostlist, expand_tasks_per_node
+from strategies.cluster.spec import ClusterSpec
+
+TEXT = some.text("abn01289[]-,():x*/ job task device cpu gpu:", max_size=24) | some.text(
+    max_size=12
+)
+JSON = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.text(max_size=5),
+    lambda inner: (
+        some.lists(inner, max_size=3)
+        | some.dictionaries(
+            some.sampled_from(["cluster", "task", "type", "index", "worker", "ps", "1", ""]), inner
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(TEXT)
+@settings(max_examples=300, deadline=None)
+def test_lists_of_nodes_tasks_jobs_and_devices(text):
+    for read in (
+        expand_hostlist,
+        expand_tasks_per_node,
+        DeviceSpec.from_string,
+        lambda t: ClusterSpec.from_text(t, 4),
+    ):
+        with suppress(ValueError):
+            read(text)
+
+
+@given(JSON)
+@settings(max_examples=300, deadline=None)
+def test_tf_config(config):
+    with suppress(ValueError, TypeError):
+        TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)}).master()
+
+
+NUMBER = some.none() | some.integers(0, 99)
+
+
+@given(
+    some.none() | some.from_regex(r"[A-Za-z]\w{0,5}", fullmatch=True).filter(str.isascii),
+    NUMBER,
+    NUMBER,
+    some.sampled_from([None, "cpu", "GPU", "Foo"]),
+    NUMBER,
+)
+@settings(deadline=None)
+def test_names_of_devices_come_back(job, replica, task, kind, index):
+    spec = DeviceSpec(job, replica, task, kind, index if kind else None)
+    assert DeviceSpec.from_string(str(spec)) == spec
+    assert DeviceSpec().make_merged_spec(spec) == spec == spec.make_merged_spec(DeviceSpec())

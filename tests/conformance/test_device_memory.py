@@ -1,0 +1,299 @@
+"""Large device arrays: in slices through the host, and as messages of device memory.
+
+A stand-in takes CuPy's place. Its device memory is host memory, but it is as late as a device's, so
+that a wait that is missing gives wrong numbers; and any MPI takes its addresses.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import collectives as cc
+import fakecupy
+import inprocess
+import oracle
+from collectives import staging
+from collectives.settings import Settings
+
+# Bytes of a slice in these tests.
+SLICE = 4096
+
+ROUTES = ["staged", "aware"]
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch):
+    fake = fakecupy.FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(staging, "SLICE_BYTES", SLICE)
+    monkeypatch.setattr(staging, "_CHUNK_BYTES", 1)
+    return fake
+
+
+def on(comm, route):
+    """The communicator, as it is where MPI does or does not take device memory."""
+    comm._on_devices._aware = route == "aware"
+    return comm
+
+
+def late(cupy, values):
+    """A device array whose numbers are computed when its stream is waited for, not before."""
+    array = cupy.array(np.zeros_like(values))
+    cupy.later(lambda: array.memory.__setitem__(..., values))
+    return array
+
+
+COUNTS = [1025, 5 * SLICE // 4, 20_001]
+
+
+@pytest.mark.algorithms("allreduce")
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("op", [cc.SUM, cc.MEAN, cc.MAX])
+def test_an_allreduce_is_exact_and_complete(world, algorithm, cupy, route, op):
+    def check(comm):
+        on(comm, route)
+        for count in COUNTS:
+            everyone = [np.arange(count, dtype=np.float32) * (r + 1) for r in range(comm.size)]
+            values = everyone[comm.rank]
+            x = late(cupy, values)
+            result = comm.allreduce(x, op=op, algorithm=algorithm)
+            assert isinstance(result, fakecupy.ndarray)
+            total = np.sum(everyone, axis=0, dtype=np.float64)
+            expected = {cc.SUM: total, cc.MEAN: total / comm.size, cc.MAX: everyone[-1]}[op]
+            np.testing.assert_allclose(result.memory, expected, rtol=2**-22)
+            np.testing.assert_array_equal(x.memory, values)
+            same = comm.broadcast(result.memory.copy(), 0)
+            np.testing.assert_array_equal(result.memory, same)  # the same bits on all ranks
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
+def test_every_dtype_passes(world, cupy, route, dtype):
+    def check(comm):
+        on(comm, route)
+        op = cc.MAX if dtype == oracle.BOOL else cc.SUM
+        values = oracle.data(comm.rank, (6000,), dtype)
+        result = comm.allreduce(late(cupy, values), op=op)
+        expected = comm.allreduce(values, op=op)
+        assert result.dtype == dtype
+        if dtype.kind in "fcV" or dtype == oracle.BFLOAT16:  # by messages another order of ranks
+            np.testing.assert_allclose(
+                result.memory.astype(complex), expected.astype(complex),
+                atol=8 * comm.size * float(ml_dtypes.finfo(dtype).eps),
+            )  # fmt: skip
+        else:
+            np.testing.assert_array_equal(result.memory, expected)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_results_go_where_the_caller_wants_them(world, cupy, route):
+    def check(comm):
+        on(comm, route)
+        values = np.full((50, 60), comm.rank + 1, np.float32)
+        expected = np.full((50, 60), comm.size * (comm.size + 1) / 2, np.float32)
+        x = late(cupy, values)
+        assert comm.allreduce(x, op=cc.SUM, out=x) is x
+        np.testing.assert_array_equal(x.memory, expected)
+        x, out = late(cupy, values), late(cupy, values)
+        assert comm.allreduce(x, op=cc.SUM, out=out) is out
+        np.testing.assert_array_equal(out.memory, expected)
+        wide = late(cupy, np.zeros((50, 120), np.float32))
+        strided = wide[:, ::2]
+        assert comm.allreduce(x, op=cc.SUM, out=strided) is strided
+        np.testing.assert_array_equal(strided.memory, expected)
+        np.testing.assert_array_equal(wide.memory[:, 1::2], 0)
+        strided[...] = x  # computed late, and not contiguous
+        assert comm.allreduce(strided, op=cc.SUM, out=strided) is strided
+        np.testing.assert_array_equal(strided.memory, expected)
+        host = np.zeros((50, 60), np.float32)
+        assert comm.allreduce(x, op=cc.SUM, out=host) is host
+        np.testing.assert_array_equal(host, expected)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_out_may_overlap_the_array(world, cupy, route):
+    def check(comm):
+        on(comm, route)
+        both = late(cupy, np.arange(9000, dtype=np.float32))
+        x, out = both[:6000], both[3000:]
+        comm.allreduce(x, op=cc.MAX, out=out)
+        np.testing.assert_array_equal(out.memory, np.arange(6000))
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_another_library_s_stream_is_waited_for(world, cupy, route):
+    def check(comm):
+        on(comm, route)
+        stream = fakecupy.Stream()
+        cupy.streams[stream.ptr] = stream
+        buffer = fakecupy.Buffer(cupy, np.zeros(5000, np.float32), stream.ptr)
+        stream.queue.append(lambda: buffer.memory.fill(1))
+        result = comm.allreduce(buffer, op=cc.SUM)
+        assert (result.memory == comm.size).all()
+        del cupy.streams[stream.ptr]
+
+    world.run(check)
+
+
+@pytest.mark.algorithms("broadcast")
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_broadcast_copies_from_the_root_only(world, algorithm, cupy, route):
+    def check(comm):
+        on(comm, route)
+        root = comm.size - 1
+        for out in (False, True):
+            values = np.arange(5000, dtype=np.float32) + comm.rank
+            x = late(cupy, values)
+            result = comm.broadcast(x, root, out=x if out else None, algorithm=algorithm)
+            assert (result is x) is out
+            np.testing.assert_array_equal(result.memory, np.arange(5000) + root)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16], ids=str)
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_compressed_arrays_have_the_host_s_bits(world, cupy, route, compression, algorithm):
+    def check(comm):
+        on(comm, route)
+        values = oracle.data(comm.rank, (7000,), np.dtype(np.float32))
+        for op in (cc.SUM, cc.MEAN):
+            # By messages the host's arrays are compressed, whichever algorithm is named.
+            expected = comm.allreduce(values, op=op, algorithm="ring", compression=compression)
+            result = comm.allreduce(
+                late(cupy, values), op=op, algorithm=algorithm, compression=compression
+            )
+            np.testing.assert_array_equal(result.memory, expected)
+
+    world.run(check)
+
+
+def test_half_of_the_bytes_leave_the_device(world, cupy):
+    def check(comm):
+        on(comm, "staged")
+        cupy.log.clear()
+        comm.barrier()
+        comm.allreduce(late(cupy, np.ones(7000, np.float32)), compression=cc.FP16)
+        comm.barrier()
+        if comm.size > 1:
+            one_way = sum(n for name, n in cupy.log if name == "to host")
+            assert one_way % (2 * 7000) == 0  # threads share the log
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_feedback_on_a_device_is_the_host_s(world, cupy, route, algorithm):
+    def check(comm):
+        on(comm, route)
+        here, there = cc.FP16.with_feedback(), cc.FP16.with_feedback()
+        values = oracle.data(comm.rank, (7000,), np.dtype(np.float32))
+        for step in range(4):
+            scaled = values * np.float32(1.1**step)
+            expected = comm.allreduce(scaled, algorithm="ring", compression=here, name="w")
+            x = late(cupy, scaled)
+            result = comm.allreduce(x, algorithm=algorithm, compression=there, name="w")
+            if algorithm == "ring":
+                np.testing.assert_array_equal(result.memory, expected)
+            else:  # in shared memory nothing is rounded
+                np.testing.assert_allclose(result.memory, expected, atol=2**-8)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("count", [3, 5000])
+def test_asynchronous_operations_come_after_what_computes_their_arrays(world, cupy, count):
+    def check(comm):
+        requests = []
+        for step in range(3):
+            x = late(cupy, np.full(count, step, np.float32))
+            requests.append(comm.allreduce_async(x, op=cc.SUM))
+            requests.append(comm.broadcast_async(x, out=x))
+        for number, request in enumerate(requests):
+            scale = 1 if number % 2 else comm.size
+            assert (request.wait().memory == number // 2 * scale).all()
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("shared", ["/dev/shm", None])
+@pytest.mark.parametrize("compression", [cc.NONE, cc.FP16, cc.FP16.on("network")], ids=str)
+def test_arrays_cross_nodes_of_several_ranks(cupy, route, shared, compression):
+    def check(comm):
+        on(comm, route)
+        everyone = [oracle.data(r, (9000,), np.dtype(np.float32)) for r in range(comm.size)]
+        total = np.sum(everyone, axis=0, dtype=np.float64)
+        result = comm.allreduce(late(cupy, everyone[comm.rank]), op=cc.SUM, compression=compression)
+        tolerance = 2**-20 if compression is cc.NONE else 2**-8
+        np.testing.assert_allclose(result.memory, total, atol=tolerance * comm.size)
+        x = late(cupy, everyone[comm.rank])
+        assert comm.broadcast(x, 3, out=x) is x
+        np.testing.assert_array_equal(x.memory, everyone[3])
+        return result.memory
+
+    settings = Settings(timeout=20, shared_memory=shared)
+    results = inprocess.run_ranks(5, check, leaders=[0, 0, 2, 2, 2], settings=settings)
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_host_and_device_in_one_call_are_an_error_on_all_ranks(world, cupy, route):
+    def check(comm):
+        on(comm, route)
+        values = np.ones(5000, np.float32)
+        for run in (lambda x: comm.allreduce(x, op=cc.SUM), lambda x: comm.broadcast(x, 0)):
+            if comm.size > 1:
+                with pytest.raises(cc.MismatchError, match="memory is device on rank 0.*absent"):
+                    run(values if comm.rank else late(cupy, values))
+            assert run(values)[0] in (1, comm.size)
+            assert run(late(cupy, values)).memory[0] in (1, comm.size)
+
+    world.run(check)
+
+
+def test_wrong_calls_are_refused_on_all_ranks(world, cupy):
+    def check(comm):
+        x = late(cupy, np.ones(5000, np.float32))
+        with pytest.raises(ValueError, match="unknown algorithm"):
+            comm.allreduce(x, algorithm="star")
+        with pytest.raises(ValueError, match="no such root"):
+            comm.broadcast(x, comm.size)
+        with pytest.raises(TypeError, match="MEAN of int32 is not defined"):
+            comm.allreduce(late(cupy, np.ones(5000, np.int32)))
+        with pytest.raises(ValueError, match="out has the wrong shape"):
+            comm.allreduce(x, out=late(cupy, np.ones(6000, np.float32)))
+        assert (comm.allreduce(x, op=cc.SUM).memory == comm.size).all()
+
+    world.run(check)
+
+
+def test_pinned_memory_is_bounded_and_given_back(world, cupy):
+    def check(comm):
+        for _ in range(20):
+            comm.allreduce(late(cupy, np.ones(50_000, np.float32)))
+        comm.barrier()
+        most = staging.WINDOWS * SLICE
+        assert sum(cupy.registered.values()) <= comm.size * most
+        assert all(n <= most for n in cupy.registered.values())
+        if comm.size > 1:  # where ranks share memory, the device copies to and from there
+            assert bool(cupy.registered) is world.shared
+        comm.barrier()
+
+    world.run(check)
+    assert not cupy.registered

@@ -1,0 +1,544 @@
+"""Variables on ps tasks: where they are, what pushes do to them, and who waits for whom."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import strategies
+from strategies.cluster.cluster import Cluster
+from strategies.cluster.server import Server
+from strategies.cluster.setter import GreedyLoadBalancing, byte_size
+from strategies.cluster.spec import ClusterSpec
+from strategies.errors import DeadlineExceededError, FailedPreconditionError, OpError
+from strategies.parameter_server import ParameterServerStrategy
+from strategies.staleness import Decision, Drop, Record, Scale
+
+LIMIT = 20.0  # seconds after which a test that hangs fails
+
+
+@contextmanager
+def opened(comm, ps=None):
+    """A server, with two ps where there are ranks for them."""
+    count = ps or max(1, min(2, comm.size - 2))
+    spec = ClusterSpec.from_ranks(comm.size, ps=count)
+    with Cluster(spec, comm) as cluster, Server(cluster) as server:
+        yield server
+
+
+def cluster_test(body, *, ps=None, **options):
+    """Run `body(strategy, server, after)` on all tasks of a world that has a ps and a worker.
+
+    `after(turn)` waits until the other workers have come to a turn, so that orders can be tested.
+    """
+
+    def test(world):
+        if world.size == 1:
+            world.run(alone)
+            return
+        world.run(lambda comm: run(comm))
+
+    def run(comm):
+        with opened(comm, ps) as server:
+            made = {name: f() if name == "optimizer" else f for name, f in options.items()}
+            strategy = ParameterServerStrategy(
+                server, made.pop("optimizer", strategies.SGD(1.0)), **made
+            )
+            body(strategy, server)
+
+    return test
+
+
+def alone(comm):
+    with (
+        Cluster({"worker": ["rank:0"]}, comm) as cluster,
+        Server(cluster) as server,
+        pytest.raises(ValueError, match="expected at least one ps and one worker, got 0 and 1"),
+    ):
+        ParameterServerStrategy(server, strategies.SGD(1.0))
+
+
+def in_turn(server, action):
+    """Let one worker after the other do something, while the ps tasks serve."""
+    workers = server.cluster.workers
+    if workers is None:
+        return
+    for turn in range(workers.size):
+        workers.barrier()
+        if turn == workers.rank:
+            action()
+    workers.barrier()
+
+
+def training(server):
+    return server.cluster.workers is not None
+
+
+def scenario(**options):
+    """Make a test of a function of a strategy and its server."""
+
+    def decorate(body):
+        test = cluster_test(body, **options)
+        test.__name__ = body.__name__
+        return test
+
+    return decorate
+
+
+@scenario(staleness=None)
+def test_each_push_is_applied_when_it_arrives(strategy, server):
+    w = strategy.variable(np.zeros(3, np.float32), name="w")
+    b = strategy.variable(np.float64(1.0), name="b")
+    assert (w.value.tolist(), b.value.tolist()) == ([0, 0, 0], 1.0)
+    if not training(server):
+        return
+    workers = server.cluster.workers
+    seen = []
+
+    def push():
+        g = np.full(3, workers.rank + 1, np.float32)
+        strategy.apply_gradients(strategy.optimizer, [(g, w), (np.float64(0.5), b)])
+        seen.append((w.value.copy(), float(b.value)))
+
+    in_turn(server, push)
+    done = workers.rank + 1
+    np.testing.assert_array_equal(seen[0][0], -sum(range(1, done + 1)))
+    assert seen[0][1] == 1 - 0.5 * done
+    assert w.value.dtype == np.float32
+    # The copy is that of the last push; others' updates come with a pull.
+    strategy.pull()
+    total = -workers.size * (workers.size + 1) / 2
+    np.testing.assert_array_equal(w.value, total)
+    workers.barrier()
+    reports = strategy.reports()
+    for report in reports:
+        # Nobody had pulled since the start.
+        assert report.version == workers.size
+        ranks = server.cluster.training_ranks
+        assert report.records == {r: Record(1, 0, i, i) for i, r in enumerate(ranks)}
+        assert report.members == tuple(ranks)
+    workers.barrier()
+
+
+@scenario()
+def test_workers_that_take_turns_are_workers_minus_one_behind(strategy, server):
+    w = strategy.variable(np.zeros(2))
+    if not training(server):
+        return
+    workers = server.cluster.workers
+    stale = []
+
+    def push():
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(2), w)])
+        stale.append(strategy.last_push[w.parts[0].task].staleness)
+
+    for _ in range(5):
+        in_turn(server, push)
+    assert stale == [workers.rank] + [workers.size - 1] * 4
+
+
+@scenario(staleness=Drop(1))
+def test_too_stale_gradients_are_dropped_and_bring_new_values(strategy, server):
+    w = strategy.variable(np.zeros(1))
+    if not training(server):
+        return
+    workers = server.cluster.workers
+    in_turn(server, lambda: strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)]))
+    # The third and later ones have missed two updates and more.
+    stale = min(workers.rank, 2)
+    assert strategy.last_push[0] == Decision(stale, float(workers.rank < 2))
+    assert w.value[0] == -min(workers.rank + 1, 2)
+    in_turn(server, strategy.pull)
+    record = strategy.reports()[0].records[server.cluster.comm.rank]
+    assert (record.applied, record.dropped) == ((1, 0) if workers.rank < 2 else (0, 1))
+    # A fresh one is applied.
+    if workers.rank == workers.size - 1:
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+        assert strategy.last_push[0] == Decision(0, 1.0)
+    workers.barrier()
+
+
+@scenario(staleness=Scale(), optimizer=lambda: strategies.SGD(6.0))
+def test_stale_gradients_have_a_smaller_learning_rate(strategy, server):
+    w = strategy.variable(np.zeros(1))
+    if not training(server):
+        return
+    in_turn(server, lambda: strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)]))
+    strategy.pull()
+    expected = -sum(6 / (1 + i) for i in range(server.cluster.workers.size))
+    np.testing.assert_allclose(w.value[0], expected)
+
+
+@scenario(synchronous=True, optimizer=lambda: strategies.Momentum(0.5, 0.9))
+def test_synchronous_updates_are_those_of_one_process(strategy, server):
+    rng = np.random.default_rng(0)
+    start = [rng.standard_normal((4, 3)), rng.standard_normal(5).astype(np.float32)]
+    variables = [strategy.variable(value) for value in start]
+    if not training(server):
+        return
+    workers = server.cluster.workers
+    oracle = strategies.Momentum(0.5, 0.9)
+    expected = [value.copy() for value in start]
+    for step in range(4):
+        given = [
+            [
+                np.random.default_rng((step, r, i)).standard_normal(v.shape).astype(v.dtype)
+                for i, v in enumerate(start)
+            ]
+            for r in range(workers.size)
+        ]
+        examples = [2 * r + step % 2 for r in range(workers.size)]  # one has none in some steps
+        if not sum(examples):
+            continue
+        weights = np.array(examples) / sum(examples)
+        mean = [
+            sum(w * g[i].astype(np.float64) for w, g in zip(weights, given, strict=True))
+            for i in range(2)
+        ]
+        oracle.apply_gradients(
+            [(m.astype(v.dtype), v) for m, v in zip(mean, expected, strict=True)]
+        )
+        own = zip(given[workers.rank], variables, strict=True)
+        strategy.apply_gradients(strategy.optimizer, own, examples=examples[workers.rank])
+        assert all(d.staleness == 0 for d in strategy.last_push)
+        for variable, value in zip(variables, expected, strict=True):
+            # 4 steps of some 10 roundings each, of numbers up to about 4.
+            np.testing.assert_allclose(variable.value, value, atol=160 * np.finfo(value.dtype).eps)
+    # The same bits on all workers.
+    for variable in variables:
+        everywhere = workers.allgather(variable.value.reshape(1, -1).copy())
+        assert (everywhere == everywhere[0]).all()
+    for report in strategy.reports():
+        assert all(record.most_staleness == 0 for record in report.records.values())
+
+
+@scenario(synchronous=True)
+def test_a_gradient_of_none_counts_as_zero_and_rows_add_up(strategy, server):
+    table = strategy.variable(np.zeros((5, 2)), name="table")
+    dense = strategy.variable(np.zeros(2), name="dense")
+    mixed = strategy.variable(np.zeros((3, 1)), name="mixed")
+    untouched = strategy.variable(np.ones(2), name="untouched")
+    if not training(server):
+        return
+    workers = server.cluster.workers
+    first = workers.rank == 0
+    rows = strategies.Rows(np.array([workers.rank % 5, 4, 4]), np.ones((3, 2)))
+    strategy.apply_gradients(
+        strategy.optimizer,
+        [
+            (rows, table),
+            (np.ones(2) if first else None, dense),
+            (np.ones((3, 1)) if first else strategies.Rows(np.array([2]), np.ones((1, 1))), mixed),
+            (None, untouched),
+        ],
+    )
+    n = workers.size
+    expected = np.zeros((5, 2))
+    np.add.at(expected, [r % 5 for r in range(n)], -1 / n)
+    expected[4] -= 2
+    np.testing.assert_allclose(table.value, expected)
+    np.testing.assert_allclose(dense.value, -1 / n)
+    np.testing.assert_allclose(mixed.value[:, 0], [-1 / n, -1 / n, -1])
+    assert untouched.value.tolist() == [1, 1]
+
+
+@scenario(synchronous=True)
+def test_who_has_left_is_not_waited_for(strategy, server):
+    w = strategy.variable(np.zeros(1))
+    if not training(server):
+        return
+    workers = server.cluster.workers
+    steps = 1 + workers.size - workers.rank  # each takes one step fewer than the one before
+    for _ in range(steps):
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+    strategy.leave()
+    strategy.leave()
+    with pytest.raises(FailedPreconditionError, match="a worker that has not left"):
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+    workers.barrier()
+    strategy.pull()
+    assert w.value[0] == -(1 + workers.size)
+    assert strategy.reports()[0].version == 1 + workers.size
+
+
+@scenario(synchronous=True, timeout=0.3)
+def test_a_wait_for_others_ends_and_names_them(strategy, server):
+    w = strategy.variable(np.zeros(1))
+    if not training(server):
+        return
+    workers = server.cluster.workers
+    if workers.rank == 0 and workers.size > 1:
+        others = server.cluster.training_ranks[1:]
+        with pytest.raises(
+            DeadlineExceededError, match="no gradients have come from tasks"
+        ) as caught:
+            strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+        assert str(others) in str(caught.value)
+    workers.barrier()
+    strategy._timeout = LIMIT
+    strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+    assert w.value[0] == -1
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_the_chief_warms_up_alone(world, synchronous):
+    @scenario(synchronous=synchronous, warmup_steps=3, rate_scale=10.0)
+    def body(strategy, server):
+        w = strategy.variable(np.zeros(1))
+        if not training(server):
+            return
+        workers = server.cluster.workers
+        chief = workers.rank == 0
+        for _ in range(3 if chief else 1):
+            strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+            assert all(d.weight == chief for d in strategy.last_push)
+        assert w.value[0] == -3
+        workers.barrier()
+        in_turn(server, strategy.pull)
+        if synchronous:
+            strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+            assert w.value[0] == -13  # the rate is another one from now on
+        else:
+            in_turn(server, lambda: strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)]))
+            strategy.pull()
+            assert w.value[0] == -3 - 10 * workers.size
+
+    body(world)
+
+
+@scenario(warmup_steps=1000)
+def test_a_chief_that_leaves_ends_the_warm_up(strategy, server):
+    w = strategy.variable(np.zeros(1))
+    if not training(server):
+        return
+    if strategy.is_chief:
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+        strategy.leave()
+    else:
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+        assert strategy.last_push[0].weight == 0
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+        assert strategy.last_push[0].weight == 1
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_parts_lie_on_all_ps_and_are_one_variable(world, synchronous):
+    rows = 7
+
+    @scenario(
+        synchronous=synchronous, partitioner=lambda shape, dtype: [3] + [1] * (len(shape) - 1)
+    )
+    def body(strategy, server):
+        count = len(server.cluster.ranks_of("ps"))
+        start = np.arange(2.0 * rows).reshape(rows, 2)
+        v = strategy.variable(start, name="v")
+        table = strategy.variable(lambda: start.copy(), name="table", resident=False)
+        assert [p.task for p in v.parts] == [i % count for i in range(3)]
+        assert [p.name for p in v.parts] == ["v/part_0", "v/part_1", "v/part_2"]
+        with pytest.raises(ValueError, match=r"no copy on this task.*\(variable: table\)"):
+            table.value  # noqa: B018
+        if not training(server):
+            return
+        workers = server.cluster.workers
+        n = 1 if synchronous else workers.size
+        np.testing.assert_array_equal(v.value, start)
+        indices = [6, 0, 3, 6]
+        np.testing.assert_array_equal(strategy.look_up(table, indices), start[indices])
+        assert strategy.look_up(table, []).shape == (0, 2)
+        workers.barrier()
+        gradient = strategies.Rows(np.array(indices), np.ones((4, 2)))
+        strategy.apply_gradients(strategy.optimizer, [(start, v), (gradient, table)])
+        workers.barrier()
+        strategy.pull()
+        np.testing.assert_allclose(v.value, start - n * start, atol=1e-13)
+        expected = start.copy()
+        np.add.at(expected, indices, -n)
+        np.testing.assert_allclose(strategy.look_up(table, range(rows)), expected)
+        with pytest.raises(ValueError, match=r"look_up: an index is out of range.*0 .. 6"):
+            strategy.look_up(table, [7])
+        workers.barrier()
+        if strategy.is_chief:
+            v.assign(start + 1)
+            np.testing.assert_array_equal(v.value, start + 1)
+        workers.barrier()
+        strategy.pull()
+        np.testing.assert_array_equal(v.value, start + 1)
+
+    body(world)
+
+
+def test_bytes_are_spread(world):
+    def run(comm):
+        with opened(comm) as server:
+            count = len(server.cluster.ranks_of("ps"))
+            strategy = ParameterServerStrategy(
+                server, strategies.SGD(1.0), choice=GreedyLoadBalancing(count, byte_size)
+            )
+            made = [strategy.variable(np.zeros(n)) for n in (100, 30, 30, 30, 5)]
+            tasks = [v.parts[0].task for v in made]
+            assert tasks == ([0, 1, 1, 1, 1] if count == 2 else [0] * 5)
+            assert [v.name for v in made][:2] == ["variable", "variable_1"]
+
+    if world.size > 1:
+        world.run(run)
+
+
+WRONG = [
+    (lambda s, w: [(np.ones(3), w)], r"float64 of shape \(2,\), got float64 of shape \(3,\) .*w\)"),
+    (lambda s, w: [(np.ones(2, np.float32), w)], "expected float64 .* got float32"),
+    (lambda s, w: [(np.ones(2), np.zeros(2))], "expected a variable of this strategy"),
+    (lambda s, w: [(strategies.Rows([2], np.ones(1)), w)], "index is out of range"),
+]
+
+
+@pytest.mark.parametrize(("pairs", "message"), WRONG)
+def test_wrong_gradients_change_nothing(world, pairs, message):
+    @scenario()
+    def body(strategy, server):
+        w = strategy.variable(np.zeros(2), name="w")
+        if training(server):
+            with pytest.raises(ValueError, match=message):
+                strategy.apply_gradients(strategy.optimizer, pairs(strategy, w))
+            with pytest.raises(ValueError, match="expected the optimizer that the strategy"):
+                strategy.apply_gradients(strategies.SGD(1.0), [])
+            assert strategy.reports()[0].version == 0
+            server.cluster.workers.barrier()
+            strategy.apply_gradients(strategy.optimizer, [(np.ones(2), w)])
+        else:
+            with pytest.raises(FailedPreconditionError, match="pull: a ps task serves others"):
+                strategy.pull()
+            with pytest.raises(FailedPreconditionError, match="expected a worker"):
+                strategy.apply_gradients(strategy.optimizer, [])
+
+    body(world)
+
+
+def test_wrong_use_on_one_task_is_an_error_on_all(world):
+    if world.size == 1:
+        return
+
+    def run(comm):
+        last = comm.rank == comm.size - 1
+        with opened(comm) as server:
+
+            def make(**options):
+                return ParameterServerStrategy(server, strategies.SGD(1.0), **options)
+
+            with pytest.raises(ValueError, match="bad warmup_steps"):
+                make(warmup_steps=-1 if last else 0)
+            with pytest.raises(ValueError, match="bad timeout"):
+                make(timeout=0 if last else 1)
+            with pytest.raises((TypeError, ValueError), match="rate_scale"):
+                make(rate_scale=-1 if last else 0)
+            with pytest.raises(Exception, match="synchronous=True"):
+                make(synchronous=last)
+            with pytest.raises(TypeError, match="expected one of strategies.optimizers"):
+                ParameterServerStrategy(server, None if last else strategies.SGD(1.0))
+            strategy = make()
+            with pytest.raises(FailedPreconditionError, match="this name is taken"):
+                make()
+            make(shared_name="others")
+            with pytest.raises(Exception, match=r"float64 \(3,\)"):
+                strategy.variable(np.zeros(3 if last else 2))
+            with pytest.raises(KeyError if last else Exception, match="oh"):
+                strategy.variable(broken if last else np.zeros(2))
+            w = strategy.variable(np.full(2, comm.rank), dtype=np.float32, name="w")
+            with pytest.raises(ValueError, match="this name is taken"):
+                strategy.variable(np.zeros(2), name="w")
+            # The chief's value counts.
+            assert w.value.tolist() == [server.cluster.training_ranks[0]] * 2
+            if training(server):
+                strategy.pull()
+                assert w.value.tolist() == [server.cluster.training_ranks[0]] * 2
+
+    world.run(run)
+
+
+def broken():
+    raise KeyError("oh")
+
+
+@scenario(devices=["/cpu:0", "/cpu:1"], synchronous=True)
+def test_replicas_of_a_worker_push_together(strategy, server):
+    w = strategy.variable(np.zeros(1))
+    if not training(server):
+        return
+    workers = server.cluster.workers
+    assert strategy.num_replicas_in_sync == 2 * workers.size
+
+    def step():
+        context = strategies.get_replica_context()
+        number = context.replica_id_in_sync_group
+        strategy.apply_gradients(strategy.optimizer, [(np.array([1.0 * number]), w)])
+        return number
+
+    numbers = strategy.run(step)
+    assert strategy.local_results(numbers) == (2 * workers.rank, 2 * workers.rank + 1)
+    np.testing.assert_allclose(w.value[0], -np.mean(range(2 * workers.size)))
+
+    def dataset(context):
+        assert context.num_input_pipelines == workers.size
+        assert context.input_pipeline_id == workers.rank
+        return [np.ones((2, 1))] * 4
+
+    assert len(list(strategy.distribute_datasets_from_function(dataset))) == 2
+
+
+@scenario()
+def test_many_variables_travel_in_one_message_each(strategy, server):
+    variables = [strategy.variable(np.full(3, i, np.float32)) for i in range(60)]
+    big = strategy.variable(np.zeros(100_000))
+    if not training(server):
+        return
+    grads = [(np.ones(v.shape, v.dtype), v) for v in (*variables, big)]
+    in_turn(server, lambda: strategy.apply_gradients(strategy.optimizer, grads))
+    strategy.pull()
+    n = server.cluster.workers.size
+    for i, variable in enumerate(variables):
+        assert variable.value.tolist() == [i - n] * 3
+    assert (big.value == -n).all()
+    with pytest.raises(ValueError, match="read-only"):
+        big.value[0] = 1
+
+
+@scenario()
+def test_values_that_were_taken_do_not_change(strategy, server):
+    w = strategy.variable(np.zeros(50_000))
+    if not training(server):
+        return
+    for step in range(3):
+        before = w.value
+        kept = before.copy()
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(50_000), w)])
+        np.testing.assert_array_equal(before, kept)
+        assert w.value[0] <= kept[0] - 1, step
+        assert (w.value == w.value[0]).all()  # never half of an update
+
+
+@scenario()
+def test_two_threads_of_a_worker_push(strategy, server):
+    w = strategy.variable(np.zeros(1))
+    if not training(server):
+        return
+    errors = []
+
+    def push():
+        try:
+            for _ in range(5):
+                strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+        except OpError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=push) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    assert not errors
+    server.cluster.workers.barrier()
+    strategy.pull()
+    assert w.value[0] == -10 * server.cluster.workers.size

@@ -1,0 +1,58 @@
+"""The examples of docs/spare-replicas.md are true, and its program learns."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+
+import numpy as np
+import pytest
+
+from launcher import ROOT, mpirun
+from requirements import require
+
+
+def test_examples():
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    document = str(ROOT / "docs" / "spare-replicas.md")
+    result = doctest.testfile(document, module_relative=False, optionflags=options)
+    assert result.attempted > 10
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 3), (4, 3)])
+def test_the_digits_are_learned(size, count):
+    if importlib.util.find_spec("sklearn") is None:
+        require("sklearn", "it is not installed")
+    program = ROOT / "examples" / "spare_replicas.py"
+    result = mpirun(size, program, "--replicas-to-aggregate", count, timeout=110)
+    assert result.status == 0, result
+    (line,) = [t for t in result.stdout.splitlines() if t.startswith("accuracy on the held-out")]
+    assert float(line.rpartition(" ")[2]) >= 0.96
+    used = [int(t.split()[2]) for t in result.stdout.splitlines() if t.endswith(" late")]
+    assert len(used) == size
+    assert sum(used) == 300 * count
+
+
+def benchmark():
+    file = ROOT / "benchmarks" / "spare_replicas.py"
+    spec = importlib.util.spec_from_file_location("spare_replicas_benchmark", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_the_benchmark_expects():
+    expected = benchmark().expected
+    drawn = np.array([[1.0, 2.0, 9.0], [1.0, 2.0, 1.0], [3.0, 2.0, 1.0], [1.0, 5.0, 1.0]])
+    np.testing.assert_allclose(expected(drawn, 3), np.cumsum(drawn.max(axis=1)))
+    # Whoever is late finishes what it has begun, and then takes part in what is the newest.
+    np.testing.assert_allclose(expected(drawn, 2), [2, 4, 7, 10])
+    np.testing.assert_allclose(expected(drawn, 1), [1, 2, 4, 6])
+
+
+def test_the_picture_of_the_benchmark(tmp_path):
+    values = {"ms per step": 2.0, "expected": 1.5, "measured / expected": 1.3}
+    file = tmp_path / "curve.png"
+    benchmark().picture({0: values, 1: values}, str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,295 @@
+"""A variable at its task: when memory is copied, who waits for whom, and what is let go of."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from launcher import ROOT
+
+sys.path[:0] = [str(ROOT / "tests" / "resources")]
+
+import elsewhere  # noqa: E402
+
+import strategies  # noqa: E402
+from strategies import Task, shared_variable  # noqa: E402
+from strategies.errors import (  # noqa: E402
+    CancelledError,
+    DataLossError,
+    DeadlineExceededError,
+    InternalError,
+    NotFoundError,
+    UnavailableError,
+)
+from strategies.resources import actions, bundles, pool, serving  # noqa: E402
+from strategies.resources.stored import Rate, Stored  # noqa: E402
+
+LIMIT = 20.0
+
+
+@pytest.fixture
+def services():
+    with elsewhere.two_tasks() as services:
+        yield services
+
+
+def until(condition):
+    give_up = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+def stored(value):
+    thing = Stored("v")
+    thing.initialize(value, None, Rate(0.0))
+    return thing
+
+
+def address(thing):
+    return thing.value.__array_interface__["data"][0]
+
+
+def test_an_update_copies_only_while_somebody_reads():
+    thing = stored(np.zeros(1000))
+    first = address(thing)
+    thing.writable()[:] = 1
+    assert address(thing) == first
+    reading = thing.view()
+    part = reading[5:9].reshape(2, 2)
+    del reading
+    thing.writable()[:] += 1
+    second = address(thing)
+    assert second != first
+    assert part.tolist() == [[1, 1], [1, 1]]
+    assert thing.value[0] == 2
+    held = thing.view()
+    thing.writable()[:] = 3  # both memories are read
+    assert address(thing) not in (first, second)
+    del part, held
+    held = thing.view()
+    thing.writable()[:] = 4
+    assert address(thing) == second  # used again
+    assert held[0] == 3
+
+
+def test_what_is_assigned_is_not_copied_before():
+    thing = stored(np.zeros(3))
+    held = thing.view()
+    actions.act("assign", thing, [np.ones(3)], {})
+    assert (held.tolist(), thing.value.tolist(), thing.version) == ([0] * 3, [1] * 3, 1)
+
+
+def test_a_value_set_twice_stays_the_first():
+    thing = stored(np.zeros(2))
+    assert not thing.initialize(np.ones(2), None, Rate(0.0))
+    assert thing.value.tolist() == [0, 0]
+
+
+def test_long_updates_leave_the_service_free_and_run_side_by_side(services, monkeypatch):
+    both, act, free = threading.Barrier(2), actions.act, threading.Event()
+
+    def slow(operation, thing, arrays, options):
+        if operation == "assign_add" and pool.UPDATES._most > 1:
+            both.wait(LIMIT)  # different variables are changed at the same time
+        if operation == "assign_add":
+            assert free.wait(LIMIT)
+        return act(operation, thing, arrays, options)
+
+    monkeypatch.setattr(serving, "act", slow)
+    monkeypatch.setattr(pool.UPDATES, "_most", max(pool.UPDATES._most, 2))
+    big = np.ones(1 << 18)
+    made = [shared_variable(big, service=services[1], shared_name=name) for name in "ab"]
+    small = shared_variable(1.0, service=services[1], shared_name="c")
+    threads = [threading.Thread(target=v.assign_add, args=(big,)) for v in made]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        small.assign(small.read().value + 1)
+    free.set()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert [v.read().value.max() for v in (*made, small)] == [2, 2, 11]
+
+
+def test_a_request_that_waits_for_a_thread_ends_at_its_deadline(services, monkeypatch):
+    act, free, begun = actions.act, threading.Event(), threading.Event()
+
+    def slow(operation, thing, arrays, options):
+        if operation == "assign_add":
+            begun.set()
+            assert free.wait(LIMIT)
+        return act(operation, thing, arrays, options)
+
+    monkeypatch.setattr(serving, "act", slow)
+    monkeypatch.setattr(serving.pool, "UPDATES", pool.Pool("one", 1))
+    big = np.ones(1 << 18)
+    v = shared_variable(big, service=services[1], shared_name="v")
+    threads = [threading.Thread(target=v.assign_add, args=(big,))]
+    threads[0].start()
+    assert begun.wait(LIMIT)
+    with pytest.raises(DeadlineExceededError, match="assign_sub: not done within 0.05 s"):
+        v.assign_sub(big, timeout=0.05)
+    free.set()
+    threads[0].join(LIMIT)
+    assert (v.read().value[0], v.read().version) == (2, 1)
+
+
+def test_a_task_that_does_not_say_whether_it_succeeded(services, monkeypatch):
+    monkeypatch.setattr("strategies.resources.asking._DECISION", 0.1)
+    v = shared_variable(0.0, service=services[1], shared_name="v")
+    exchange, over = services[0]._exchange, threading.Event()
+    handle = exchange._handle
+
+    def late(source, message):
+        assert over.wait(LIMIT)
+        handle(source, message)
+
+    exchange._handle = late
+    try:
+        with pytest.raises(UnavailableError, match="task 0 does not say whether it succeeded"):
+            v.assign(1.0, timeout=0.05)
+    finally:
+        over.set()
+        exchange._handle = handle
+    assert v.read(timeout=LIMIT).value in (0, 1)
+
+
+def test_memory_of_messages_is_let_go_of(services, monkeypatch):
+    seen, act = [], actions.act
+
+    def note(operation, thing, arrays, options):
+        seen.extend(weakref.ref(array) for array in arrays)
+        return act(operation, thing, arrays, options)
+
+    monkeypatch.setattr(serving, "act", note)
+    big = np.ones(1 << 18)
+    v = shared_variable(big, service=services[1], shared_name="v", optimizer=strategies.SGD(1.0))
+    gc.disable()
+    try:
+        v.apply_gradients(big)
+        value = v.read().value
+        read = weakref.ref(value)
+        del value
+        assert seen
+        until(lambda: all(reference() is None for reference in (*seen, read)))
+    finally:
+        gc.enable()
+
+
+def test_a_fault_is_an_error_for_the_caller_and_not_the_end(services, monkeypatch):
+    v = shared_variable(0.0, service=services[1], shared_name="v")
+    act = actions.act
+
+    def broken(operation, thing, arrays, options):
+        raise KeyError("of a test")
+
+    monkeypatch.setattr(serving, "act", broken)
+    with pytest.raises(InternalError, match="KeyError"):
+        v.read()
+    monkeypatch.setattr(serving, "act", act)
+    assert v.read().value == 0
+
+
+def test_calls_where_answers_arrive_are_refused(services):
+    v = shared_variable(0.0, service=services[1], shared_name="v")
+    caught = []
+
+    def in_callback(future):
+        for call in (v.read, lambda: Task(services[1], 0).run("math:sqrt", 4)):
+            try:
+                call()
+            except RuntimeError as error:
+                caught.append(str(error))
+
+    Task(services[1], 0).submit("math:sqrt", 4).add_done_callback(in_callback)
+    until(lambda: len(caught) == 2)
+    assert all("which must not wait" in text for text in caught)
+
+
+def test_a_closed_service(services):
+    v, w = (shared_variable(0.0, service=s, shared_name="v") for s in services)
+    threads = [threading.Thread(target=s.close) for s in services]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    for variable in (v, w):
+        with pytest.raises(CancelledError, match="the service is closed"):
+            variable.read()
+
+
+def test_containers_are_reset_on_some_tasks_or_on_all(services):
+    def made(name, task):
+        with strategies.container(name):
+            return shared_variable(0.0, service=services[1], shared_name="v", task=task)
+
+    first, second, other = made("one", 0), made("one", 1), made("two", 0)
+    strategies.reset_container("one", service=services[1], tasks=[0])
+    with pytest.raises(NotFoundError, match="'v' in container 'one' on task 0"):
+        first.read()
+    assert second.read() == (0, 0)
+    again = made("one", 0)
+    strategies.reset_container(["one"], service=services[0])
+    for variable in (second, again):
+        with pytest.raises(NotFoundError):
+            variable.assign(1.0)
+    assert other.read() == (0, 0)
+    services[0]._exchange.abandon("of a test")
+    here = made("two", 1)
+    with pytest.raises(UnavailableError, match="task 0 has left"):
+        strategies.reset_container("two", service=services[1])
+    with pytest.raises(NotFoundError):
+        here.read()
+
+
+def test_bundles():
+    arrays = [
+        np.arange(3, dtype=np.int8),
+        np.ones((300, 300)),
+        np.float32(2).reshape(()),
+        np.empty((0, 2)),
+        np.ones((4, 4))[:, ::2],
+    ]
+    layout, frames = bundles.pack(arrays)
+    assert len(frames) == 2
+    assert np.shares_memory(frames[1], arrays[1])
+    for got, sent in zip(bundles.unpack(layout, frames), arrays, strict=True):
+        np.testing.assert_array_equal(got, sent)
+        assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
+    for wrong in (
+        (layout, frames[:1]),
+        (layout, [frames[0][:8], frames[1]]),
+        ([["float32", [-1]]], frames),
+        ([["float32", [1 << 70]]], frames),
+        ([["no", [1]]], frames),
+        (layout, []),
+        ([5], frames),
+    ):
+        with pytest.raises(DataLossError, match="cannot be read"):
+            bundles.unpack(*wrong)
+    with pytest.raises(ValueError, match="cannot be sent, expected a numeric one"):
+        bundles.pack([np.array(["a"])])
+
+
+def test_threads_of_a_pool_end_by_themselves(monkeypatch):
+    monkeypatch.setattr(pool, "_RETIRE_AFTER", 0.05)
+    ours = pool.Pool("of a test", 2)
+    gate, done = threading.Event(), []
+    for n in range(6):
+        ours.submit(lambda n=n: done.append((gate.wait(LIMIT), n)))
+    last = lambda: done.append("never")  # noqa: E731
+    ours.submit(last)
+    assert ours.withdraw(last)
+    assert not ours.withdraw(last)
+    gate.set()
+    until(lambda: len(done) == 6)
+    until(lambda: not any(thread.name == "of a test" for thread in threading.enumerate()))
+    ours.submit(lambda: done.append("again"))
+    until(lambda: done[-1] == "again")

@@ -1,0 +1,199 @@
+"""Functions on tasks: cancelled, late, many, and with errors of all kinds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError as NotWanted
+
+import numpy as np
+import pytest
+
+from launcher import ROOT
+
+sys.path[:0] = [str(ROOT / "tests" / "resources")]
+
+import elsewhere  # noqa: E402
+
+from strategies import Task  # noqa: E402
+from strategies.errors import (  # noqa: E402
+    CancelledError,
+    DataLossError,
+    DeadlineExceededError,
+    NotFoundError,
+    OutOfRangeError,
+    UnavailableError,
+    UnknownError,
+)
+from strategies.resources import payloads, pool, tasks  # noqa: E402
+
+LIMIT = 20.0
+
+gate = threading.Event()
+calls = []
+
+
+def wait_for_gate(number):
+    calls.append(number)
+    assert gate.wait(LIMIT)
+    return number
+
+
+class OwnError(Exception):
+    def __init__(self, first, *, second):
+        super().__init__(first)
+
+
+def fail(kind):
+    raise {
+        "own": lambda: OwnError("of a test", second=1),
+        "range": lambda: OutOfRangeError("no more"),
+        "array": lambda: ValueError("wrong", np.arange(2)),
+        "object": lambda: ValueError(object),
+        "exit": lambda: SystemExit(3),
+    }[kind]()
+
+
+def twice_on_the_other(service_and_number):
+    return service_and_number * 2
+
+
+@pytest.fixture
+def services():
+    gate.clear()
+    calls.clear()
+    with elsewhere.two_tasks() as services:
+        yield services
+        gate.set()
+
+
+def until(condition):
+    give_up = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["elsewhere", "here"])
+def test_a_function_that_has_not_begun_is_not_called(services, monkeypatch, number):
+    monkeypatch.setattr(tasks.pool, "CALLS", pool.Pool("one call", 1))
+    task = Task(services[1], number)
+    running = task.submit(wait_for_gate, 1)
+    until(lambda: calls == [1])
+    waiting = [task.submit(wait_for_gate, n) for n in (2, 3)]
+    assert waiting[0].cancel()
+    with pytest.raises(NotWanted):
+        waiting[0].result(LIMIT)
+    with pytest.raises(DeadlineExceededError, match="not done within 0.05 s"):
+        task.run(wait_for_gate, 4, timeout=0.05)
+    assert running.cancel()  # runs on, but nobody hears of it
+    last = task.submit(wait_for_gate, 5)
+    until(lambda: len(pool.CALLS._jobs) == 2)  # those of 3 and 5
+    gate.set()
+    assert waiting[1].result(LIMIT) == 3
+    assert last.result(LIMIT) == 5
+    assert calls == [1, 3, 5]
+    assert not waiting[1].cancel()
+
+
+def test_functions_run_side_by_side(services):
+    futures = [Task(services[1], n % 2).submit(wait_for_gate, n) for n in range(6)]
+    until(lambda: len(calls) == 6)
+    gate.set()
+    assert [future.result(LIMIT) for future in futures] == list(range(6))
+
+
+def test_errors_keep_their_class_where_that_can_be_made(services):
+    task = Task(services[1], 0)
+    with pytest.raises(OutOfRangeError, match="no more"):
+        task.run(fail, "range")
+    with pytest.raises(ValueError, match="wrong") as caught:
+        task.run(fail, "array")
+    assert caught.value.args[1].tolist() == [0, 1]
+    assert isinstance(caught.value.__cause__, tasks.RemoteTraceback)
+    assert "in fail\n    raise" in str(caught.value.__cause__)
+    with pytest.raises(ValueError, match="class 'object'"):
+        task.run(fail, "object")
+    with pytest.raises(UnknownError, match="test_task_functions:OwnError: of a test"):
+        task.run(fail, "own")
+    with pytest.raises(SystemExit):
+        task.run(fail, "exit")
+    with pytest.raises(NotFoundError, match="no function of this name"):
+        task.run("math:no_such")
+    assert task.run(twice_on_the_other, 4) == 8
+
+
+def test_a_task_that_leaves_is_an_error_for_those_that_wait(services):
+    task = Task(services[1], 0)
+    future = task.submit(wait_for_gate, 1)
+    until(lambda: calls == [1])
+    services[0]._exchange.abandon("of a test")
+    with pytest.raises(UnavailableError, match="task 0 has left"):
+        future.result(LIMIT)
+    with pytest.raises(UnavailableError, match="task 0 has left"):
+        task.run(wait_for_gate, 2)
+    gate.set()
+
+
+def test_a_service_that_is_closed_cancels_what_waits(services):
+    future = Task(services[1], 0).submit(wait_for_gate, 1)
+    until(lambda: calls == [1])
+    services[1]._exchange.abandon("of a test")
+    with pytest.raises(CancelledError, match="the service was given up"):
+        future.result(LIMIT)
+    gate.set()
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        None,
+        (),
+        [1, 2.5, "ä\ud800", b"\xff", True, None],
+        {"a": (1, [2, (3,)]), 4: {}, (1, 2): "tuple"},
+        np.arange(6.0).reshape(2, 3)[:, ::2],
+        [np.float32(1.5), np.int64(3), np.bool_(True), 2 - 3j],
+        -(2**63),
+    ],
+)
+def test_what_can_be_sent_arrives_as_it_was(structure):
+    got = payloads.unpack(payloads.pack(structure, "test"))
+    if isinstance(structure, np.ndarray):
+        np.testing.assert_array_equal(got, structure)
+    else:
+        assert got == structure
+        assert type(got) is type(structure)
+
+
+def test_tensors_arrive_as_arrays():
+    torch = pytest.importorskip("torch")
+    (got,) = payloads.unpack(payloads.pack([torch.arange(3)], "test"))
+    assert got.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "wrong", [object(), {1, 2}, 2**70, np.array(["a"]), np.array([None]), lambda: 1]
+)
+def test_what_cannot_be_sent_is_refused(wrong):
+    with pytest.raises(TypeError, match="cannot be sent"):
+        payloads.pack([wrong], "test")
+
+
+def test_damage_is_found():
+    good = payloads.pack([1, np.arange(3)], "test")
+    for values in ([], [good[0][:2]], [good[0]], [np.empty(0, np.uint8)]):
+        with pytest.raises(DataLossError, match="cannot be read"):
+            payloads.unpack(values)
+
+
+@pytest.mark.parametrize("wrong", ["f", ":f", "m:", fail.__get__(1), len([]).__add__, None])
+def test_functions_need_a_name(services, wrong):
+    with pytest.raises(ValueError, match="expected"):
+        Task(services[1], 0).submit(wrong)
+
+
+def test_wrong_tasks(services):
+    with pytest.raises(ValueError, match="no such task"):
+        Task(services[1], 2)
+    assert Task(services[1], "/job:worker/task:0").number == 0

@@ -1,0 +1,108 @@
+"""What a ps learns when the tasks that train die, each in an mpirun of its own."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from launcher import mpirun
+
+ULFM = ("--with-ft", "ulfm")
+
+PRELUDE = """
+    import os, signal, sys
+    import numpy as np
+    import collectives as cc
+    from strategies.cluster.cluster import Cluster
+    from strategies.cluster.server import Server
+    from strategies.errors import *
+    from strategies.input.queues import FIFOQueue
+    from strategies.input.shared import shared_queue
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave(*words):
+        print(f"{cluster.job} {cluster.task_index}:", *words, flush=True)
+        os._exit(0)                               # MPI_Finalize may wait for the dead
+
+    cluster = Cluster()
+    server = Server(cluster)
+    ready = shared_queue(FIFOQueue, 9, np.int64, [()], service=server.service,
+                         shared_name="ready", task="/job:ps/task:0")
+    cluster.comm.barrier()
+"""
+
+
+def start(tmp_path, size, cluster, text, *, options=ULFM):
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(text))
+    return mpirun(
+        size, file, options=options, timeout=60,
+        UNISONO_ABORT_ON_EXCEPTION="0", UNISONO_CLUSTER=cluster,
+    )  # fmt: skip
+
+
+def lines(result):
+    return sorted(line for line in result.stdout.splitlines() if ": " in line)
+
+
+JOIN = """
+    if cluster.job == "ps":
+        try:
+            server.join(timeout=30)
+            leave("done")
+        except UnavailableError as error:
+            leave("UnavailableError:", error)
+"""
+
+
+def test_a_ps_whose_workers_have_all_died_ends_with_an_error(tmp_path):
+    result = start(tmp_path, 3, "ps:1,worker:*", JOIN + "    die()\n")
+    (line,) = lines(result)
+    assert line.startswith("ps 0: UnavailableError: join: no task that trains has come to its end")
+    assert "/job:worker/task:0: task 1 died" in line
+    assert "/job:worker/task:1: task 2 died" in line
+
+
+def test_a_ps_goes_on_for_the_workers_that_are_left(tmp_path):
+    result = start(
+        tmp_path,
+        4,
+        "chief:1,ps:2,worker:*",
+        JOIN
+        + """
+    if cluster.job == "worker":
+        ready.enqueue(1)
+        die()
+    ready.dequeue(timeout=30)
+    reasons = server.service.departures([cluster.rank_of("worker", 0)], 30)
+    ready.enqueue(2)                              # the ps still serves
+    server.close()
+    leave(reasons)
+""",
+    )
+    assert lines(result) == ["chief 0: {3: 'task 3 died'}", "ps 0: done", "ps 1: done"]
+
+
+@pytest.mark.parametrize("options", [(), ULFM])
+def test_workers_that_leave_with_an_exception_are_not_done(tmp_path, options):
+    result = start(
+        tmp_path,
+        2,
+        "ps:1,worker:*",
+        JOIN
+        + """
+    try:
+        with server:
+            raise KeyError("no such column")
+    except KeyError:
+        leave("left")
+""",
+        options=options,
+    )
+    error, left = lines(result)
+    assert error.startswith("ps 0: UnavailableError: join: ")
+    assert "KeyError: 'no such column'" in error
+    assert left == "worker 0: left"

@@ -1,0 +1,40 @@
+"""The example of parameter servers, and that of docs/parameter-server.md, run as users would."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from launcher import ROOT, mpirun
+
+PROGRAM = ROOT / "examples" / "parameter_server.py"
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, []),
+        (4, ["--scale"]),
+        (5, ["--ps", "2", "--synchronous"]),
+        (4, ["--coordinator"]),
+    ],
+)
+def test_the_digits_are_learnt(size, options):
+    result = mpirun(size, PROGRAM, *options, timeout=110)
+    assert result.status == 0, result
+    (accuracy,) = re.findall(r"^accuracy on the held-out digits: (.*)$", result.stdout, re.M)
+    assert float(accuracy) >= 0.96, result
+    (mean,) = re.findall(r"^mean staleness (.*), at most", result.stdout, re.M)
+    workers = size - 1 - ("--ps" in options) - ("--coordinator" in options)
+    if workers == 1 or "--synchronous" in options:
+        assert float(mean) == 0, result
+
+
+def test_the_program_of_the_documentation(tmp_path):
+    text = (ROOT / "docs" / "parameter-server.md").read_text()
+    program = tmp_path / "program.py"
+    program.write_text(re.findall(r"```python\n(.*?)```", text, re.S)[0])
+    result = mpirun(3, program, timeout=60)
+    assert result.status == 0, result
+    assert result.stdout.splitlines() == ["(3,) True"] * 2, result

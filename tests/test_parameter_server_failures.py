@@ -1,0 +1,303 @@
+"""Workers, ps tasks and coordinators that die or stop, each test in an mpirun of its own."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from launcher import mpirun
+
+ULFM = ("--with-ft", "ulfm")
+
+PRELUDE = """
+    import os, signal, sys, threading, time
+    import numpy as np
+    import collectives as cc
+    import strategies
+    from strategies.cluster.cluster import Cluster
+    from strategies.cluster.server import Server
+    from strategies.cluster.spec import ClusterSpec
+    from strategies.coordinator import ClusterCoordinator
+    from strategies.errors import OpError, UnavailableError
+    from strategies.parameter_server import ParameterServerStrategy
+
+    def say(*words):
+        print(f"rank {comm.rank}:", *words, flush=True)
+
+    def die():
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave():
+        sys.stdout.flush()
+        os._exit(0)                                # MPI_Finalize may wait for the dead
+
+    def start(ps=1, **options):
+        global server, strategy, w
+        server = Server(Cluster(ClusterSpec.from_ranks(comm.size, ps=ps), comm))
+        strategy = ParameterServerStrategy(server, strategies.SGD(1.0), **options)
+        w = strategy.variable(np.zeros(4), name="w")
+        v = strategy.variable(np.zeros(4), name="v")
+
+    def push():
+        pairs = [(np.ones(4), variable) for variable in strategy.variables.values()]
+        strategy.apply_gradients(strategy.optimizer, pairs)
+
+    def outcome(call):
+        began = time.monotonic()
+        try:
+            call()
+        except OpError as error:
+            assert time.monotonic() - began < 5, "too late"
+            return f"{type(error).__name__}: {error}"
+        return "fine"
+
+    comm = cc.init()
+"""
+
+
+def start(tmp_path, size, text, *, timeout=60):
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(text))
+    return mpirun(size, file, options=ULFM, timeout=timeout, UNISONO_ABORT_ON_EXCEPTION="0")
+
+
+def lines(result):
+    return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_the_others_go_on_without_a_killed_worker(tmp_path, synchronous):
+    result = start(
+        tmp_path,
+        4,
+        f"""
+        start(synchronous={synchronous})
+        if comm.rank == 0:
+            say(outcome(server.join))
+        else:
+            for step in range(20):
+                if comm.rank == 3 and step == 5:
+                    die()
+                push()
+            strategy.leave()
+            say("done", strategy.reports()[0].records[comm.rank].applied)
+        server.close()
+        leave()
+        """,
+    )
+    assert lines(result) == ["rank 0: fine", "rank 1: done 20", "rank 2: done 20"], result
+
+
+def test_a_worker_that_dies_while_others_wait_for_it_lets_them_go(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        start(synchronous=True)
+        if comm.rank == 0:
+            server.join()
+        elif comm.rank == 1:
+            threading.Timer(1.0, lambda: say("still waits", w.value[0])).start()
+            say(outcome(push), w.value[0])
+        else:
+            threading.Timer(2.0, die).start()
+            time.sleep(30)
+        server.close()
+        leave()
+        """,
+    )
+    assert lines(result) == ["rank 1: fine -1.0", "rank 1: still waits 0.0"], result
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_killed_ps_is_a_clear_error_everywhere(tmp_path, synchronous):
+    result = start(
+        tmp_path,
+        5,
+        f"""
+        start(ps=2, synchronous={synchronous}, timeout=20)
+        if comm.rank == 1:
+            threading.Timer(1.0, die).start()
+            server.join()
+        elif comm.rank == 0:
+            say(outcome(server.join).split("(")[0])
+        else:
+            found = "fine"
+            until = time.monotonic() + 20
+            while found == "fine" and time.monotonic() < until:
+                found = outcome(push)
+            say(found.replace(" in container ''", ""))
+            again = outcome(push)
+            assert "task 1 died" in again, again
+            assert "task 1 died" in outcome(strategy.pull)
+        server.close()
+        leave()
+        """,
+    )
+    found = lines(result)
+    assert len(found) == 4, result
+    assert found[0] == "rank 0: fine", result
+    for line in found[1:]:
+        assert "UnavailableError" in line, result
+        assert "task 1 died" in line, result
+        assert "start again from a checkpoint" in line, result
+
+
+def test_a_worker_that_stops_and_goes_on_does_no_harm(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        import subprocess
+        start(synchronous=False)
+        if comm.rank == 0:
+            server.join()
+        else:
+            for step in range(10):
+                if comm.rank == 2 and step == 5:
+                    subprocess.Popen(f"sleep 3; kill -CONT {os.getpid()}", shell=True)
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                push()
+            say("done")
+        server.close()
+        leave()
+        """,
+    )
+    assert lines(result) == ["rank 1: done", "rank 2: done"], result
+
+
+def test_training_goes_on_without_a_killed_chief(tmp_path):
+    # Nobody needs it but a warm-up, which it ends.
+    result = start(
+        tmp_path,
+        3,
+        """
+        start(synchronous=True, warmup_steps=1000)
+        if comm.rank == 0:
+            say(outcome(server.join))
+        elif comm.rank == 1:
+            for _ in range(5):
+                push()
+            die()
+        else:
+            for _ in range(5):
+                push()
+            say("done", w.value[0])
+        server.close()
+        leave()
+        """,
+    )
+    assert lines(result) == ["rank 0: fine", "rank 2: done -9.0"], result
+
+
+CALLS = """
+    def step(rank_that_dies, number):
+        if comm.rank == rank_that_dies and number >= 5:
+            die()
+        push()
+        return number
+
+    start()
+    with ClusterCoordinator(strategy) as coordinator:
+"""
+
+
+def test_work_of_a_killed_worker_is_given_to_another(tmp_path):
+    result = start(
+        tmp_path,
+        4,
+        CALLS
+        + """
+        if coordinator.coordinates:
+            results = [coordinator.schedule(step, args=(3, n)) for n in range(30)]
+            coordinator.join(30)
+            say(coordinator.fetch(results) == list(range(30)))
+            strategy.pull()
+            say("at least once", -w.value[0] >= 30)
+        else:
+            say(outcome(lambda: coordinator.serve(40)))
+    server.close()
+    leave()
+    """,
+    )
+    assert lines(result) == [
+        "rank 0: fine", "rank 1: True", "rank 1: at least once True", "rank 2: fine"
+    ], result  # fmt: skip
+
+
+def test_no_worker_is_left(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        CALLS
+        + """
+        if coordinator.coordinates:
+            results = [coordinator.schedule(step, args=(2, n)) for n in range(10)]
+            say(outcome(lambda: coordinator.join(30)))
+            say(outcome(lambda: coordinator.schedule(step, args=(2, 0))))
+        else:
+            coordinator.serve(40)
+    server.close()
+    leave()
+    """,
+    )
+    found = lines(result)
+    assert len(found) == 2, result
+    for line in found:
+        assert "rank 1: UnavailableError: no worker is left" in line, result
+        assert "task 2 died" in line, result
+
+
+def test_a_killed_ps_is_an_error_of_the_calls(tmp_path):
+    result = start(
+        tmp_path,
+        4,
+        CALLS
+        + """
+        if coordinator.coordinates:
+            found = "fine"
+            until = time.monotonic() + 20
+            while found == "fine" and time.monotonic() < until:
+                coordinator.schedule(step, args=(-1, 0))
+                found = outcome(lambda: coordinator.join(20))
+            say(found)
+        elif comm.rank == 0:
+            threading.Timer(1.0, die).start()
+            coordinator.serve(40)
+        else:
+            say(outcome(lambda: coordinator.serve(40)))
+    server.close()
+    leave()
+    """,
+    )
+    found = lines(result)
+    assert len(found) == 3, result
+    assert "UnavailableError" in found[0], result
+    assert "task 0 died" in found[0], result
+    assert found[1:] == ["rank 2: fine", "rank 3: fine"], result
+
+
+def test_a_killed_coordinator_is_an_error_on_all(tmp_path):
+    result = start(
+        tmp_path,
+        4,
+        CALLS
+        + """
+        if coordinator.coordinates:
+            for n in range(100):
+                coordinator.schedule(step, args=(-1, n))
+            time.sleep(0.3)
+            die()
+        try:
+            coordinator.serve(40)
+        except UnavailableError as error:
+            say(error)
+    server.close()
+    leave()
+    """,
+    )
+    found = lines(result)
+    assert [line[:6] for line in found] == ["rank 0", "rank 2", "rank 3"], result
+    assert all("serve: the coordinator is lost: task 1 died" in line for line in found), result

@@ -1,0 +1,251 @@
+"""Workers and chiefs that die or stop while others train, each in an mpirun of its own."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from launcher import mpirun
+
+ULFM = ("--with-ft", "ulfm")
+
+PRELUDE = """
+    import os, signal, sys, time
+    import numpy as np
+    import collectives as cc
+    import strategies
+    from strategies.errors import *
+
+    def say(*words):
+        print(f"rank {comm.rank}:", *words, flush=True)
+
+    def until(condition):
+        give_up = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < give_up, "waited too long"
+            time.sleep(0.01)
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave():
+        # MPI_Finalize may wait for the dead.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    comm = cc.init()
+    optimizer = strategies.SGD(1.0)
+
+    def train(until_step, gradient=1.0):
+        while strategy.local_step < until_step:
+            strategy.apply_gradients(optimizer, [(np.full(2, gradient), w)])
+
+    def open_strategy(aggregate, **options):
+        global strategy, w
+        strategy = strategies.SpareReplicaStrategy(aggregate, **options)
+        w = strategy.variable(np.zeros(2), name="w")
+        comm.barrier()
+"""
+
+
+def start(tmp_path, size, text, *, options=(), timeout=60):
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(text))
+    return mpirun(
+        size, file, options=options, timeout=timeout, UNISONO_ABORT_ON_EXCEPTION="0"
+    )  # fmt: skip
+
+
+def lines(result):
+    return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
+
+
+def test_killed_workers_are_spares_less_until_there_are_too_few(tmp_path):
+    result = start(
+        tmp_path,
+        4,
+        """
+        open_strategy(2)
+        train(5)
+        if comm.rank == 3:
+            die()
+        train(10)
+        until(lambda: strategy.report().lost)
+        if comm.rank == 2:
+            die()
+        train(20)
+        until(lambda: len(strategy.report().lost) == 2)
+        lost = strategy.report().lost
+        say(w.value.tolist(), lost)
+        if comm.rank == 1:
+            train(25)
+            die()
+        began = time.monotonic()
+        try:
+            train(10 ** 9)
+        except UnavailableError as error:
+            say(str(error).partition("(")[2])
+            assert time.monotonic() - began < 10
+        strategy.close()
+        leave()
+        """,
+        options=ULFM,
+    )
+    dead = "{2: 'task 2 died', 3: 'task 3 died'}"
+    shown = lines(result)
+    assert len(shown) == 3, result
+    for rank, line in enumerate(shown[::2]):
+        assert line.startswith(f"rank {rank}: [-2"), result
+    assert [line for line in shown if dead in line or "{3: 'task 3 died', 2:" in line], result
+    reasons = "worker 1: task 1 died; worker 2: task 2 died; worker 3: task 3 died)"
+    assert f"rank 0: {reasons}" in shown, result
+
+
+@pytest.mark.parametrize("tasks", ["(0,)", "(1,)"], ids=["chief averages", "worker averages"])
+def test_a_killed_chief_is_an_error_on_all_workers_at_once(tmp_path, tasks):
+    result = start(
+        tmp_path,
+        3,
+        f"""
+        open_strategy(2, tasks={tasks})
+        train(5)
+        comm.barrier()
+        if comm.rank == 0:
+            die()
+        began = time.monotonic()
+        try:
+            train(10 ** 9)
+        except UnavailableError as error:
+            assert "task 0 died" in str(error), error
+            assert time.monotonic() - began < 10
+            say("the chief died")
+        try:
+            train(10 ** 9)
+        except UnavailableError as error:
+            say("and stays dead")
+        strategy.close()
+        leave()
+        """,
+        options=ULFM,
+    )
+    assert lines(result) == [
+        "rank 1: and stays dead",
+        "rank 1: the chief died",
+        "rank 2: and stays dead",
+        "rank 2: the chief died",
+    ], result
+
+
+def test_a_killed_task_that_averages_is_an_error_on_all(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        open_strategy(2, tasks=(1,))
+        train(5)
+        comm.barrier()
+        if comm.rank == 1:
+            die()
+        began = time.monotonic()
+        try:
+            train(10 ** 9)
+        except UnavailableError as error:
+            assert "task 1 died" in str(error), error
+            assert time.monotonic() - began < 10
+            say("unavailable")
+        strategy.close()
+        leave()
+        """,
+        options=ULFM,
+    )
+    assert lines(result) == ["rank 0: unavailable", "rank 2: unavailable"], result
+
+
+def test_a_worker_that_stops_for_5_seconds_does_no_harm(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        open_strategy(2, timeout=2)
+        pids = comm.allgather_object(os.getpid())
+        train(3)
+        if comm.rank == 0:
+            os.kill(pids[2], signal.SIGSTOP)
+            began = time.monotonic()
+            train(200)
+            assert time.monotonic() - began < 4
+            time.sleep(5)
+            os.kill(pids[2], signal.SIGCONT)
+            until(lambda: sum(strategy.report().used.values()) >= 2 * 200)
+        elif comm.rank == 1:
+            train(200)
+        else:
+            train(200)
+        assert w.value[0] == -200, w.value
+        comm.barrier()
+        report = strategy.report()
+        assert report.lost == {}, report
+        assert sum(report.used.values()) == 2 * 200, report
+        say("fine")
+        comm.barrier()
+        strategy.close()
+        """,
+    )
+    assert lines(result) == [f"rank {rank}: fine" for rank in range(3)], result
+    assert result.status == 0
+
+
+def test_a_worker_that_is_killed_before_its_first_gradient(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        open_strategy(2)
+        if comm.rank == 2:
+            die()
+        train(10)
+        until(lambda: strategy.report().lost)
+        say(w.value.tolist())
+        strategy.close()
+        leave()
+        """,
+        options=ULFM,
+    )
+    assert lines(result) == ["rank 0: [-10.0, -10.0]", "rank 1: [-10.0, -10.0]"], result
+
+
+def test_without_fault_tolerance_a_killed_worker_ends_the_job(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        open_strategy(2)
+        train(2)
+        if comm.rank == 2:
+            die()
+        train(10 ** 9)
+        """,
+    )
+    assert result.status != 0
+
+
+def test_a_program_that_ends_without_leaving_is_a_spare_less(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        open_strategy(2)
+        train(2)
+        if comm.rank == 2:
+            sys.exit()
+        train(10)
+        until(lambda: strategy.report().lost)
+        say(strategy.report().lost)
+        strategy.close()
+        """,
+    )
+    assert lines(result) == [
+        f"rank {rank}: {{2: 'it has ended without leaving'}}" for rank in range(2)
+    ], result

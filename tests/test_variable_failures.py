@@ -1,0 +1,127 @@
+"""Tasks that die while others use their variables or run functions there."""
+
+from __future__ import annotations
+
+import textwrap
+
+from launcher import mpirun
+
+ULFM = ("--with-ft", "ulfm")
+
+PRELUDE = """
+    import os, signal, sys, threading, time
+    import numpy as np
+    import collectives as cc
+    import strategies
+    from strategies.errors import *
+
+    def say(*words):
+        print(f"rank {comm.rank}:", *words, flush=True)
+
+    def open_variable(value, name="v", task=0):
+        return strategies.shared_variable(value, service=service, shared_name=name, task=task,
+                                          optimizer=strategies.SGD(1.0))
+
+    def until(condition):
+        give_up = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < give_up, "waited too long"
+            time.sleep(0.01)
+
+    def failure(function):
+        began = time.monotonic()
+        try:
+            function()
+        except OpError as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - began
+        return "nothing", 0.0
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave():
+        # MPI_Finalize may wait for the dead.
+        sys.stdout.flush()
+        os._exit(0)
+
+    comm = cc.init()
+"""
+
+
+def start(tmp_path, size, text, *, timeout=60):
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(text))
+    return mpirun(size, file, options=ULFM, timeout=timeout, UNISONO_ABORT_ON_EXCEPTION="0")
+
+
+def lines(result):
+    return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
+
+
+def test_a_killed_task_is_an_error_for_all_that_use_it_at_once(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        service = strategies.Service(comm)
+        v, late = open_variable(np.zeros(100_000)), open_variable(None, "late")
+        other = open_variable(np.zeros(2), "other", task=1)
+        comm.barrier()
+        if comm.rank == 0:
+            def waiting():
+                found = service.here(strategies.resources.variable_kind.KIND, late.place)
+                return len(found._waiting) == 4
+            until(waiting)
+            die()
+        blocked = []
+        calls = [late.read, lambda: strategies.read_all([other, late]),
+                 lambda: strategies.Task(service, 0).run("time:sleep", 60)]
+        threads = [threading.Thread(target=lambda c=c: blocked.append(failure(c))) for c in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        began = time.monotonic()
+        blocked.append(failure(v.read))
+        blocked.append(failure(lambda: v.apply_gradients(np.ones(100_000))))
+        blocked.append(failure(lambda: open_variable(None, "new")))
+        assert time.monotonic() - began < 1
+        for error, _ in blocked:
+            assert error.startswith("UnavailableError: ") and "task 0 died" in error, error
+        assert max(seconds for _, seconds in blocked) < 10, blocked
+        other.apply_gradients(-np.ones(2))
+        until(lambda: other.read().version == 2)
+        say(other.read().value.tolist(), strategies.Task(service, 1).run("math:sqrt", 4))
+        service.close()
+        leave()
+        """,
+    )
+    assert lines(result) == ["rank 1: [2.0, 2.0] 2.0", "rank 2: [2.0, 2.0] 2.0"], result
+
+
+def test_a_killed_client_leaves_whole_values_and_others_go_on(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        service = strategies.Service(comm)
+        v = open_variable(np.zeros(500_000) if comm.rank == 0 else None)
+        comm.barrier()
+        if comm.rank == 2:
+            threading.Timer(0.3, die).start()
+            while True:
+                v.apply_gradients(-np.ones(500_000))
+        mine = 0
+        if comm.rank == 1:
+            while 2 not in service._exchange._lost or mine < 20:
+                v.apply_gradients(-np.ones(500_000))
+                mine += 1
+            value, version = v.read()
+            assert set(value) == {float(version)}, (set(value), version)
+            assert version >= mine
+            say("whole")
+        service.close()
+        leave()
+        """,
+    )
+    assert lines(result) == ["rank 1: whole"], result

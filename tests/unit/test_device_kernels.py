@@ -1,0 +1,118 @@
+"""The text of the device kernels, compiled for the host: the same bits as the host's loops."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from collectives import device_kernels, packing
+from requirements import require
+
+HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+FLOATS = [np.dtype(np.float32), np.dtype(np.float64)]
+
+# What CUDA brings, and what CuPy makes of a kernel: a loop over elements.
+PROLOGUE = """
+#include <cstring>
+#define __device__
+typedef unsigned short uint16;
+static inline unsigned __float_as_uint(float x) { unsigned b; std::memcpy(&b, &x, 4); return b; }
+static inline float __uint_as_float(unsigned b) { float x; std::memcpy(&x, &b, 4); return x; }
+"""
+
+
+def loop(name, half, wide):
+    """C++ of one kernel as a function of pointers; scalars are pointers to one number."""
+    kernel = device_kernels.KERNELS[name]
+    pairs = [p.split() for p in f"{kernel.reads}, {kernel.writes}".split(",")]
+    parameters = ", ".join(f"{kind} *{p}_" for kind, p in pairs)
+    elements = " ".join(f"{kind} &{p} = {p}_[{0 if p == 'divisor' else 'i'}];" for kind, p in pairs)
+    operation = kernel.operation.replace("HALF", half)
+    kind = {"float32": "float", "float64": "double"}[wide]
+    return (
+        f'namespace {name}_{half}_{wide} {{ typedef {kind} T; extern "C" void '
+        f"{name}_{half}_{wide}_({parameters}, long n) "
+        f"{{ for (long i = 0; i < n; i++) {{ {elements} {operation} }} }} }}\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        require("compiler", "there is no C++ compiler")
+    folder = tmp_path_factory.mktemp("kernels")
+    text = PROLOGUE + device_kernels.PREAMBLE
+    for name in device_kernels.KERNELS:
+        text += "".join(loop(name, h.name, w.name) for h in HALVES for w in FLOATS)
+    (folder / "kernels.cpp").write_text(text)
+    library = folder / "kernels.so"
+    # As CuPy compiles: numbers as IEEE 754 has them, and nothing of C++ after 2014.
+    command = [compiler, "-std=c++14", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([*command, "-o", library, folder / "kernels.cpp"], check=True, timeout=60)
+    return ctypes.CDLL(str(library))
+
+
+def call(library, name, half, wide, *arrays):
+    function = getattr(library, f"{name}_{half.name}_{wide.name}_")
+    pointers = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
+    function(*pointers, ctypes.c_long(arrays[0].size))
+
+
+def hard_numbers(dtype):
+    """All exponents, ties and their neighbours, subnormals, infinities, NaNs of both signs."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(all="ignore"):
+        exact = [halves.view(h).astype(np.float32).astype(np.float64) for h in HALVES]
+        values = np.concatenate(exact)
+        between = (values[1:] + values[:-1]) / 2
+    random = np.random.default_rng(7).integers(0, 1 << 32, 300_000, dtype=np.uint32)
+    with np.errstate(all="ignore"):
+        near = np.concatenate([values, between, random.view(np.float32).astype(np.float64)])
+        near = near.astype(dtype)
+        return np.concatenate([near, np.nextafter(near, dtype.type(0)), near * dtype.type(1.5)])
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("wide", FLOATS, ids=str)
+def test_widening_gives_the_host_s_bits(compiled, half, wide):
+    source = np.arange(1 << 16, dtype=np.uint16)
+    got, expected = np.empty(source.size, wide), np.empty(source.size, wide)
+    call(compiled, "widen", half, wide, source, got)
+    packing.widen(source.view(half), expected)
+    np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("wide", FLOATS, ids=str)
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_narrowing_gives_the_host_s_bits(compiled, half, wide, divisor):
+    source = hard_numbers(wide)
+    got, expected = np.empty(source.size, np.uint16), np.empty(source.size, half)
+    call(compiled, "narrow", half, wide, source, np.array([divisor], wide), got)
+    packing.narrow(source, expected, divisor=divisor)
+    np.testing.assert_array_equal(got, expected.view(np.uint16))
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("wide", FLOATS, ids=str)
+def test_a_residual_gets_the_host_s_bits(compiled, half, wide):
+    source = hard_numbers(wide)
+    residuals = [np.full(source.size, 1e-3, wide) for _ in range(2)]
+    got, expected = np.empty(source.size, np.uint16), np.empty(source.size, half)
+    for divisor in (1, 5):  # the second time with what the first has left
+        call(compiled, "carry", half, wide, source, np.array([divisor], wide), got, residuals[0])
+        packing.narrow(source, expected, divisor=divisor, residual=residuals[1])
+        np.testing.assert_array_equal(got, expected.view(np.uint16))
+        np.testing.assert_array_equal(residuals[0].view(np.uint8), residuals[1].view(np.uint8))
+
+
+def test_the_preamble_uses_nothing_that_cuda_lacks():
+    text = device_kernels.PREAMBLE
+    for word in ("std::", "#include", "0x1p"):
+        assert word not in text
