@@ -21,9 +21,10 @@ import collectives as cc
 from strategies import arrays
 from strategies.agreement import agree, raise_everywhere
 from strategies.clipping import clip_by_global_norm
+from strategies.passes import Contribution
 from strategies.sparse import Rows
 
-__all__ = ["Averaging", "Contribution", "Leaf", "Passes", "Rule"]
+__all__ = ["Averaging", "Leaf", "Rule"]
 
 Array = npt.NDArray[Any]
 
@@ -81,105 +82,6 @@ class Leaf(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype} of shape {self.shape}"
-
-
-class Contribution(NamedTuple):
-    """What one rank brings to a step.
-
-    Attributes:
-        gradients: for each leaf an array of its shape, `Rows`, or None.
-        weight: what they are multiplied by to be sums over the examples.
-        examples: rows of all passes; None if they were not told.
-        passes: how many backward passes were added up.
-        error: why there are no gradients; it is raised on all ranks.
-    """
-
-    gradients: Sequence[Any]
-    weight: float = 1.0
-    examples: float | None = None
-    passes: int = 1
-    error: Exception | None = None
-
-
-class Passes:
-    """Adds up the gradients of backward passes on this rank, until there are enough for a step.
-
-    Args:
-        wanted: how many passes make a step.
-    """
-
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was added up."""
-        self.count = 0
-        self._sums: list[Any] = []
-        self._examples: float | None = None
-        self._error: Exception | None = None
-
-    def add(
-        self,
-        gradients: Sequence[Any],
-        *,
-        examples: float | None = None,
-        error: Exception | None = None,
-        count: int = 1,
-    ) -> Contribution | None:
-        """Take in the gradients of `count` passes; gives the contribution if these are enough.
-
-        An error is kept until then, since only then all ranks listen.
-        """
-        if examples is not None and not 0 <= examples < math.inf:
-            error = error or ValueError(
-                f"apply_gradients: examples is no count, expected >= 0, got {examples}"
-            )
-        if examples == 0:  # a mean over no rows may be NaN
-            gradients = [None] * len(gradients)
-        self._error = self._error or error or self._unlike(gradients, examples)
-        if not self.count and count >= self._wanted:  # nothing to add up
-            weight = 1.0 if examples is None else examples
-            given = Contribution(gradients, weight, examples, count, self._error)
-            self.clear()
-            return given
-        if self._error is None:
-            known = self._sums or [None] * len(gradients)
-            weight = 1 if examples is None else examples
-            self._sums = [_plus(s, g, weight) for s, g in zip(known, gradients, strict=True)]
-        self._examples = None if examples is None else (self._examples or 0) + examples
-        self.count += count
-        if self.count < self._wanted:
-            return None
-        given = Contribution(self._sums, 1.0, self._examples, self.count, self._error)
-        self.clear()
-        return given
-
-    def _unlike(self, gradients: Sequence[Any], examples: float | None) -> Exception | None:
-        """Say in what a pass differs from those before."""
-        if self.count and (examples is None) != (self._examples is None):
-            return ValueError("apply_gradients: expected examples for all passes or for none")
-        if self._sums and len(self._sums) != len(gradients):
-            return ValueError(
-                f"apply_gradients: a pass differs from the last one, expected {len(self._sums)} "
-                f"gradients, got {len(gradients)}"
-            )
-        return None
-
-
-def _plus(total: Any, gradient: Any, weight: float) -> Any:
-    """Add `weight * gradient` to a sum that nobody else holds."""
-    if gradient is None:
-        return total
-    if isinstance(gradient, Rows):
-        gradient = Rows(np.asarray(gradient.indices), gradient.values * weight)
-        if total is None:
-            return gradient
-        join = array_api_compat.array_namespace(gradient.values).concat
-        indices = np.concatenate([total.indices, gradient.indices])
-        return Rows(indices, join([total.values, gradient.values]))
-    weighted = gradient * weight
-    return weighted if total is None else total + weighted
 
 
 class Averaging:

@@ -11,7 +11,8 @@ import numpy as np
 import collectives as cc
 from strategies import contexts
 from strategies.agreement import agree
-from strategies.averaging import Averaging, Leaf, Passes, Rule
+from strategies.averaging import Averaging, Leaf, Rule
+from strategies.passes import Passes
 from strategies.resources.variables import Variable
 from strategies.sparse import Rows, in_order
 

@@ -18,7 +18,8 @@ import optax
 from jax.experimental import io_callback
 
 import collectives as cc
-from strategies.averaging import Averaging, Contribution, Leaf, Rule
+from strategies.averaging import Averaging, Leaf, Rule
+from strategies.passes import Contribution
 
 __all__ = ["PassesState", "wrap"]
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 import collectives as cc
-from strategies.averaging import Averaging, Contribution, Leaf, Passes, Rule
+from strategies.averaging import Averaging, Leaf, Rule
+from strategies.passes import Contribution, Passes
 from strategies.sparse import Rows
 
 __all__ = ["TorchOptimizer", "described", "parameter_names", "wrap"]

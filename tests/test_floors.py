@@ -196,3 +196,11 @@ def test_no_pickle_on_the_wire_but_in_the_object_methods():
             for method in ("bcast", "isend", "irecv", "Send_init"):
                 assert f".{method}(" not in text, f"{name} calls {method}"
             assert ("import pickle" in text) == (name == "collectives.composites"), name
+
+
+def test_the_file_table_of_the_documentation_names_every_module():
+    table = (ROOT / "docs" / "architecture.md").read_text()
+    for package in ("collectives", "strategies"):
+        for file in modules(package).values():
+            if file.name not in ("__init__.py", "__main__.py"):
+                assert f"`{file.relative_to(ROOT / package)}`" in table, file
