@@ -209,7 +209,8 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state; equal on all ranks."""
-        return self.optimizer.state_dict()
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the wrapped optimizer its state back, the same on all ranks."""
@@ -349,13 +350,14 @@ class TorchOptimizer(torch.optim.Optimizer):
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(counter(i))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(counter(i))
             for i, parameter in enumerate(_parameters(self.optimizer))
             if parameter.requires_grad
         ]
 
     def _name(self, parameter: torch.Tensor) -> str:
-        return self._names.setdefault(parameter, f"parameter {len(self._names)}")
+        name: str = self._names.setdefault(parameter, f"parameter {len(self._names)}")
+        return name
 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
