@@ -49,7 +49,7 @@ test-gpu: $(STAMP)
 	"$(VENV)/bin/python" -m pip install -qq -e ".[cuda$(CUDA)]"
 	UNISONO_REQUIRE=gpu "$(VENV)/bin/python" -m pytest -m gpu tests/gpu $(ARGS)
 
-check: $(STAMP)
+check: $(STAMP) $(KINDS)
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy"
