@@ -58,6 +58,7 @@ def test_settings_are_given_only_where_the_user_made_none():
     plain = launch.mpi_settings({}, cores=8)
     assert set(plain) == {
         "OMPI_MCA_osc",
+        "OMPI_MCA_btl",
         "OMPI_MCA_btl_tcp_links",
         "OMPI_MCA_btl_tcp_eager_limit",
     }
