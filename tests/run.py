@@ -27,6 +27,9 @@ OUT = ROOT / "out"
 # Of the second library: a power of two and another number, since the rest takes minutes more.
 SECOND_SIZES = (2, 3)
 
+# Processes that share the tests without a world of their own; many of them start several ranks.
+MOST_WORKERS = 4
+
 # Seconds for all tests of one size; a world that hangs beyond pytest's own limit is killed.
 LIMIT = 1500
 
@@ -35,6 +38,8 @@ def main(arguments: list[str]) -> int:
     OUT.mkdir(exist_ok=True)
     environment = {**os.environ, **MPI_ENVIRONMENT}
     pytest = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider"]
+    # One worker per core; what needs a machine for itself stays together, see `xdist_group`.
+    pytest += ["-n", str(min(os.cpu_count() or 1, MOST_WORKERS)), "--dist", "loadgroup"]
     reports = [OUT / "serial.xml"]
     print("== one process, and ranks as threads", flush=True)
     statuses = [

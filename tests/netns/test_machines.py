@@ -17,7 +17,7 @@ from launcher import ROOT
 from namespaces import NamespaceCluster, why_not
 from requirements import require
 
-pytestmark = pytest.mark.netns
+pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("machines")]
 
 CHECK = Path(__file__).with_name("check_algorithms.py")
 RUN_SECONDS = 60.0

@@ -10,7 +10,7 @@ import pytest
 
 from cluster import Ending, SlurmCluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("machines")]
 
 VENV = Path(sys.prefix)
 JOB_SECONDS = 60.0

@@ -15,7 +15,7 @@ import pytest
 
 from cluster import POLL_SECONDS, Ending, SlurmCluster, namespaces_allowed
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("machines")]
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT = CHECKOUT / "slurm" / "train.sbatch"

@@ -108,7 +108,7 @@ def test_the_private_communicator_is_made_once_by_the_calling_thread_and_closed_
 
 def test_the_thread_ends_with_close_and_sleeps_while_idle(owner):
     owner.work_async(lambda: 1).wait(LIMIT)
-    (thread,) = [t for t in threading.enumerate() if t.name == "unisono-requests"]
+    thread = owner._progress._thread
     used = time.process_time()
     thread.join(0.5)
     assert time.process_time() - used < 0.05
@@ -185,11 +185,15 @@ def test_several_threads_may_wait_for_one_request(owner, gate):
 
 def test_ctrl_c_interrupts_a_wait_and_the_request_goes_on(owner, gate):
     request = owner.work_async(lambda: gate.wait(LIMIT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest ignore it
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        request.wait(LIMIT)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            request.wait(LIMIT)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - began < 5
     timer.join()
     gate.set()
@@ -267,7 +271,7 @@ def test_closing_stops_an_operation_that_waits_for_another_rank(owner, caplog, m
             time.sleep(0.001)
 
     request = owner.work_async(waits)
-    (thread,) = [t for t in threading.enumerate() if t.name == "unisono-requests"]
+    thread = owner._progress._thread
     owner._progress.close()
     assert not thread.is_alive()
     with pytest.raises(CollectiveError, match="was closed before it was done"):
