@@ -51,21 +51,22 @@ def create(directory: str = "/dev/shm") -> str:
 def limit_exit() -> None:
     """From now on, end this process soon after its program has ended, even if MPI does not.
 
-    `MPI_Finalize` waits for all ranks; once one has died, it sometimes never returns (Open MPI
-    5.0.11: in 1 of 40 runs, on busy cores more often). To leave it out would be no better: a rank
-    that goes before the others have ended looks dead to them, too. So the kernel gets an alarm,
-    which goes off also when no Python code runs any more.
+    For whoever learns that a rank has died. `MPI_Finalize` waits for all ranks; once one has died,
+    it sometimes never returns (Open MPI 5.0.11: in 1 of 40 runs, on busy cores more often). To
+    leave it out would be no better: a rank that goes before the others have ended looks dead to
+    them, too. So the kernel gets an alarm, which goes off also when no Python code runs any more.
     """
-    if not _exit_limited.is_set():
-        _exit_limited.set()
-        atexit.register(_set_alarm)
+    _exit_limited.set()
 
 
 _exit_limited = threading.Event()
 
 
+@atexit.register
 def _set_alarm() -> None:
-    if threading.current_thread() is threading.main_thread():
+    # Registered before anything else of ours, so called last: a service that leaves may still learn
+    # of a death.
+    if _exit_limited.is_set() and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_EXIT_SECONDS)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from collectives import liveness
 from collectives.arrays import Array
 from collectives.errors import CollectiveError, LaunchError, PeerFailure
 
@@ -161,6 +162,7 @@ class MpiMail(Mail):
             raise CollectiveError(f"channel: MPI reports an error: {error} {where}") from error
         failed = self._mpi.Get_failed()
         if failed.Get_size():
+            liveness.limit_exit()
             # Acknowledged deaths do not keep MPI from receiving from anybody else.
             self._mpi.Ack_failed()
             group = self._mpi.Get_group()
