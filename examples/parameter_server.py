@@ -3,6 +3,7 @@
     mpirun -np 3 python examples/parameter_server.py
     mpirun -np 5 python examples/parameter_server.py --ps 2 --synchronous
     mpirun -np 4 python examples/parameter_server.py --coordinator
+    mpirun -np 3 python examples/parameter_server.py --checkpoints run       # goes on from there
 
 All ranks run this program: the first ones hold the variables, the others compute.
 """
@@ -16,7 +17,7 @@ import numpy as np
 
 import strategies
 from digits import Network, accuracy, batches, cross_entropy, load
-from strategies.staleness import Record
+from strategies.parameter_server import Record
 
 BATCH = 50
 
@@ -47,9 +48,7 @@ def main() -> None:
                 else:
                     coordinator.serve()
         elif cluster.job == "worker":
-            for epoch in range(options.epochs):
-                for rows in own_batches(epoch, cluster.workers.rank, workers):
-                    step(strategy, rows)
+            train(strategy, cluster, options)
             strategy.leave()
         if cluster.job == "ps":
             server.join()
@@ -57,6 +56,27 @@ def main() -> None:
             cluster.workers.barrier()
         if strategy.is_chief:
             report(strategy, workers, time.perf_counter() - began)
+
+
+def train(strategy, cluster, options) -> None:
+    """Do this worker's part of all epochs that have not been done."""
+    checkpoints = strategies.CheckpointManager(options.checkpoints) if options.checkpoints else None
+    first_epoch = restore(strategy, cluster.workers, checkpoints) if checkpoints else 0
+    for epoch in range(first_epoch, options.epochs):
+        for rows in own_batches(epoch, cluster.workers.rank, cluster.workers.size):
+            step(strategy, rows)
+        if checkpoints and strategy.is_chief:
+            checkpoints.save(strategy.state_dict(), step=epoch + 1)
+
+
+def restore(strategy, workers, checkpoints) -> int:
+    """Let the chief load the newest checkpoint; returns how many epochs have been done."""
+    found = checkpoints.restore_or_none() if strategy.is_chief else None
+    if found is not None:
+        strategy.load_state_dict(found.tensors)
+    done = workers.broadcast_object(found.step if found else 0)
+    strategy.pull()  # what the chief has loaded
+    return done
 
 
 def own_batches(epoch: int, worker: int, workers: int) -> list[np.ndarray]:
@@ -116,9 +136,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--scale", action="store_true", help="smaller steps for stale gradients")
     parser.add_argument("--warmup-steps", type=int, default=20, help="of one worker alone")
     parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--checkpoints", help="a directory, on the chief's machine")
     options = parser.parse_args()
     if options.coordinator and options.synchronous:
         parser.error("--coordinator schedules steps that do not wait for each other")
+    if options.coordinator and options.checkpoints:
+        parser.error("--coordinator has no epochs of its own: --checkpoints is for workers")
     return options
 
 

@@ -31,6 +31,18 @@ def test_the_digits_are_learnt(size, options):
         assert float(mean) == 0, result
 
 
+def test_training_goes_on_from_a_checkpoint(tmp_path):
+    options = ["--synchronous", "--checkpoints", tmp_path / "run", "--epochs"]
+    first, second, third = (
+        mpirun(3, PROGRAM, *options, epochs, timeout=110).stdout for epochs in ("20", "40", "40")
+    )
+    assert (tmp_path / "run" / "step-000040").is_dir()
+    last = [re.findall(r"^accuracy.*$", output, re.M) for output in (first, second, third)]
+    assert last[1] == last[2], (first, second, third)  # nothing was left to do
+    assert float(last[2][0].split()[-1]) >= 0.96
+    assert "at most 0" in third
+
+
 def test_the_program_of_the_documentation(tmp_path):
     text = (ROOT / "docs" / "parameter-server.md").read_text()
     program = tmp_path / "program.py"

@@ -18,9 +18,8 @@ PRELUDE = """
     from strategies.cluster.cluster import Cluster
     from strategies.cluster.server import Server
     from strategies.cluster.spec import ClusterSpec
-    from strategies.coordinator import ClusterCoordinator
     from strategies.errors import OpError, UnavailableError
-    from strategies.parameter_server import ParameterServerStrategy
+    from strategies.parameter_server import ClusterCoordinator, ParameterServerStrategy
 
     def say(*words):
         print(f"rank {comm.rank}:", *words, flush=True)
@@ -145,27 +144,71 @@ def test_a_killed_ps_is_a_clear_error_everywhere(tmp_path, synchronous):
         assert "start again from a checkpoint" in line, result
 
 
-def test_a_worker_that_stops_and_goes_on_does_no_harm(tmp_path):
+@pytest.mark.parametrize(("synchronous", "total"), [(False, -20.0), (True, -10.0)])
+def test_a_worker_that_stops_for_5_seconds_does_no_harm(tmp_path, synchronous, total):
     result = start(
         tmp_path,
         3,
-        """
+        f"""
         import subprocess
-        start(synchronous=False)
+        start(synchronous={synchronous})
         if comm.rank == 0:
             server.join()
         else:
             for step in range(10):
                 if comm.rank == 2 and step == 5:
-                    subprocess.Popen(f"sleep 3; kill -CONT {os.getpid()}", shell=True)
+                    subprocess.Popen(f"sleep 5; kill -CONT {{os.getpid()}}", shell=True)
                     os.kill(os.getpid(), signal.SIGSTOP)
                 push()
-            say("done")
+            server.cluster.workers.barrier()
+            strategy.pull()
+            say(w.value[0], sum(r.applied for r in strategy.reports()[0].records.values()))
         server.close()
         leave()
         """,
     )
-    assert lines(result) == ["rank 1: done", "rank 2: done"], result
+    assert lines(result) == [f"rank 1: {total} 20", f"rank 2: {total} 20"], result
+
+
+def test_training_goes_on_from_a_checkpoint_after_a_ps_was_killed(tmp_path):
+    program = f"""
+        start(ps=2, synchronous=True, timeout=20)
+        if server.cluster.job == "ps":
+            server.join()
+            leave()
+        workers = server.cluster.workers
+        checkpoints = strategies.CheckpointManager({str(tmp_path / "run")!r})
+        found = checkpoints.restore_or_none() if strategy.is_chief else None
+        if found is not None:
+            strategy.load_state_dict(found.tensors)
+        step = workers.broadcast_object(found.step if found else 0)
+        say("begins at", step)
+        strategy.pull()
+        task = strategies.Task(server.service, 1)
+        try:
+            while step < 20:
+                push()
+                step += 1
+                if strategy.is_chief and step % 10 == 0:
+                    checkpoints.save(strategy.state_dict(), step=step)
+                if strategy.is_chief and step == 15 and not found:
+                    task.submit("__main__:die")
+            say("ends with", w.value[0], strategy.reports()[1].version)
+            server.close()
+        except UnavailableError as error:
+            assert "start again from a checkpoint" in str(error), error
+            say("stops before 20:", step < 20)
+        leave()
+    """
+    first, second = start(tmp_path, 4, program), start(tmp_path, 4, program)
+    assert lines(first) == [
+        f"rank {rank}: {what}"
+        for rank in (2, 3)
+        for what in ("begins at 0", "stops before 20: True")
+    ], first
+    assert lines(second) == [
+        f"rank {rank}: {what}" for rank in (2, 3) for what in ("begins at 10", "ends with -20.0 20")
+    ], second
 
 
 def test_training_goes_on_without_a_killed_chief(tmp_path):

@@ -114,6 +114,19 @@ class Optimizer(abc.ABC):
         self._loaded.clear()
         self.step += 1
 
+    def prepare(self, variables: Iterable[Any]) -> None:
+        """Make the slots of variables now, which come with the first gradient otherwise.
+
+        Args:
+            variables: with a name, as `state_dict` calls them, or bare arrays in the order in which
+                they will be given.
+        """
+        for pair in gradients.resolve([(None, variable) for variable in variables], self._name):
+            if pair.key not in self._slots:
+                self._slots[pair.key] = self._slots_of(pair)
+            if self._updates is not None:
+                self._updates.setdefault(pair.key, 0)
+
     def state_dict(self) -> dict[str, Any]:
         """Give what `load_state_dict` needs to go on from here, as copies.
 

@@ -18,7 +18,9 @@ from strategies.resources.stored import Stored
 from strategies.resources.values import Array
 from strategies.sparse import Rows, in_order
 
-__all__ = ["ACTIONS", "COMPRESSIONS", "READS", "Outcome", "act", "compressed", "widened"]
+__all__ = [
+    "ACTIONS", "COMPRESSIONS", "READS", "Outcome", "act", "compressed", "rounded", "widened",
+]  # fmt: skip
 
 COMPRESSIONS = {"float16": cc.FP16, "bfloat16": cc.BF16}
 
@@ -94,8 +96,8 @@ def _dtype(thing: Stored) -> np.dtype[Any]:
     return thing.value.dtype
 
 
-def _rounded(array: Array, options: Mapping[str, Any]) -> Array:
-    packed = options.get("as")
+def rounded(array: Array, packed: str | None) -> Array:
+    """Return an array as it travels: rounded to this 16-bit dtype, unless that is None."""
     return array if packed is None else compressed(array, COMPRESSIONS[packed])
 
 
@@ -117,13 +119,13 @@ def _read(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) ->
                 f"got () (variable: {thing.name})"
             )
         value = value[options["start"] : options["stop"]]
-    return Outcome([thing.version, value.dtype.name], [_rounded(value, options)])
+    return Outcome([thing.version, value.dtype.name], [rounded(value, options.get("as"))])
 
 
 def _gather(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
     indices = _indices("gather", thing, arrays[0])
     rows = thing.view().take(indices, axis=0)
-    return Outcome([thing.version, rows.dtype.name], [_rounded(rows, options)])
+    return Outcome([thing.version, rows.dtype.name], [rounded(rows, options.get("as"))])
 
 
 # Changing.

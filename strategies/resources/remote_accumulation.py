@@ -33,11 +33,13 @@ def open_accumulation(
     container: str | None = None,
 ) -> Engine:
     """Find or make an accumulator on a task; see `Service.open`."""
-    description = {
+    description: dict[str, Any] = {
         "parts": [[p.name, p.dtype, p.shape and list(p.shape), p.form] for p in parts],
         "mean": mean,
         "step": step,
     }
+    if len(parts) == 1:  # for a device function that goes by size
+        description |= {"shape": parts[0].shape, "dtype": parts[0].dtype}
     place, thing = service.open(KIND, description, name=name, task=task, container=container)
     return RemoteAccumulation(service, place) if thing is None else thing
 

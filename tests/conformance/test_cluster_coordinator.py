@@ -11,9 +11,8 @@ import strategies
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.server import Server
 from strategies.cluster.spec import ClusterSpec
-from strategies.coordinator import ClusterCoordinator
 from strategies.errors import CancelledError, FailedPreconditionError, OutOfRangeError
-from strategies.parameter_server import ParameterServerStrategy
+from strategies.parameter_server import ClusterCoordinator, ParameterServerStrategy
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
 NAME = __name__

@@ -1,4 +1,4 @@
-"""Clusters of every shape start, exchange something, and end."""
+"""Clusters of every shape start, train, evaluate, and end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 
 import collectives as cc
 import inprocess
+import strategies
 from collectives.settings import Settings
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.server import Server
 from strategies.cluster.spec import ClusterSpec
 from strategies.input.queues import FIFOQueue
 from strategies.input.shared import shared_queue
+from strategies.parameter_server import ParameterServerStrategy
 
 SHAPES = [
     {"ps": ps, "worker": workers, "chief": chief, "evaluator": (ps + workers) % 2}
@@ -22,56 +24,63 @@ SHAPES = [
 ]
 
 
+TARGET = np.linspace(-1, 1, 7, dtype=np.float32)
+STEPS = 60
+
+
 def program(comm, shape):
-    """Every task that trains sends its number through a queue on each ps to the evaluator."""
+    """Workers train; then each sends its number through a queue to the evaluator, which looks."""
     counts = {job: n for job, n in shape.items() if n}
+    training = shape["worker"] + shape["chief"]
     with (
         Cluster(ClusterSpec.from_ranks(comm, **counts), comm) as cluster,
         Server(cluster) as server,
     ):
-
-        def queue(ps):
-            return shared_queue(
-                FIFOQueue, 20, np.int64, [()],
-                service=server.service, shared_name="numbers", task=f"/job:ps/task:{ps}",
-            )  # fmt: skip
-
+        strategy = ParameterServerStrategy(
+            server,
+            strategies.SGD(0.5 / training),
+            synchronous=bool((shape["ps"] + shape["chief"]) % 2),
+            partitioner=lambda shape_, dtype: [shape["ps"]],  # so that each ps has to do
+        )
+        w = strategy.variable(np.zeros_like(TARGET), name="w")
+        numbers = shared_queue(
+            FIFOQueue, 20, np.int64, [()],
+            service=server.service, shared_name="numbers", task="/job:ps/task:0",
+        )  # fmt: skip
         if cluster.job == "ps":
             server.join(timeout=20)
-            return cluster.device_of(comm.rank), queue(cluster.task_index).size()
-        training = shape["worker"] + shape["chief"]
-        if cluster.workers is not None:
+        elif cluster.workers is not None:
             assert cluster.workers.allreduce(1, op=cc.SUM) == training
-            for ps in range(shape["ps"]):
-                queue(ps).enqueue(cluster.workers.rank)
-            return cluster.device_of(comm.rank), cluster.is_chief
-        assert not cluster.is_chief
-        taken = [queue(ps).dequeue_many(training, timeout=20) for ps in range(shape["ps"])]
-        return cluster.device_of(comm.rank), [sorted(numbers.tolist()) for numbers in taken]
+            for _ in range(STEPS):
+                strategy.apply_gradients(strategy.optimizer, [(w.value - TARGET, w)])
+            numbers.enqueue(cluster.workers.rank)
+            cluster.workers.barrier()
+            strategy.pull()
+        else:
+            assert sorted(numbers.dequeue_many(training, timeout=20)) == list(range(training))
+            strategy.pull()
+        return cluster.device_of(comm.rank), strategy.is_chief, w.value
 
 
 def check(shape, found):
     """Compare what some tasks, or all, have returned with what their cluster is."""
-    training = shape["worker"] + shape["chief"]
     chief = "/job:chief/task:0" if shape["chief"] else "/job:worker/task:0"
-    for task, result in found:
+    for task, is_chief, value in found:
+        assert is_chief == (task == chief)
         if task.startswith("/job:ps"):
-            # `join` does not wait for the evaluator, which may have taken the numbers or not yet.
-            assert result == training or (shape["evaluator"] and 0 <= result < training)
-        elif task == "/job:evaluator/task:0":
-            assert result == [list(range(training))] * shape["ps"]
-        else:
-            assert result == (task == chief)
+            continue
+        # Each step brings w nearer by a tenth of its distance or more.
+        np.testing.assert_allclose(value, TARGET, atol=0.9**STEPS)
 
 
 @pytest.mark.parametrize(
     "shape", SHAPES, ids=lambda shape: "-".join(f"{n}{job}" for job, n in shape.items() if n)
 )
-def test_a_cluster_starts_exchanges_and_ends(shape):
+def test_a_cluster_starts_trains_and_ends(shape):
     settings = Settings(timeout=20, shared_memory=None)
     size = sum(shape.values())
     found = inprocess.run_ranks(size, lambda comm: program(comm, shape), settings=settings)
-    assert len(dict(found)) == size
+    assert len({task for task, *_ in found}) == size
     check(shape, found)
 
 

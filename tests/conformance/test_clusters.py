@@ -216,6 +216,12 @@ def test_variables_and_accumulators_are_spread_over_the_ps_tasks(world):
                 with device(greedy), container("greedy"):
                     variable = shared_variable(zeros, service=service, shared_name=name)
                     variable.assign_add(zeros + 1)
+            for name, shape in SHAPES.items():
+                with device(greedy), container("greedy"):
+                    shared_accumulator(
+                        ConditionalAccumulator, "float32", shape,
+                        service=service, shared_name=f"{name}/sum",
+                    )  # fmt: skip
             comm.barrier()
             assert (variable.read().value == comm.size).all()
             mine = sorted(service._containers._things)
@@ -225,12 +231,14 @@ def test_variables_and_accumulators_are_spread_over_the_ps_tasks(world):
         """Return each rank's (container, name) pairs."""
         if ps == 0:
             everything = [("turns", n + end) for n in SHAPES for end in ("", "/sum")]
-            return {worker: everything + [("greedy", n) for n in SHAPES]}
+            greedy = [("greedy", n + end) for n in SHAPES for end in ("", "/sum")]
+            return {worker: everything + greedy}
         found = defaultdict(list)
         for i, name in enumerate(SHAPES):
             found[0].append(("turns", name))
             found[ps - 1].append(("turns", f"{name}/sum"))
             found[(0, 1, 1, 0)[i] if ps == 2 else 0].append(("greedy", name))
+            found[(1, 0, 0, 1)[i] if ps == 2 else 0].append(("greedy", f"{name}/sum"))
         return found
 
     world.run(check)

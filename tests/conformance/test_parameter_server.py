@@ -3,89 +3,16 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 import strategies
-from strategies.cluster.cluster import Cluster
-from strategies.cluster.server import Server
+from served import LIMIT, in_turn, opened, scenario, training
 from strategies.cluster.setter import GreedyLoadBalancing, byte_size
-from strategies.cluster.spec import ClusterSpec
 from strategies.errors import DeadlineExceededError, FailedPreconditionError, OpError
 from strategies.parameter_server import ParameterServerStrategy
-from strategies.staleness import Decision, Drop, Record, Scale
-
-LIMIT = 20.0  # seconds after which a test that hangs fails
-
-
-@contextmanager
-def opened(comm, ps=None):
-    """A server, with two ps where there are ranks for them."""
-    count = ps or max(1, min(2, comm.size - 2))
-    spec = ClusterSpec.from_ranks(comm.size, ps=count)
-    with Cluster(spec, comm) as cluster, Server(cluster) as server:
-        yield server
-
-
-def cluster_test(body, *, ps=None, **options):
-    """Run `body(strategy, server, after)` on all tasks of a world that has a ps and a worker.
-
-    `after(turn)` waits until the other workers have come to a turn, so that orders can be tested.
-    """
-
-    def test(world):
-        if world.size == 1:
-            world.run(alone)
-            return
-        world.run(lambda comm: run(comm))
-
-    def run(comm):
-        with opened(comm, ps) as server:
-            made = {name: f() if name == "optimizer" else f for name, f in options.items()}
-            strategy = ParameterServerStrategy(
-                server, made.pop("optimizer", strategies.SGD(1.0)), **made
-            )
-            body(strategy, server)
-
-    return test
-
-
-def alone(comm):
-    with (
-        Cluster({"worker": ["rank:0"]}, comm) as cluster,
-        Server(cluster) as server,
-        pytest.raises(ValueError, match="expected at least one ps and one worker, got 0 and 1"),
-    ):
-        ParameterServerStrategy(server, strategies.SGD(1.0))
-
-
-def in_turn(server, action):
-    """Let one worker after the other do something, while the ps tasks serve."""
-    workers = server.cluster.workers
-    if workers is None:
-        return
-    for turn in range(workers.size):
-        workers.barrier()
-        if turn == workers.rank:
-            action()
-    workers.barrier()
-
-
-def training(server):
-    return server.cluster.workers is not None
-
-
-def scenario(**options):
-    """Make a test of a function of a strategy and its server."""
-
-    def decorate(body):
-        test = cluster_test(body, **options)
-        test.__name__ = body.__name__
-        return test
-
-    return decorate
+from strategies.parameter_server.staleness import Decision, Drop, Record, Scale
 
 
 @scenario(staleness=None)
@@ -459,6 +386,14 @@ def test_wrong_use_on_one_task_is_an_error_on_all(world):
 
 def broken():
     raise KeyError("oh")
+
+
+@scenario(partitioner=lambda shape, dtype: [2])
+def test_a_name_that_a_part_has_is_taken(strategy, server):
+    strategy.variable(np.zeros(4), name="w")
+    with pytest.raises(ValueError, match=r"name that is taken, .* got \['w/part_1'\]"):
+        strategy.variable(np.zeros(1), name="w/part_1")
+    assert list(strategy.variables) == ["w"]
 
 
 @scenario(devices=["/cpu:0", "/cpu:1"], synchronous=True)

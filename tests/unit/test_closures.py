@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from strategies.closures import Closure, ClosureQueue
 from strategies.errors import CancelledError, DeadlineExceededError
+from strategies.parameter_server.closures import Closure, ClosureQueue
 
 LIMIT = 20.0
 

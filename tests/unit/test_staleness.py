@@ -7,9 +7,9 @@ import pytest
 
 from strategies.cluster.scopes import Placeable
 from strategies.cluster.setter import GreedyLoadBalancing, RoundRobin, byte_size
-from strategies.parameter_layout import cut, cut_rows, number_of_parts, parts_of
+from strategies.parameter_server.layout import cut, cut_rows, number_of_parts, parts_of
+from strategies.parameter_server.staleness import Decision, Drop, Ledger, Record, Scale, weight
 from strategies.sparse import Rows
-from strategies.staleness import Decision, Drop, Ledger, Record, Scale, weight
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])

@@ -14,12 +14,13 @@ mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+import collectives as cc
 from strategies import contexts, datasets, replica_gradients
 from strategies.base import Strategy
 from strategies.checks import number
@@ -29,16 +30,16 @@ from strategies.cluster.setter import RoundRobin
 from strategies.contexts import require_cross_replica
 from strategies.datasets import InputContext
 from strategies.optimizers import Optimizer
-from strategies.parameter_client import Client, Report
-from strategies.parameter_layout import Partitioner, cut, number_of_parts, parts_of
-from strategies.parameter_mean import Gradient, check
-from strategies.parameter_shard import PARAMETERS, Rules, Shard
+from strategies.parameter_server.client import Client, Report
+from strategies.parameter_server.layout import Part, Partitioner, cut, number_of_parts, parts_of
+from strategies.parameter_server.mean import Gradient, check
+from strategies.parameter_server.served_variable import ServedVariable
+from strategies.parameter_server.shard import PARAMETERS, Rules, Shard
+from strategies.parameter_server.staleness import Decision, StalenessRule
 from strategies.per_replica import select
 from strategies.ranks import Ranks
 from strategies.replica_gradients import Gradients
-from strategies.served_variable import ServedVariable
 from strategies.sparse import Rows
-from strategies.staleness import Decision, StalenessRule
 
 __all__ = ["ParameterServerStrategy", "Report"]
 
@@ -64,6 +65,10 @@ class ParameterServerStrategy(Strategy):
         partitioner: shape and dtype -> number of parts along each axis, 1 but for the first.
         choice: `Placeable` -> index of the ps for a part; `RoundRobin` if None.
         devices: of each worker, a replica on each; "/cpu:0" if None.
+        compression: how gradients travel to the ps tasks: `cc.FP16` or `cc.BF16` halve the bytes of
+            float32, `cc.BF16.with_feedback()` adds what rounding has left over to the next gradient
+            of the variable (not of `Rows`). They are summed and applied in their own dtype.
+        value_compression: how values travel from there. The ps tasks keep all digits.
         timeout: seconds that a gradient may wait for those of other workers; None for any time.
         shared_name: tells strategies of one server apart.
 
@@ -94,6 +99,8 @@ class ParameterServerStrategy(Strategy):
         partitioner: Partitioner | None = None,
         choice: Callable[[Placeable], int] | None = None,
         devices: Sequence[str] | None = None,
+        compression: cc.Compression = cc.NONE,
+        value_compression: cc.Compression = cc.NONE,
         timeout: float | None = 600.0,
         shared_name: str = "parameters",
     ) -> None:
@@ -108,17 +115,21 @@ class ParameterServerStrategy(Strategy):
         self._all = Ranks(self.cluster.comm)
         self._workers = tuple(self.cluster.training_ranks)
         self.last_push: tuple[Decision, ...] = ()
-        self._client = Client(server.service, self.cluster)
-        self._servers = self._client.servers
+        self._servers = tuple(self.cluster.ranks_of("ps"))
         self._shard: Shard | None = None
         self._all.prepared(
             "ParameterServerStrategy", lambda: self._check(devices, warmup_steps, rate_scale)
+        )
+        self._client = self._all.prepared(
+            "ParameterServerStrategy",
+            lambda: Client(server.service, self.cluster, compression, value_compression),
         )
         self._choice = choice or RoundRobin(len(self._servers))
         self._all.agree(
             f"ParameterServerStrategy of {type(optimizer).__name__}, synchronous={synchronous}, "
             f"staleness={staleness}, warmup_steps={warmup_steps}, rate_scale={rate_scale}, "
-            f"devices={len(self.devices)}, shared_name={shared_name!r}"
+            f"devices={len(self.devices)}, compression={compression}, "
+            f"value_compression={value_compression}, shared_name={shared_name!r}"
         )
         rules = Rules(optimizer, synchronous, staleness, warmup_steps, rate_scale, self._workers[0])
         self._all.prepared("ParameterServerStrategy", lambda: self._serve(shared_name, rules))
@@ -222,10 +233,7 @@ class ParameterServerStrategy(Strategy):
             return value, number_of_parts(chosen, value.shape, value.dtype, self._partitioner)
 
         value, count = self._all.prepared(f"variable {chosen}", local)
-        parts = self._all.prepared(
-            f"variable {chosen}",
-            lambda: parts_of(chosen, value.shape, value.dtype, count, self._choice),
-        )
+        parts = self._all.prepared(f"variable {chosen}", lambda: self._cut(chosen, value, count))
         self._all.agree(f"variable {chosen} {value.dtype} {value.shape} {parts} {resident}")
         chief = self._workers[0]
         value = self._all.together(
@@ -237,6 +245,17 @@ class ParameterServerStrategy(Strategy):
         self._names.add(chosen)
         self._all.prepared(f"variable {chosen} is there", lambda: self._hold(variable, value))
         return variable
+
+    def _cut(self, name: str, value: npt.NDArray[Any], count: int) -> list[Part]:
+        """Return the parts of a new variable."""
+        parts = parts_of(name, value.shape, value.dtype, count, self._choice)
+        taken = {part.name for known in self.variables.values() for part in known.parts}
+        if both := taken & {part.name for part in parts}:
+            raise ValueError(
+                f"variable: a part of it has a name that is taken, expected new ones, got "
+                f"{sorted(both)} (variable: {name})"
+            )
+        return parts
 
     def _hold(self, variable: ServedVariable, value: npt.NDArray[Any]) -> None:
         """On a ps: take over its parts of a variable."""
@@ -354,6 +373,36 @@ class ParameterServerStrategy(Strategy):
     def reports(self) -> list[Report]:
         """Return what each ps task has done so far; not on a ps task."""
         return self._client.reports()
+
+    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
+        """Return all that training needs to go on from here, for a checkpoint; not on a ps task.
+
+        Of each ps it is the state between two updates. If it is called by a worker that trains
+        synchronously, all are from between the same two.
+
+        Returns:
+            `variable/<name>` and, for every slot, `optimizer/<slot>/<name>`, of the variable's
+            shape; counts of updates, see `strategies.parameter_server.saved`. All of it is in the
+            memory of this task.
+
+        Raises:
+            UnavailableError: a ps task is lost.
+        """
+        return self._client.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
+        """Let training go on from a state, also of other numbers of ps tasks and parts.
+
+        One task calls it, such as the chief, before the workers compute gradients; then the others
+        `pull`. Steps of the learning rate's schedule and of a warm-up are counted on.
+
+        Raises:
+            ValueError: the state is of other variables or of another optimizer. Nothing has
+                changed.
+            FailedPreconditionError: gradients wait to be applied.
+            UnavailableError: a ps task is lost.
+        """
+        self._client.load_state_dict(state)
 
     def leave(self) -> None:
         """Contribute no more gradients: others do not wait for this worker from now on.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from strategies.parameter_layout import Part
+from strategies.parameter_server.layout import Part
 
 if TYPE_CHECKING:
-    from strategies.parameter_server import ParameterServerStrategy
+    from strategies.parameter_server.strategy import ParameterServerStrategy
 
 __all__ = ["ServedVariable"]
 

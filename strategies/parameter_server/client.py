@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+import collectives as cc
 from strategies.cluster.cluster import Cluster
 from strategies.errors import FailedPreconditionError, UnavailableError
-from strategies.parameter_layout import cut, cut_rows
-from strategies.parameter_mean import Gradient
-from strategies.parameter_shard import PARAMETERS
+from strategies.parameter_server import saved
+from strategies.parameter_server.layout import Part, cut, cut_rows
+from strategies.parameter_server.mean import Gradient
+from strategies.parameter_server.part import State
+from strategies.parameter_server.served_variable import ServedVariable
+from strategies.parameter_server.shard import PARAMETERS
+from strategies.parameter_server.staleness import Decision, Record
 from strategies.resources import asking, bundles
+from strategies.resources.actions import compressed, widened
 from strategies.resources.asking import Question
 from strategies.resources.container import Place
+from strategies.resources.items import packing
 from strategies.resources.requests import Answer
 from strategies.resources.service import Service
-from strategies.served_variable import ServedVariable
 from strategies.sparse import Rows
-from strategies.staleness import Decision, Record
 
 __all__ = ["Client", "Report"]
 
@@ -45,12 +51,33 @@ class Client:
     Args:
         service: reaches them.
         cluster: in which they are.
+        compression: how gradients travel.
+        value_compression: how values travel, without feedback.
 
     Attributes:
         servers: their ranks.
+
+    Raises:
+        ValueError: gradients or values are to be rounded in a way that is not supported here.
     """
 
-    def __init__(self, service: Service, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        service: Service,
+        cluster: Cluster,
+        compression: cc.Compression,
+        value_compression: cc.Compression,
+    ) -> None:
+        if value_compression.residuals is not None:
+            raise ValueError(
+                f"ParameterServerStrategy: value_compression: feedback is for gradients, expected "
+                f"a compression without, got {value_compression}"
+            )
+        self._compression = compression
+        self._rows_compression = replace(compression, residuals=None)
+        self._as = packing(compression, "ParameterServerStrategy: compression").get("as")
+        packed = packing(value_compression, "ParameterServerStrategy: value_compression")
+        self._values_as = packed.get("as")
         self.servers = tuple(cluster.ranks_of("ps"))
         self._service = service
         self._cluster = cluster
@@ -58,7 +85,7 @@ class Client:
         self._memberships: list[int] = []
         self._variables: list[ServedVariable] = []
         self._numbers: dict[str, int] = {}  # name of a part -> its number on its ps
-        self._counts = [0] * len(self.servers)  # parts on each ps
+        self._held: list[list[str]] = [[] for _ in self.servers]  # names by number
         self._residents: list[list[str]] = [[] for _ in self.servers]
         self._versions = [0] * len(self.servers)  # of the copies here
 
@@ -84,15 +111,15 @@ class Client:
     def add(self, variable: ServedVariable) -> None:
         """Note where a new variable is."""
         for part in variable.parts:
-            self._numbers[part.name] = self._counts[part.task]
-            self._counts[part.task] += 1
+            self._numbers[part.name] = len(self._held[part.task])
+            self._held[part.task].append(part.name)
             if variable.resident:
                 self._residents[part.task].append(part.name)
         self._variables.append(variable)
 
     def pull(self) -> None:
         """Bring the copies of all resident variables up to date."""
-        self._take(self._ask("pull", [{}] * len(self.servers)))
+        self._take(self._ask("pull", [{"values_as": self._values_as}] * len(self.servers)))
 
     def push(
         self,
@@ -111,11 +138,7 @@ class Client:
         for gradient, variable in pairs:
             for part in variable.parts:
                 parts[part.task].append([self._numbers[part.name], isinstance(gradient, Rows)])
-                if isinstance(gradient, Rows):
-                    piece = cut_rows(gradient, part)
-                    arrays[part.task] += [np.asarray(piece.indices), np.asarray(piece.values)]
-                else:
-                    arrays[part.task].append(cut(gradient, part))
+                arrays[part.task] += self._packed(gradient, part)
         bundled = [bundles.pack(own) for own in arrays]
         worker = self._cluster.comm.rank
         told = [
@@ -125,12 +148,23 @@ class Client:
                 "examples": examples,
                 "parts": own,
                 "layout": how,
+                "as": self._as,
+                "values_as": self._values_as,
             }
             for version, own, (how, _) in zip(self._versions, parts, bundled, strict=True)
         ]
         answers = self._ask("push", told, [frames for _, frames in bundled], timeout)
         self._take(answers)
         return tuple(Decision(a.metadata["staleness"], a.metadata["weight"]) for a in answers)
+
+    def _packed(self, gradient: Gradient, part: Part) -> list[npt.NDArray[Any]]:
+        """Return what travels of a gradient to a part of its variable."""
+        if not isinstance(gradient, Rows):
+            return [compressed(cut(gradient, part), self._compression, part.name)]
+        piece = cut_rows(gradient, part)
+        values = np.asarray(piece.values)
+        # Rows are others in every step: what rounding leaves over would come to the wrong ones.
+        return [np.asarray(piece.indices), compressed(values, self._rows_compression)]
 
     def rows(self, variable: ServedVariable, indices: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return some rows of a variable."""
@@ -141,13 +175,13 @@ class Client:
             Question(
                 self._places[part.task],
                 "rows",
-                {"part": self._numbers[part.name]},
+                {"part": self._numbers[part.name], "values_as": self._values_as},
                 [indices[places] - part.start],
             )
             for part, places in wanted
         ]
         for (_, places), answer in zip(wanted, self._answers(questions), strict=True):
-            result[places] = answer.values[0]
+            result[places] = self._widened(answer.values[0], variable)
         return result
 
     def assign(self, variable: ServedVariable, value: npt.NDArray[Any]) -> None:
@@ -163,6 +197,34 @@ class Client:
                 for part in variable.parts
             ]
         )
+
+    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
+        """Return what a checkpoint keeps; see `saved`."""
+        return saved.joined(self._variables, *self._states())
+
+    def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
+        """Let the ps tasks go on from a state, and bring the copies up to date."""
+        like, _ = self._states()
+        states, updates = saved.divided(state, self._variables, like, len(self.servers))
+        told, values = [], []
+        for names, count in zip(self._held, updates, strict=True):
+            own = [states[name] for name in names]
+            layout, frames = bundles.pack([a for held in own for a in held.arrays.values()])
+            parts = [[held.counts, list(held.arrays)] for held in own]
+            told.append({"layout": layout, "parts": parts, "updates": count})
+            values.append(frames)
+        self._ask("load", told, values)
+        self.pull()
+
+    def _states(self) -> tuple[dict[str, State], list[int]]:
+        """Return name of a part -> its state, and the updates of each ps."""
+        answers = self._ask("state", [{}] * len(self.servers))
+        states: dict[str, State] = {}
+        for names, answer in zip(self._held, answers, strict=True):
+            arrays = iter(bundles.unpack(answer.metadata["layout"], answer.values))
+            for name, (counts, kinds) in zip(names, answer.metadata["parts"], strict=True):
+                states[name] = State(counts, {kind: next(arrays) for kind in kinds})
+        return states, [answer.metadata["updates"] for answer in answers]
 
     def reports(self) -> list[Report]:
         """Return what each ps task has done."""
@@ -216,5 +278,9 @@ class Client:
             found |= zip(self._residents[server], arrays, strict=True)
         for variable in self._variables:
             if variable.resident:
-                parts = [found[part.name] for part in variable.parts]
+                parts = [self._widened(found[part.name], variable) for part in variable.parts]
                 variable.take(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    def _widened(self, value: npt.NDArray[Any], variable: ServedVariable) -> npt.NDArray[Any]:
+        """Return values of a variable as they were before they travelled."""
+        return widened(value, {"as": self._values_as}, variable.dtype)

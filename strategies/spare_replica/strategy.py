@@ -19,7 +19,7 @@ from strategies.gradients import Pair
 from strategies.ranks import Ranks
 from strategies.resources.service import Service
 from strategies.resources.variables import Aggregation, Synchronization, Variable
-from strategies.spare_steps import SpareSteps, StepReport
+from strategies.spare_replica.steps import SpareSteps, StepReport
 
 __all__ = ["SpareReplicaStrategy"]
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from strategies.chief_loop import ChiefLoop
 from strategies.distributed_optimizer import ArrayOptimizer
 from strategies.errors import OpError, UnavailableError
 from strategies.gradients import Pair
@@ -18,6 +17,7 @@ from strategies.resources.service import Service
 from strategies.resources.sums import Gradient, Part
 from strategies.resources.values import Array
 from strategies.resources.waiting import Attempt, Waiting
+from strategies.spare_replica.chief_loop import ChiefLoop
 from strategies.sparse import Rows
 
 __all__ = ["SpareSteps", "StepReport"]

@@ -18,12 +18,10 @@ because the worker has left, or is dead.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from strategies.errors import (
@@ -34,24 +32,17 @@ from strategies.errors import (
     OpError,
 )
 from strategies.optimizers import Optimizer
-from strategies.parameter_mean import Gradient, check, mean
+from strategies.parameter_server.mean import Gradient, check, mean
+from strategies.parameter_server.part import HeldPart, HeldParts, State
+from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
 from strategies.resources import bundles
+from strategies.resources.actions import rounded, widened
 from strategies.resources.container import Handler, ResourceKind, Work, register
-from strategies.resources.stored import Rate, Stored
 from strategies.sparse import Rows
-from strategies.staleness import Decision, Ledger, StalenessRule
 
 __all__ = ["PARAMETERS", "Rules", "Shard"]
 
 log = logging.getLogger(__name__)
-
-Array = npt.NDArray[Any]
-
-# Bytes of gradients from which an update is worth several threads: handing out the work takes some
-# 0.1 ms, in which one thread changes about this much.
-_WORTH_THREADS = 1 << 20
-# More threads than this do not make memory faster.
-_MOST_THREADS = 4
 
 
 class Rules(NamedTuple):
@@ -74,40 +65,6 @@ class Rules(NamedTuple):
     chief: int
 
 
-class _Part:
-    """A variable, or a part of one, and the optimizer that updates it."""
-
-    def __init__(self, name: str, value: Array, optimizer: Optimizer, resident: bool) -> None:
-        arguments = optimizer.arguments
-        self._rate = Rate(arguments.pop("learning_rate"))
-        self._stored = Stored(name)
-        self._optimizer = type(optimizer)(self._rate, **arguments)
-        self._stored.value = np.array(value, order="C")
-        self.name = name
-        self.resident = resident
-
-    @property
-    def value(self) -> Array:
-        """What it is now; later updates do not change it."""
-        return self._stored.view()
-
-    def update(self, gradient: Gradient, factor: float) -> None:
-        """Change the value by its gradient, with so many times the learning rate."""
-        self._rate.factor = factor
-        self._optimizer.apply_gradients([(gradient, _Named(self.name, self._stored.writable()))])
-
-    def assign(self, value: Array) -> None:
-        """Take another value."""
-        self._stored.writable(keep=False)[...] = value
-
-
-class _Named(NamedTuple):
-    """A variable as optimizers want it."""
-
-    name: str
-    value: Array
-
-
 class _Push(NamedTuple):
     """Gradients of one worker: number of the part -> gradient; None if there are no examples."""
 
@@ -128,14 +85,14 @@ class Shard:
     def __init__(self, name: str) -> None:
         self.name = name
         self._rules: Rules | None = None
-        self._parts: list[_Part] = []
+        self._parts = HeldParts(name)
         self._ledger = Ledger()
         self._members: set[int] = set()
         self._waiting: dict[int, _Push] = {}  # worker -> its push in this round
         self._held: list[_Push] = []  # until the warm-up is over
         self._warm_at: int | None = None  # version at which it was over
+        self._before = 0  # updates that a checkpoint has brought
         self._line = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._pool: ThreadPoolExecutor | None = None
 
     def prepare(self, rules: Rules) -> None:
         """Say how this is trained; before any worker joins.
@@ -152,7 +109,7 @@ class Shard:
         self._ledger = Ledger(rules.staleness)
         self._warm_at = None if rules.warmup_steps else 0
 
-    def add(self, name: str, value: Array, *, resident: bool = True) -> None:
+    def add(self, name: str, value: npt.NDArray[Any], *, resident: bool = True) -> None:
         """Add a variable; before anybody asks for it.
 
         Args:
@@ -161,7 +118,7 @@ class Shard:
             resident: whether workers hold a copy, which every answer brings up to date.
         """
         self._line.submit(
-            lambda: self._parts.append(_Part(name, value, self.rules.optimizer, resident))
+            lambda: self._parts.append(HeldPart(name, value, self.rules.optimizer, resident))
         ).result()
 
     @property
@@ -190,8 +147,7 @@ class Shard:
                 push.work.fail(gone)
             self._waiting.clear()
             self._held.clear()
-            if self._pool is not None:
-                self._pool.shutdown(wait=False)
+            self._parts.close()
 
         self._later(end, end)
         self._line.shutdown(wait=False)
@@ -255,12 +211,13 @@ class Shard:
         """Look at all gradients before the first variable is changed."""
         told = work.arguments
         values = iter(bundles.unpack(told["layout"], work.values))
-        given: dict[int, Gradient] = {
-            index: Rows(next(values), next(values)) if sparse else next(values)
-            for index, sparse in told["parts"]
-        }
-        for number, gradient in given.items():
+        given: dict[int, Gradient] = {}
+        for number, sparse in told["parts"]:
             part = self._parts[number]
+            indices = next(values) if sparse else None
+            array = widened(next(values), told, part.value.dtype)
+            gradient = array if indices is None else Rows(indices, array)
+            given[number] = gradient
             check(gradient, part.value.shape, part.value.dtype, part.name)
         if not 0 <= told["version"] <= self._ledger.version:
             raise InvalidArgumentError(
@@ -283,7 +240,7 @@ class Shard:
                     push.work.fail(error)
         version = self._ledger.version
         if self._warm_at is None:
-            if version < self.rules.warmup_steps and chief in self._members:
+            if self._updates < self.rules.warmup_steps and chief in self._members:
                 return
             self._warm_at = version
         if self._held:
@@ -320,25 +277,22 @@ class Shard:
 
     def _update(self, given: Mapping[int, Gradient], factor: float = 1.0) -> None:
         """Change variables by their gradients."""
-        if self._ledger.version >= self.rules.warmup_steps:
+        if self._updates >= self.rules.warmup_steps:
             factor *= self.rules.rate_scale
-        sizes = [g.values.nbytes if isinstance(g, Rows) else g.nbytes for g in given.values()]
-        changes = [(self._parts[i], gradient, factor) for i, gradient in given.items()]
-        if len(changes) > 1 and sum(sizes) >= _WORTH_THREADS:
-            if self._pool is None:
-                threads = min(_MOST_THREADS, os.cpu_count() or 1)
-                self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"{self.name}-update")
-            list(self._pool.map(lambda change: _Part.update(*change), changes))
-        else:
-            for change in changes:
-                _Part.update(*change)
+        self._parts.update(given, factor)
         self._ledger.version += 1
+
+    @property
+    def _updates(self) -> int:
+        """How many there have been, also before the checkpoint from which training goes on."""
+        return self._before + self._ledger.version
 
     def _reply(self, push: _Push, decision: Decision) -> None:
         self._answer(push.work, staleness=decision.staleness, weight=decision.weight)
 
     def _answer(self, work: Work, **facts: Any) -> None:
-        values = [part.value for part in self._parts if part.resident]
+        how = work.arguments.get("values_as")
+        values = [rounded(part.value, how) for part in self._parts if part.resident]
         layout, frames = bundles.pack(values)
         work.reply(frames, layout=layout, version=self._ledger.version, **facts)
 
@@ -369,7 +323,8 @@ class Shard:
     def rows(self, work: Work) -> None:
         """Answer with some rows of a variable."""
         part = self._parts[work.arguments["part"]]
-        work.reply([part.value[work.values[0]]])
+        rows = part.value[work.values[0]]
+        work.reply([rounded(rows, work.arguments.get("values_as"))])
 
     def assign(self, work: Work) -> None:
         """Let a variable take another value."""
@@ -389,7 +344,29 @@ class Shard:
             [worker, r.applied, r.dropped, r.total_staleness, r.most_staleness]
             for worker, r in sorted(self._ledger.records.items())
         ]
-        work.reply(version=self._ledger.version, records=records, members=sorted(self._members))
+        work.reply(version=self._updates, records=records, members=sorted(self._members))
+
+    def state(self, work: Work) -> None:
+        """Answer with all that a checkpoint keeps."""
+        states = [part.state() for part in self._parts]
+        layout, frames = bundles.pack([array for held in states for array in held.arrays.values()])
+        parts = [[held.counts, list(held.arrays)] for held in states]
+        work.reply(frames, layout=layout, parts=parts, updates=self._updates)
+
+    def load(self, work: Work) -> None:
+        """Go on from what `state` has answered."""
+        if self._waiting:
+            raise FailedPreconditionError(
+                f"load_state_dict: gradients wait to be applied, expected none before the state is "
+                f"loaded, got those of tasks {sorted(self._waiting)}"
+            )
+        told = work.arguments
+        values = iter(bundles.unpack(told["layout"], work.values))
+        for part, (counts, kinds) in zip(self._parts, told["parts"], strict=True):
+            part.load(State(counts, {kind: next(values) for kind in kinds}))
+        self._before = told["updates"] - self._ledger.version
+        self._go_on()
+        work.reply()
 
 
 def _handlers(names: Iterable[str]) -> dict[str, Handler]:
@@ -404,7 +381,7 @@ PARAMETERS = register(
         "Parameters",
         lambda description, name: Shard(name),
         lambda shard, description: None,
-        _handlers(["assign", "join", "pull", "push", "report", "rows"]),
+        _handlers(["assign", "join", "load", "pull", "push", "report", "rows", "state"]),
         Shard.close,
     )
 )

@@ -1,0 +1,16 @@
+"""Variables on ps tasks, workers that push gradients there, and a coordinator that gives work."""
+
+from strategies.parameter_server.client import Report
+from strategies.parameter_server.coordinator import ClusterCoordinator
+from strategies.parameter_server.staleness import Decision, Drop, Record, Scale
+from strategies.parameter_server.strategy import ParameterServerStrategy
+
+__all__ = [
+    "ClusterCoordinator",
+    "Decision",
+    "Drop",
+    "ParameterServerStrategy",
+    "Record",
+    "Report",
+    "Scale",
+]

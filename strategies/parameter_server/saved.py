@@ -1,0 +1,125 @@
+"""The state of variables on ps tasks as named arrays, and back: for checkpoints.
+
+::
+
+    variable/w                  the variable                                 its shape
+    optimizer/momentum/w        a slot of its optimizer                      its shape
+    optimizer/step/w            how often each part of it was updated        (number of parts,)
+    updates                     of each ps                                   (number of ps tasks,)
+
+What was saved with some number of ps tasks and parts goes on with another one as well. Arrays are
+joined and cut again; of counts that differ among parts or ps tasks, the largest holds for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from strategies.parameter_server.layout import cut
+from strategies.parameter_server.part import VALUE, State
+from strategies.parameter_server.served_variable import ServedVariable
+
+__all__ = ["divided", "joined"]
+
+Array = npt.NDArray[Any]
+
+_UPDATES = "updates"
+
+
+def joined(
+    variables: Iterable[ServedVariable], states: Mapping[str, State], updates: Sequence[int]
+) -> dict[str, Array]:
+    """Return named arrays.
+
+    Args:
+        variables: whose state it is.
+        states: name of a part -> its state.
+        updates: of each ps.
+    """
+    result = {_UPDATES: np.array(updates, np.int64)}
+    for variable in variables:
+        parts = [states[part.name] for part in variable.parts]
+        for kind in parts[0].arrays:
+            pieces = [part.arrays[kind] for part in parts]
+            whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            result[_key(kind, variable.name)] = whole
+        for kind in parts[0].counts:
+            counts = [part.counts[kind] for part in parts]
+            result[_key(kind, variable.name)] = np.array(counts, np.int64)
+    return result
+
+
+def divided(
+    saved: Mapping[str, npt.ArrayLike],
+    variables: Iterable[ServedVariable],
+    like: Mapping[str, State],
+    servers: int,
+) -> tuple[dict[str, State], list[int]]:
+    """Return what each part takes, and the updates of each ps.
+
+    Args:
+        saved: what `joined` has given.
+        variables: whose state it is to be.
+        like: name of a part -> its state now.
+        servers: how many ps tasks there are.
+
+    Raises:
+        ValueError: a name is missing or unknown, or a shape or a dtype does not fit.
+    """
+    rest = {name: np.asarray(value) for name, value in saved.items()}
+    updates = _counts(_taken(rest, _UPDATES), servers, _UPDATES)
+    states: dict[str, State] = {}
+    for variable in variables:
+        kinds = like[variable.parts[0].name]
+        arrays = {}
+        for kind, now in kinds.arrays.items():
+            name = _key(kind, variable.name)
+            arrays[kind] = _fitting(_taken(rest, name), variable.shape, now.dtype, name)
+        counts = {}
+        for kind in kinds.counts:
+            name = _key(kind, variable.name)
+            counts[kind] = _counts(_taken(rest, name), len(variable.parts), name)
+        for number, part in enumerate(variable.parts):
+            states[part.name] = State(
+                {kind: counts[kind][number] for kind in counts},
+                {kind: cut(arrays[kind], part) for kind in arrays},
+            )
+    if rest:
+        raise ValueError(
+            f"load_state_dict: unknown names, expected those of this strategy's variables and "
+            f"optimizer, got {sorted(rest)}"
+        )
+    return states, updates
+
+
+def _key(kind: str, variable: str) -> str:
+    return f"variable/{variable}" if kind == VALUE else f"optimizer/{kind}/{variable}"
+
+
+def _taken(rest: dict[str, Array], name: str) -> Array:
+    if name not in rest:
+        raise ValueError(f"load_state_dict: a name is missing, expected {name!r}")
+    return rest.pop(name)
+
+
+def _fitting(array: Array, shape: tuple[int, ...], dtype: Any, name: str) -> Array:
+    if (array.shape, array.dtype) != (shape, dtype):
+        raise ValueError(
+            f"load_state_dict: an array does not fit, expected {dtype} of shape {shape}, got "
+            f"{array.dtype} of shape {array.shape} (name: {name})"
+        )
+    return array
+
+
+def _counts(array: Array, number: int, name: str) -> list[int]:
+    """Return counts for `number` parts or tasks, from those of as many or of others."""
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or array.min() < 0:
+        raise ValueError(
+            f"load_state_dict: bad counts, expected integers >= 0 of shape (n,), got {array.dtype} "
+            f"of shape {array.shape} (name: {name})"
+        )
+    return [int(n) for n in array] if array.size == number else [int(array.max())] * number
