@@ -36,7 +36,6 @@ from strategies.cluster.setter import (
 from strategies.cluster.slurm import SlurmClusterResolver
 from strategies.cluster.spec import ClusterSpec
 from strategies.contexts import ReplicaContext
-from strategies.coordinator import ClusterCoordinator
 from strategies.datasets import InputContext, ValueContext
 from strategies.default import (
     DefaultStrategy,
@@ -94,7 +93,7 @@ from strategies.multi_worker import MultiWorkerMirroredStrategy
 from strategies.one_device import OneDeviceStrategy
 from strategies.optimizers import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
 from strategies.options import CommunicationOptions
-from strategies.parameter_server import ParameterServerStrategy
+from strategies.parameter_server import ClusterCoordinator, Drop, ParameterServerStrategy, Scale
 from strategies.parameters import broadcast_optimizer_state, broadcast_parameters
 from strategies.per_replica import PerReplica
 from strategies.resources import partition
@@ -118,7 +117,6 @@ from strategies.resources.variable_groups import apply_all, assign_all, read_all
 from strategies.resources.variables import Variable
 from strategies.spare_replica import SpareReplicaStrategy
 from strategies.sparse import Rows
-from strategies.staleness import Drop, Scale
 from strategies.training.checkpoint import Checkpoint
 from strategies.training.checkpoint_manager import CheckpointManager
 from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics

@@ -49,6 +49,7 @@ def DistributedOptimizer(
     clip_global_norm: float | None = None,
     sparse_as_dense: bool = False,
     bucket_bytes: int | None = None,
+    overlap: bool = False,
 ) -> Any:
     """Make an optimizer that combines the gradients of all ranks, and then does as the given one.
 
@@ -75,6 +76,10 @@ def DistributedOptimizer(
             is larger.
         sparse_as_dense: reduce sparse gradients of PyTorch as dense ones.
         bucket_bytes: after how many bytes of gradients a bucket is full.
+        overlap: reduce gradients of PyTorch while the backward pass computes others. The results
+            are the same, whatever a program does between: if gradients have changed until `step`,
+            or are those of another number of examples than in the last step, on any rank, all are
+            reduced again.
 
     Returns:
         An optimizer of the kind that was given: `AveragingOptimizer`, an object that is a
@@ -96,12 +101,18 @@ def DistributedOptimizer(
         clip_global_norm=clip_global_norm,
         sparse_as_dense=sparse_as_dense,
         bucket_bytes=bucket_bytes,
+        overlap=overlap,
     )
     facts: list[str] = []
     error = None
     try:
         rule.check()
         make, facts = _recognised(optimizer, named_parameters)
+        if overlap and facts[0] in _AT_ONCE:
+            raise ValueError(
+                "DistributedOptimizer: all gradients are there at once, overlap is for optimizers "
+                f"of PyTorch, got {type(optimizer).__name__}"
+            )
     except (TypeError, ValueError) as caught:
         error = caught
     agree(comm, "DistributedOptimizer", [*facts, f"options {rule}"], error)
@@ -109,6 +120,9 @@ def DistributedOptimizer(
 
 
 _Make = Callable[[cc.Communicator, Rule], Any]
+
+# What the ranks compare first. Of these two, all gradients are there before the first is given.
+_ARRAYS, _JAX = _AT_ONCE = ("kind arrays", "kind jax")
 
 
 def _recognised(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]:
@@ -129,11 +143,11 @@ def _recognised(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]
             f"{type(optimizer).__name__}"
         )
     if callable(getattr(optimizer, "apply_gradients", None)):
-        return lambda comm, rule: AveragingOptimizer(optimizer, comm, rule), ["kind arrays"]
+        return lambda comm, rule: AveragingOptimizer(optimizer, comm, rule), [_ARRAYS]
     if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         from strategies import jax as of_jax
 
-        return lambda comm, rule: of_jax.wrap(optimizer, comm, rule), ["kind jax"]
+        return lambda comm, rule: of_jax.wrap(optimizer, comm, rule), [_JAX]
     raise TypeError(
         "DistributedOptimizer: the optimizer has no apply_gradients, expected one of "
         "strategies.optimizers, of torch.optim or of Optax, got " + type(optimizer).__name__

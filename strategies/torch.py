@@ -9,6 +9,7 @@ import torch
 
 import collectives as cc
 from strategies.averaging import Averaging, Leaf, Rule
+from strategies.early import Early
 from strategies.passes import Contribution, Passes
 from strategies.sparse import Rows
 
@@ -98,7 +99,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     to see or change averaged gradients before, calls `synchronize` first.
 
     An averaged gradient lies in a bucket, and `.grad` is a view of it: what was put there by one
-    step is overwritten by the next one. Clone what is to be kept.
+    step is overwritten by the next one, with `overlap` by the next backward pass. Clone what is to
+    be kept.
 
     Pickled or copied, it becomes the optimizer that it holds: a communicator belongs to a process.
 
@@ -125,6 +127,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._averaging = Averaging(comm, rule)
         self._passes = Passes(rule.backward_passes_per_step)
         self._counts: dict[int, int] = {}  # position of a parameter -> its backward passes
+        self._early: dict[int, tuple[torch.Tensor, int]] = {}  # likewise -> gradient, its version
         self._hooks: list[Any] = []
         # Leaves are made anew for other parameters; these are kept, so that an id stays theirs.
         self._known: list[tuple[int, torch.dtype]] = []
@@ -287,7 +290,13 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._known, self._kept = known, list(parameters)
         rows = [_rows(g) for g in whole.gradients]
         try:
-            results = self._averaging.average(self._leaves, whole._replace(gradients=rows))
+            unchanged = [
+                i
+                for i, (gradient, version) in self._early.items()
+                if parameters[i].grad is gradient and gradient._version == version
+            ]
+            contribution = whole._replace(gradients=rows)
+            results = self._averaging.average(self._leaves, contribution, unchanged)
         except Exception:
             self._forget()
             raise
@@ -296,6 +305,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 parameter.grad = _sparse(result, parameter)
             else:
                 parameter.grad = result
+        self._early.clear()
 
     def _clip(self) -> None:
         gradients = [p.grad for p in _parameters(self.optimizer)]
@@ -335,15 +345,20 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         self._counts.clear()
+        self._early.clear()
         self._averaged = self._taken = self._asked = False
 
     def _count_passes(self) -> None:
         """Let every parameter count the passes that gave it a gradient."""
-        counts = self._counts  # the hooks hold this, and not the optimizer
+        # The hooks hold these, and not the optimizer.
+        counts, given, averaging = self._counts, self._early, self._averaging
 
         def counter(position: int) -> Callable[[torch.Tensor], None]:
-            def count(_: torch.Tensor) -> None:
+            def count(parameter: torch.Tensor) -> None:
                 counts[position] = counts.get(position, 0) + 1
+                early = averaging.early
+                if early is not None and early.expects(position):
+                    given[position] = _given(early, position, parameter)
 
             return count
 
@@ -366,6 +381,17 @@ def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _given(early: Early, position: int, parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Let a gradient be reduced early; returns it, and the count of its changes."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not gradient.is_sparse and early.lies_in_place(position, gradient):
+        # Of zeroed memory, whose place is needed for the result while this must not be lost.
+        parameter.grad = gradient = gradient.clone()
+    early.ready(position, gradient.to_dense() if gradient.is_sparse else gradient)
+    return gradient, gradient._version
 
 
 def _leaf(parameter: torch.Tensor, name: str) -> Leaf:

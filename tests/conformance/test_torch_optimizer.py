@@ -84,7 +84,23 @@ OPTIMIZERS = {
 }
 
 
+OVERLAP = [False]
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["in the step", "overlapped"])
+def overlap(request):
+    """All tests hold whether gradients are reduced in the step or before."""
+    OVERLAP[0] = request.param
+
+
+def overlaps(options):
+    """Whether a test is to ask for overlap where it does not itself."""
+    kept = options.get("compression", cc.NONE).residuals is not None
+    return OVERLAP[0] and options.get("backward_passes_per_step", 1) == 1 and not kept
+
+
 def wrapped(comm, model, kind="momentum", **options):
+    options.setdefault("overlap", overlaps(options))
     return strategies.DistributedOptimizer(
         OPTIMIZERS[kind](model.parameters()),
         named_parameters=model.named_parameters(),

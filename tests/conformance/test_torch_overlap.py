@@ -1,0 +1,335 @@
+"""Gradients of PyTorch reduced during the backward pass: the same bits as in the step."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import strategies
+from strategies.errors import OpError
+
+if "torch" in os.environ.get("UNISONO_REQUIRE", "").split(","):
+    import torch
+else:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+LAYERS = 4
+STEPS = 8
+
+
+def network(dtype=torch.float32):
+    made = torch.Generator().manual_seed(1)
+    layers = []
+    for _ in range(LAYERS):
+        layer = torch.nn.Linear(5, 5, dtype=dtype)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=made, dtype=dtype))
+        layers += [layer, torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers)
+
+
+def batch(comm, step, rows=3):
+    made = torch.Generator().manual_seed(100 * step + comm.rank)
+    return torch.randn((rows, 5), generator=made)
+
+
+def backward(model, x):
+    model(x).square().mean().backward()
+
+
+class Twins:
+    """Two models that train alike, one with overlap."""
+
+    def __init__(self, comm, **options):
+        self.comm = comm
+        self.models = [network(), network()]
+        self.optimizers = [
+            strategies.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+                named_parameters=model.named_parameters(),
+                comm=comm,
+                overlap=overlap,
+                bucket_bytes=64,  # so that there are several
+                **options,
+            )
+            for model, overlap in zip(self.models, (False, True), strict=True)
+        ]
+
+    def each(self, act):
+        """Let both do something; returns what it was with overlap."""
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            result = act(model, optimizer)
+        return result
+
+    def check(self):
+        """The same bits in both models, and on all ranks."""
+        plain, early = ([p.detach().numpy() for p in m.parameters()] for m in self.models)
+        for one, other in zip(plain, early, strict=True):
+            np.testing.assert_array_equal(one, other)
+            everyones = self.comm.allgather(other[np.newaxis])
+            np.testing.assert_array_equal(everyones, np.broadcast_to(other, everyones.shape))
+
+
+def twins_test(body, **options):
+    def run(comm):
+        twins = Twins(comm, **options)
+        body(twins)
+        for optimizer in twins.optimizers:
+            optimizer.close()
+
+    def test(world):
+        world.run(run)
+
+    return test
+
+
+def overlapped(**options):
+    """Make a test of a function of twins."""
+
+    def decorate(body):
+        test = twins_test(body, **options)
+        test.__name__ = body.__name__
+        return test
+
+    return decorate
+
+
+@overlapped()
+def test_gradients_are_reduced_before_the_step(twins):
+    reduced = []
+    for step in range(STEPS):
+
+        def one(model, optimizer, step=step):
+            optimizer.zero_grad()
+            backward(model, batch(twins.comm, step))
+            early = optimizer._averaging.early
+            before = None if early is None else sorted(early._begun)
+            optimizer.step()
+            return before
+
+        reduced.append(twins.each(one))
+        twins.check()
+    assert reduced == [None] + [list(range(2 * LAYERS))] * (STEPS - 1)
+
+
+def change_in_place(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad.clamp_(-0.1, 0.1)
+
+
+def replace_one(model, optimizer):
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+
+
+def drop_one(model, optimizer):
+    model[2].bias.grad = None
+
+
+def second_pass(model, optimizer):
+    backward(model, torch.ones((2, 5)))
+
+
+def start_again(model, optimizer):
+    optimizer.zero_grad()
+    backward(model, torch.ones((2, 5)))
+
+
+def start_again_in_place(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+    backward(model, torch.ones((2, 5)))
+
+
+def give_up(model, optimizer):
+    optimizer.zero_grad()
+
+
+def look_first(model, optimizer):
+    optimizer.synchronize()
+    change_in_place(model, optimizer)
+
+
+ACTS = [
+    change_in_place, replace_one, drop_one, second_pass, start_again, start_again_in_place, give_up,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["new memory", "zeroed"])
+@pytest.mark.parametrize(
+    ("act", "everywhere"),
+    [*[(act, True) for act in ACTS], *[(act, False) for act in ACTS], (look_first, True)],
+    ids=lambda value: {True: "all ranks", False: "one rank"}.get(value) or value.__name__,
+)
+def test_what_happens_between_backward_and_step_counts(world, act, everywhere, to_none):
+    @overlapped()
+    def body(twins):
+        for step in range(STEPS):
+
+            def one(model, optimizer, step=step):
+                optimizer.zero_grad(set_to_none=to_none)
+                backward(model, batch(twins.comm, step))
+                if step % 3 == 1 and (everywhere or twins.comm.rank == 0):
+                    act(model, optimizer)
+                optimizer.step()
+
+            twins.each(one)
+            twins.check()
+
+    body(world)
+
+
+@overlapped()
+def test_numbers_of_examples_may_change_and_be_zero(twins):
+    for step in range(STEPS):
+        rows = (4, 4, 2 + twins.comm.rank, 4, 4, twins.comm.rank and 4, 4, 4)[step]
+        if step == 5 and twins.comm.size == 1:
+            continue  # no rank would have an example
+
+        def one(model, optimizer, step=step, rows=rows):
+            optimizer.zero_grad()
+            backward(model, batch(twins.comm, step, rows))  # NaN where there are no rows
+            optimizer.step(examples=rows)
+
+        twins.each(one)
+        twins.check()
+    assert all(torch.isfinite(p).all() for p in twins.models[1].parameters())
+
+
+@overlapped()
+def test_layers_that_are_used_now_and_then(twins):
+    for step in range(STEPS):
+
+        def one(model, optimizer, step=step):
+            optimizer.zero_grad()
+            used = [layer for i, layer in enumerate(model) if (i + step * twins.comm.rank) % 3]
+            backward(torch.nn.Sequential(*used), batch(twins.comm, step))
+            optimizer.step()
+
+        twins.each(one)
+        twins.check()
+
+
+@overlapped(clip_global_norm=0.01, compression=cc.FP16, gradient_predivide_factor=2.0)
+def test_options_hold_as_in_the_step(twins):
+    for step in range(STEPS):
+
+        def one(model, optimizer, step=step):
+            optimizer.zero_grad(set_to_none=bool(step % 2))
+            backward(model, batch(twins.comm, step))
+            optimizer.step()
+
+        twins.each(one)
+        twins.check()
+
+
+def test_parameters_that_join_or_change_their_dtype(world):
+    @overlapped()
+    def body(twins):
+        for step in range(STEPS):
+
+            def one(model, optimizer, step=step):
+                optimizer.zero_grad()
+                x = batch(twins.comm, step)
+                if step == 3:
+                    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))]})
+                if step >= 3:
+                    x = x * optimizer.param_groups[1]["params"][0]
+                if step == 5:
+                    model.double()
+                backward(model, x.double() if step >= 5 else x)
+                optimizer.step()
+
+            twins.each(one)
+            twins.check()
+
+    body(world)
+
+
+@overlapped()
+def test_an_error_of_one_rank_is_raised_on_all_and_training_goes_on(twins):
+    size = twins.comm.size
+    for step in range(STEPS):
+
+        def one(model, optimizer, step=step):
+            def closure():
+                optimizer.zero_grad()
+                backward(model, batch(twins.comm, step))
+                if step == 4 and twins.comm.rank == size - 1:
+                    raise ValueError("no loss today")
+                return 1.0
+
+            if step == 4:
+                with pytest.raises((ValueError, OpError, cc.CollectiveError), match="no loss"):
+                    optimizer.step(closure)
+            else:
+                optimizer.step(closure)
+
+        twins.each(one)
+        twins.check()
+
+
+def test_a_gradient_that_turns_sparse(world):
+    def run(comm):
+        table = torch.nn.Parameter(torch.zeros((6, 2)))
+        optimizer = strategies.DistributedOptimizer(
+            torch.optim.SGD([table], 1.0), comm=comm, overlap=True
+        )
+        expected = np.zeros((6, 2))
+        for step in range(STEPS):
+            sparse = step % 4 == 2
+            optimizer.zero_grad()
+            rows = torch.nn.functional.embedding(torch.tensor([comm.rank, 5]), table, sparse=sparse)
+            rows.sum().backward()
+            assert table.grad.is_sparse == sparse
+            optimizer.step()
+            for rank in range(comm.size):
+                np.add.at(expected, [rank, 5], -1 / comm.size)
+            np.testing.assert_allclose(table.detach().numpy(), expected, rtol=1e-6)
+
+    world.run(run)
+
+
+def test_buckets_are_released_between_backward_and_step(world):
+    def run(comm):
+        twins = Twins(comm)
+        for step in range(3):
+
+            def one(model, optimizer, step=step):
+                optimizer.zero_grad()
+                if step < 2 or comm.rank == 0:
+                    backward(model, batch(comm, step))
+                if step == 2:
+                    began = time.monotonic()
+                    optimizer.close()
+                    assert time.monotonic() - began < 5, "it has waited for other ranks"
+                else:
+                    optimizer.step()
+
+            twins.each(one)
+        twins.check()
+
+    world.run(run)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backward_passes_per_step": 2}, "every backward pass is a step"),
+        ({"compression": cc.BF16.with_feedback()}, "may be sent twice"),
+    ],
+)
+def test_options_that_do_not_go_together(world, options, message):
+    def run(comm):
+        parameter = torch.nn.Parameter(torch.ones(1))
+        with pytest.raises(ValueError, match=message):
+            strategies.DistributedOptimizer(
+                torch.optim.SGD([parameter], 0.1), comm=comm, overlap=True, **options
+            )
+        with pytest.raises(ValueError, match="all gradients are there at once"):
+            strategies.DistributedOptimizer(strategies.SGD(0.1), comm=comm, overlap=True)
+
+    world.run(run)
