@@ -3,10 +3,12 @@
     python benchmarks/allreduce.py [--ranks 2] [--dtype float32] [--json file] [--plot file.png]
 
 Each setting of Open MPI is a run of its own, in which ours and the peers' take turns at every size;
-all figures are medians of the slowest rank. `ratio` is the peer's time over ours: MPI's default's,
-and the smallest of all settings' (its best for that size). `copy` is the time in which all ranks at
-once copy as many bytes from private to private memory, a floor for anything that moves the data.
-MPI knows no bfloat16: float16 takes its place there.
+all settings are run `--rounds` times in turns. Figures are medians of the slowest rank. Ratios are
+a peer's time over ours in the same run, medians over the rounds: between runs a virtual machine may
+move to other cores, which are nearer to each other or further apart. "best" is the setting with the
+smallest ratio at that size. `copy` is the time in which all ranks at once copy as many bytes from
+private to private memory, a floor for anything that moves the data. MPI knows no bfloat16: float16
+takes its place there.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ SIZES = [8, 64, 512, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 
 TURNS = 9
 TURN_SECONDS = 0.02  # of one case, in calls of which there are 3 to 1000
 
+Row = dict[str, float]  # name of a column -> figure
+
 # Open MPI 5's knobs that win somewhere on one node; the last where ranks outnumber the cores.
 SETTINGS = {
     "default": {},
@@ -42,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the arrays")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="draw them here")
@@ -51,8 +56,14 @@ def main() -> None:
     if options.worker:
         worker(options)
         return
-    runs = {name: launch(options, name) for name in SETTINGS}
-    rows = [combine(index, runs) for index in range(len(options.sizes))]
+    runs: dict[str, list[list[Row]]] = {name: [] for name in SETTINGS}
+    for _ in range(options.rounds):
+        for name in SETTINGS:
+            runs[name].append(launch(options, name))
+    rows = [
+        combine({name: [run[index] for run in found] for name, found in runs.items()})
+        for index in range(len(options.sizes))
+    ]
     print(f"{options.dtype} SUM, {options.ranks} ranks, microseconds")
     columns = list(rows[0])
     print("  ".join(f"{c:>12}" for c in columns))
@@ -65,7 +76,7 @@ def main() -> None:
         draw(options, rows)
 
 
-def launch(options: argparse.Namespace, setting: str) -> list[dict[str, float]]:
+def launch(options: argparse.Namespace, setting: str) -> list[Row]:
     """Run the worker under mpirun; returns what rank 0 measured."""
     mpirun = Path(sys.executable).parent / "mpirun"
     command = [str(mpirun), "-np", str(options.ranks), sys.executable, __file__, "--worker"]
@@ -79,28 +90,33 @@ def launch(options: argparse.Namespace, setting: str) -> list[dict[str, float]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def combine(index: int, runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Join the runs' figures for one size."""
-    rows = [run[index] for run in runs.values()]
-    row = {"bytes": rows[0]["bytes"]}
-    for name in ("plan", "shared", "copy"):
-        row[name] = statistics.median(r[name] for r in rows)
-    row["mpi"] = runs["default"][index]["mpi"]
-    row["mpi_yield"] = runs["yield"][index]["mpi"]
-    row["mpi_best"] = min(r["mpi"] for r in rows)
-    row["plan/default"] = row["mpi"] / row["plan"]
-    row["plan/yield"] = row["mpi_yield"] / row["plan"]
-    row["plan/best"] = row["mpi_best"] / row["plan"]
-    row["shared/best"] = row["mpi_best"] / row["shared"]
-    if "gloo" in runs["default"][index]:
-        row["gloo"] = runs["default"][index]["gloo"]
-        row["plan/gloo"] = row["gloo"] / row["plan"]
-    row["plan:copy"] = row["plan"] / row["copy"]
-    row["shared:copy"] = row["shared"] / row["copy"]
+def combine(runs: dict[str, list[Row]]) -> Row:
+    """Join the figures for one size: setting -> what its runs have measured."""
+
+    def median(rows: list[Row], name: str, under: str = "") -> float:
+        return statistics.median(row[name] / (row[under] if under else 1.0) for row in rows)
+
+    def best(under: str = "") -> float:
+        return min(median(rows, "mpi", under) for rows in runs.values())
+
+    everything = [row for rows in runs.values() for row in rows]
+    row = {"bytes": everything[0]["bytes"]}
+    row |= {name: median(everything, name) for name in ("plan", "shared", "copy")}
+    row |= {"mpi": median(runs["default"], "mpi"), "mpi_yield": median(runs["yield"], "mpi")}
+    row["mpi_best"] = best()
+    row["plan/default"] = median(runs["default"], "mpi", "plan")
+    row["plan/yield"] = median(runs["yield"], "mpi", "plan")
+    row["plan/best"] = best("plan")
+    row["shared/best"] = best("shared")
+    if "gloo" in runs["default"][0]:
+        row["gloo"] = median(runs["default"], "gloo")
+        row["plan/gloo"] = median(runs["default"], "gloo", "plan")
+    row["plan:copy"] = median(everything, "plan", "copy")
+    row["shared:copy"] = median(everything, "shared", "copy")
     return row
 
 
-def draw(options: argparse.Namespace, rows: list[dict[str, float]]) -> None:
+def draw(options: argparse.Namespace, rows: list[Row]) -> None:
     """Draw the times over the size into the file of `--plot`."""
     from matplotlib.figure import Figure
 
