@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, cfunc, types
+from numba import carray, types
 
-from collectives import halves
+from collectives import compiling, halves, rounds
 from collectives.rounds import pointer
 
 __all__ = ["Loops", "loops"]
@@ -179,14 +179,12 @@ def _compiled(loop: Callable[[int, int, int, int], None]) -> int:
     """Compile a loop, unless a file holds it already, and return its address."""
     # With Python's error model each division is checked, and no loop with one is vectorised.
     signature = types.void(*[types.int64] * 4)
-    options: dict[str, Any] = {"error_model": "numpy"}
-    try:
-        function = cfunc(signature, cache=True, **options)(loop)
-    except RuntimeError:  # no directory to write to
-        function = cfunc(signature, **options)(loop)
+    function = compiling.callback(
+        loop, signature, includes=[halves.__file__, rounds.__file__], error_model="numpy"
+    )
     _alive.append(function)
-    assert function.address is not None
-    return function.address
+    address: int = function.address
+    return address
 
 
 # Code lives as long as the object that holds it.

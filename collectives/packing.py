@@ -1,8 +1,7 @@
 """Arrays of 16-bit floats: widened, rounded and reduced at the speed of memory.
 
 Numbers become float16 or bfloat16, and back, as `collectives.halves` says; a float64 is rounded
-once, not twice. What numba compiles here is kept on disk, next to this file or in the user's cache
-directory; the first call of all takes about a second.
+once, not twice. What is compiled here is kept on disk; the first call of all takes about a second.
 
 Importing this module loads numba, so import it inside the function that needs it.
 """
@@ -13,10 +12,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes
-import numba
 import numpy as np
 
-from collectives import halves
+from collectives import compiling, halves
 from collectives.arrays import Array
 from collectives.halves import jitable, single
 from collectives.reduction import MAX, MEAN, MIN, PRODUCT, SUM, Op
@@ -32,12 +30,9 @@ _CODES = {SUM: _SUM, MEAN: _SUM, PRODUCT: _PRODUCT, MIN: _MIN, MAX: _MAX}
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call, and keep the result on disk where that is possible."""
+    """Compile at the first call."""
     # With Python's error model each division is checked, and no loop with one is vectorised.
-    try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # no directory to write to
-        return numba.njit(nogil=True, error_model="numpy")(function)
+    return compiling.compiled(function, includes=[halves.__file__], nogil=True, error_model="numpy")
 
 
 @jitable

@@ -33,6 +33,8 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from collectives import compiling
+
 __all__ = ["DONE", "MISMATCH", "WAITING", "one_shot", "pipelined", "publish", "shared"]
 
 DONE, WAITING, MISMATCH = 0, 1, 2
@@ -77,11 +79,8 @@ TILE_BYTES = TILE * 16  # of the widest type, complex128
 
 
 def _entry(function: Callable[[int], int]) -> Callable[[int], int]:
-    """Compile a kind of call, and keep the result on disk where that is possible."""
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no directory to write to
-        return njit(nogil=True)(function)
+    """Compile a kind of call."""
+    return compiling.compiled(function, nogil=True)
 
 
 @intrinsic

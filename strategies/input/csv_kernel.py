@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numba
 import numpy as np
 
+from collectives import compiling
 from strategies.input.rows import Array
 
 __all__ = ["can_split", "parse"]
@@ -91,12 +91,8 @@ def _as_columns(integers: Array, floats: Array, dtypes: Sequence[np.dtype[Any]])
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call, and keep the result on disk where that is possible."""
-    try:
-        compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no directory to write to
-        compiled = numba.njit(nogil=True)(function)
-    return compiled
+    """Compile at the first call."""
+    return compiling.compiled(function, nogil=True)
 
 
 @_compiled

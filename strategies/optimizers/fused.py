@@ -1,7 +1,7 @@
 """Rules carried over arrays of host memory in one compiled loop, and sums of squares.
 
-What numba compiles is kept on disk, next to the source or in the user's cache directory; a rule
-takes less than a second when it is first used at all, and a few milliseconds in later processes.
+What is compiled is kept on disk; a rule takes less than a second when it is first used at all, and
+a few milliseconds in later processes.
 
 Importing this module loads numba, so import it inside the function that needs it.
 """
@@ -20,6 +20,7 @@ from numba import types
 from numba.extending import overload, register_jitable
 
 import collectives as cc
+from collectives import compiling
 from strategies.optimizers import rules
 
 __all__ = ["apply", "sum_of_squares"]
@@ -164,10 +165,5 @@ def _squares(dtype: np.dtype[Any]) -> Callable[..., None]:
 def _compiled(function: Callable[..., None], arguments: tuple[Any, ...]) -> Callable[..., None]:
     """Compile for these arguments, unless a file holds the result already."""
     # With Python's error model each division is checked, and no loop with one is vectorised.
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    signature = types.void(*arguments)
-    try:
-        compiled: Callable[..., None] = numba.njit(signature, cache=True, **options)(function)
-    except RuntimeError:  # no directory to write to
-        compiled = numba.njit(signature, **options)(function)
-    return compiled
+    options = {"nogil": True, "error_model": "numpy"}
+    return compiling.compiled(function, types.void(*arguments), includes=[__file__], **options)

@@ -1,0 +1,158 @@
+"""Loops compiled by numba, kept in files that many processes read and write at the same time.
+
+numba numbers the files of a function's variants (other dtypes, other functions in its closure) and
+keeps the numbers in an index. Ranks that compile different variants at the same time take the same
+number; the index then names one variant and the file holds the other, and every later process runs
+the wrong code without an error. This has happened: bfloat16 numbers were rounded to float16.
+
+Here there is no index. A file is named by the variant that it holds, says inside which code it was
+made from, is written aside and renamed, and is taken for absent if anything in it is not as it
+should be. So ranks that do the same at once write the same file twice, and a full disk or a file
+cut short costs a compilation and nothing else.
+
+    bytes of a file    0                  32
+                       SHA-256 of the     pickled pair: what this is, the code
+                       rest
+
+Files lie where numba has its own: next to the source, or in the user's cache directory, or where
+`NUMBA_CACHE_DIR` says. Importing this module loads numba (about 0.3 s), so import it inside the
+function that needs it. It is public for `strategies`, and for loops of users.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
+from numba.core.serialize import loads
+
+__all__ = ["callback", "compiled"]
+
+log = logging.getLogger(__name__)
+
+_DIGEST_BYTES = 32
+
+
+def compiled(
+    function: Callable[..., Any],
+    signature: Any = None,
+    *,
+    includes: Iterable[str] = (),
+    **options: Any,
+) -> Callable[..., Any]:
+    """Compile as `numba.njit` does, and keep the code on disk where that is possible.
+
+    Args:
+        function: what to compile.
+        signature: its types; None compiles at the first call with other types.
+        includes: source files of other functions that become part of the code: when one of them
+            changes, it is compiled anew, as when the function's own does.
+        options: those of `numba.njit`, but for `cache`.
+
+    Returns:
+        The compiled function.
+    """
+    dispatcher: Any = numba.njit(**options)(function)
+    dispatcher._cache = _cache_of(function, includes) or dispatcher._cache
+    if signature is not None:
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
+    result: Callable[..., Any] = dispatcher
+    return result
+
+
+def callback(
+    function: Callable[..., Any],
+    signature: Any,
+    *,
+    includes: Iterable[str] = (),
+    **options: Any,
+) -> Any:
+    """Compile as `numba.cfunc` does; arguments as `compiled`.
+
+    Returns:
+        An object whose `address` is that of the code, which lives as long as the object does.
+    """
+    result: Any = CFunc(function, (signature.args, signature.return_type), {}, options)
+    result._cache = _cache_of(function, includes) or result._cache
+    result.compile()
+    return result
+
+
+def _cache_of(function: Callable[..., Any], includes: Iterable[str]) -> _Cache | None:
+    try:
+        return _Cache(function, includes)
+    except RuntimeError:  # no directory to write to
+        return None
+
+
+class _Cache(FunctionCache):
+    """The compiled variants of one function."""
+
+    def __init__(self, function: Callable[..., Any], includes: Iterable[str]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        stamps = [self._impl.locator.get_source_stamp(), *map(_stamp, includes)]
+        self._cache_file = _Files(self._cache_path, self._impl.filename_base, stamps)
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        """Keep a variant, unless the disk is full or the like."""
+        try:
+            super().save_overload(signature, data)  # type: ignore[no-untyped-call]
+        except OSError as error:
+            log.info("compiled code is not kept: %s", error)
+
+
+def _stamp(file: str) -> tuple[float, int]:
+    facts = os.stat(file)
+    return facts.st_mtime, facts.st_size
+
+
+class _Files(IndexDataCacheFile):
+    """The files of one function.
+
+    Args:
+        directory: where they lie.
+        base: their names begin with it.
+        stamps: of the source code.
+    """
+
+    def __init__(self, directory: str, base: str, stamps: list[Any]) -> None:
+        super().__init__(directory, base, stamps)  # type: ignore[no-untyped-call]
+        self._start = os.path.join(directory, base)
+
+    def save(self, key: Any, data: Any) -> None:
+        """Write the file of a variant; there or not, it is never seen half written."""
+        body = self._dump((self._identity(key), data))  # type: ignore[no-untyped-call]
+        with self._open_for_write(self._path(key)) as file:
+            file.write(hashlib.sha256(body).digest() + body)
+
+    def load(self, key: Any) -> Any:
+        """Return the data of a variant, None if there is no file of it that is whole and fresh."""
+        try:
+            content = Path(self._path(key)).read_bytes()
+        except OSError:
+            return None
+        digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(body).digest() != digest:
+            log.info("compiled code is made anew: %s is damaged", self._path(key))
+            return None
+        identity, data = loads(body)
+        return data if identity == self._identity(key) else None
+
+    def flush(self) -> None:
+        """Forget all variants."""
+        for path in Path(self._start).parent.glob(f"{Path(self._start).name}.*.nbc"):
+            path.unlink(missing_ok=True)
+
+    def _identity(self, key: Any) -> str:
+        return repr((self._version, self._source_stamp, key))
+
+    def _path(self, key: Any) -> str:
+        return f"{self._start}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.nbc"

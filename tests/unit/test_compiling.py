@@ -1,0 +1,125 @@
+"""What is compiled is kept on disk, and no process gets code that was meant for another."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+MODULE = """
+    from collectives import compiling
+
+    def multiplier(factor, includes=()):
+        def multiply(x):
+            return factor * x
+        return compiling.compiled(multiply, includes=includes, nogil=True)
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of variants of one function, whose files lie beside it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"variants_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(MODULE))
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+def kept(module):
+    return sorted((Path(module.__file__).parent / "__pycache__").glob("*.nbc"))
+
+
+def hits(function):
+    return sum(function.stats.cache_hits.values())
+
+
+def test_each_variant_has_a_file_of_its_own(module):
+    for factor in (2, 3):
+        for number in (5, 5.0):
+            assert module.multiplier(factor)(number) == factor * number
+    assert len(kept(module)) == 4
+    for factor in (2, 3):
+        again = module.multiplier(factor)
+        assert again(5) == factor * 5
+        assert hits(again) == 1
+
+
+def test_many_processes_compile_many_variants_at_once(tmp_path):
+    # With numba's own files some of these take over another one's code.
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(MODULE)
+        + textwrap.dedent(
+            """
+            import os, sys, time
+            first, begin = int(sys.argv[1]), float(sys.argv[2])
+            multiplier(0)(1)                                   # numba is loaded
+            time.sleep(max(0.0, begin - time.time()))
+            for i in range(4):
+                factor = 1 + (first + i) % 4
+                assert multiplier(factor)(7) == 7 * factor, factor
+            """
+        )
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for began in (time.time() + 3, 0.0):  # at first all compile, then all find files
+        processes = [
+            subprocess.Popen([sys.executable, program, str(first), str(began)], env=environment)
+            for first in range(4)
+        ]
+        assert [process.wait(120) for process in processes] == [0] * 4
+    assert len(list((tmp_path / "__pycache__").glob("*.nbc"))) == 5
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_a_damaged_file_is_made_anew(module, damage):
+    module.multiplier(2)(5)
+    (file,) = kept(module)
+    content = file.read_bytes()
+    changed = content[:99] + bytes([content[99] ^ 1]) + content[100:]
+    file.write_bytes({"cut": content[:-9], "changed": changed, "empty": b""}[damage])
+    again = module.multiplier(2)
+    assert (again(5), hits(again)) == (10, 0)
+    whole = module.multiplier(2)
+    assert (whole(5), hits(whole)) == (10, 1)
+
+
+def test_code_is_made_anew_when_a_file_that_it_includes_has_changed(module, tmp_path):
+    included = tmp_path / "included.py"
+    included.write_text("# one")
+    for text, expected in (("# one", [0, 1]), ("# another", [0, 1])):
+        included.write_text(text)
+        found = []
+        for _ in range(2):
+            function = module.multiplier(2, [str(included)])
+            function(5)
+            found.append(hits(function))
+        assert found == expected
+    assert len(kept(module)) == 1
+
+
+def test_a_full_disk_costs_nothing_but_the_file(module, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert module.multiplier(2)(5) == 10
+    assert kept(module) == []
+
+
+def test_recompiling_forgets_what_is_kept(module):
+    function = module.multiplier(2)
+    function(5)
+    module.multiplier(3)(5)
+    function.recompile()
+    assert len(kept(module)) == 1
+    assert function(6) == 12
