@@ -45,6 +45,8 @@ CASES = [
     (4, 2, "slot", MIB, 9),
     (4, 2, "slot", MIB // 16, 15),
     (4, 2, "slot", MIB // 256, 15),
+    (4, 2, "slot", MIB // 2048, 15),
+    (2, 1, "slot", MIB // 2048, 15),
 ]
 
 ALL_MACHINES = "4 machines x 2 ranks, 16 MiB, placed by "
@@ -223,6 +225,7 @@ def rows_of(comm, job: str):
         return lambda buffer: comm.allreduce(buffer, op=cc.SUM, out=buffer, **how)
 
     rows = {
+        "auto": call(),
         "ring": call(algorithm="ring"),
         "ring, float16": call(algorithm="ring", compression=cc.FP16),
         "halving": call(algorithm="halving"),

@@ -142,7 +142,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from collectives import costs, links, quantities, selection
+    from collectives import costs, fingerprint, links, quantities, selection
 
     try:
         known = _links(options)
@@ -161,6 +161,13 @@ def _explain(options: argparse.Namespace) -> int:
     for name, seconds in times.items():
         marks = ["fastest"] * (name == fastest) + ["picked by auto"] * (name == auto)
         print(f"{name:<14}{1e3 * seconds:12.4f}  {', '.join(marks)}".rstrip())
+    if auto != "node" and shape.ranks > 1:
+        letters = costs.estimate("allreduce", fingerprint.LETTER_BYTES, shape, known.machine)
+        comparison = letters.get("hierarchical", letters["halving"])
+        print(
+            f"{'comparison':<14}{1e3 * comparison:12.4f}  of the call; reductions and broadcasts "
+            f"up to {fingerprint.CARRIED_BYTES} bytes travel with it"
+        )
     return 0
 
 

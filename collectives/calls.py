@@ -170,8 +170,9 @@ class Call:
     """A call under way.
 
     The block in which it runs first looks at its arguments and calls `describe`; then the ranks
-    agree, by `agree` or `agree_on_rows`, or while they meet in the node engine (`met`); only then
-    is memory changed or data sent.
+    agree, by `agree` or `agree_on_rows`, in a small operation that travels with the comparison
+    (`carry`), or while they meet in the node engine (`met`); only then is memory changed or data
+    sent.
     """
 
     def __init__(self, calls: Calls, operation: str, limit: float) -> None:
@@ -190,7 +191,7 @@ class Call:
         self._description = {"operation": self.operation, **fields}
         if self.engine is None:
             # The engine numbers its rounds itself.
-            self._description["call"] = self._calls.number
+            self._description[fingerprint.NUMBER] = self._calls.number
         self.digest = fingerprint.digest(self._description)
 
     def add(self, **fields: object) -> None:
@@ -218,20 +219,44 @@ class Call:
     def _compare(self) -> None:
         """Compare the ranks' descriptions by messages, the same ones for every operation."""
         if self._calls.checked:
-            fingerprint.agree(self._calls.transport, self.digest, self._description, self.deadline)
+            fingerprint.agree(self._ranks, self.digest, self._description, self.deadline)
+
+    def carries(self, algorithm: str, nbytes: int) -> bool:
+        """Whether an operation by messages is so small that it travels with the comparison.
+
+        Args:
+            algorithm: which is asked for.
+            nbytes: of all that a rank contributes, equal on all ranks.
+        """
+        checks = self._calls.settings.check != "off"
+        return checks and algorithm == "auto" and nbytes <= fingerprint.CARRIED_BYTES
+
+    def carry(self, data: Array, combine: Callable[[Array, Array], object]) -> Array:
+        """Check as `agree`, and combine what the ranks contribute on the way.
+
+        Args:
+            data: shape (n,), as `carries` has accepted it.
+            combine: changes its first argument by another rank's contribution.
+
+        Returns:
+            The combination of all, the same bits on all ranks.
+        """
+        self._agreed = True
+        contribution = fingerprint.Contribution(data, combine)
+        return fingerprint.agree(
+            self._ranks, self.digest, self._description, self.deadline, contribution
+        )
 
     def agree_on_rows(self, rows: int) -> list[int]:
         """As `agree`, always, and return how many rows every rank brings."""
-        transport = self._calls.transport
         if self.engine is not None:
             facts = self.engine.exchange(rows, self.digest, self.deadline)
             self.met(facts is not None)
             assert facts is not None
             return facts
         self._agreed = True
-        self._compare()
         return fingerprint.agree_on_rows(
-            transport, self.digest, self._description, rows, self.deadline
+            self._ranks, self.digest, self._description, rows, self.deadline
         )
 
     def shared_empty(self, nbytes: int) -> Array | None:
@@ -260,6 +285,10 @@ class Call:
     def picks(self, operation: str, algorithm: str, nbytes: int) -> str:
         """Return the name of the algorithm that `by_messages` would use."""
         return selection.choose(operation, algorithm, nbytes, self._calls.layout)
+
+    @property
+    def _ranks(self) -> fingerprint.Ranks:
+        return fingerprint.Ranks(self._calls.transport, self.levels)
 
     @property
     def levels(self) -> hierarchical.Levels | None:

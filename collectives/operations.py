@@ -2,8 +2,9 @@
 
 All ranks of a group on one node meet in the engine; it compares their calls, takes arrays as they
 are, divides for MEAN and keeps 16-bit types in 32-bit sums by itself. By messages the call is
-compared first, the array copied to where the algorithm works, and the algorithm chosen by name.
-Arrays are flat and contiguous here, and arguments have been checked.
+compared first, the array copied to where the algorithm works, and the algorithm chosen by name; a
+small array travels with the comparison. Arrays are flat and contiguous here, and arguments have
+been checked.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from collectives import arrays, reduction, selection
+from collectives import arrays, fingerprint, reduction, selection
 from collectives.algorithms import compressed, hierarchical, rotation
 from collectives.arrays import Array
 from collectives.calls import Call
@@ -48,6 +49,10 @@ def allreduce(
         codec.claim(send.size, send.dtype)
     engine = selection.engine_for(call.engine, algorithm)
     if engine is None:
+        if codec is None and _carries_reduction(call, algorithm, send):
+            total = _carry_reduction(transport, call, send, op)
+            arrays.store(total, out.shape, out.dtype, out)
+            return
         call.agree()
     elif place := engine.place_of(send, out):
         call.add(memory=f"shared array {place.number} + {place.offset} bytes")
@@ -104,9 +109,12 @@ def reduce(
         call.met(engine.reduce(send, out, op, root, call.digest, call.deadline))
         return
     run = call.by_messages("reduce", algorithm, send.nbytes)
-    call.agree()
-    buffer = _contribution(send, out, op, transport.size)
-    run(buffer, op, root, call.deadline)
+    if _carries_reduction(call, algorithm, send):
+        buffer = _carry_reduction(transport, call, send, op)
+    else:
+        call.agree()
+        buffer = _contribution(send, out, op, transport.size)
+        run(buffer, op, root, call.deadline)
     if out is not None:
         arrays.store(buffer, out.shape, out.dtype, out)
 
@@ -121,15 +129,23 @@ def reduce_scatter(
         call.met(engine.reduce_scatter(send, out, bounds, op, call.digest, call.deadline))
         return
     run = call.by_messages("reduce_scatter", algorithm, send.nbytes)
-    call.agree()
-    buffer = _contribution(send, None, op, transport.size)
-    run(buffer, bounds, op, call.deadline)
+    if _carries_reduction(call, algorithm, send):
+        buffer = _carry_reduction(transport, call, send, op)
+    else:
+        call.agree()
+        buffer = _contribution(send, None, op, transport.size)
+        run(buffer, bounds, op, call.deadline)
     out[...] = buffer[bounds[transport.rank] : bounds[transport.rank + 1]]
 
 
 def broadcast(transport: Transport, call: Call, buffer: Array, root: int, algorithm: str) -> None:
     """Replace `buffer` by the root's."""
     if selection.engine_for(call.engine, algorithm) is None:
+        if call.carries(algorithm, buffer.nbytes):
+            own = transport.rank == root
+            data = buffer.view(np.uint8) if own else np.zeros(buffer.nbytes, np.uint8)
+            buffer.view(np.uint8)[:] = call.carry(data, fingerprint.union)
+            return
         call.agree()
     broadcast_agreed(transport, call, buffer, root, algorithm)
 
@@ -187,15 +203,20 @@ def scatter(
     out: Array, algorithm: str,
 ) -> None:  # fmt: skip
     """Give every rank its part of the root's array; the counts are known to all."""
+    nbytes = sum(counts) * out.itemsize
+    first = sum(counts[: transport.rank]) * out.itemsize
     engine = selection.engine_for(call.engine, algorithm)
     if engine is None:
-        run = call.by_messages("scatter", algorithm, sum(counts) * out.itemsize)
+        run = call.by_messages("scatter", algorithm, nbytes)
+        if call.carries(algorithm, nbytes):
+            data = np.zeros(nbytes, np.uint8) if send is None else send.view(np.uint8)
+            joined = call.carry(data, fingerprint.union)
+            out.view(np.uint8)[:] = joined[first : first + out.nbytes]
+            return
         call.agree()
         out[...] = run(send, counts, root, out.dtype, call.deadline)
         return
-    first = sum(counts[: transport.rank]) * out.itemsize
-    longest = sum(counts) * out.itemsize
-    call.met(engine.publish(send, [(root, first, out)], call.digest, call.deadline, longest))
+    call.met(engine.publish(send, [(root, first, out)], call.digest, call.deadline, nbytes))
 
 
 def alltoall(
@@ -232,14 +253,29 @@ def alltoall(
 
 def barrier(transport: Transport, call: Call, algorithm: str) -> None:
     """Wait for all ranks."""
+    engine = selection.engine_for(call.engine, algorithm)
+    if engine is None and call.carries(algorithm, 0):
+        call.carry(np.empty(0, np.uint8), fingerprint.union)
+        return
     call.agree()
-    if selection.engine_for(call.engine, algorithm) is None:  # in the engine, to agree is to wait
+    if engine is None:  # in the engine, to agree is to wait
         call.by_messages("barrier", algorithm, 0)(call.deadline)
 
 
 def _is_half(array: Array) -> bool:
     """Tell whether the array holds 16-bit floats, which travel as they are and are added wider."""
     return reduction.work_dtype(array.dtype) != array.dtype
+
+
+def _carries_reduction(call: Call, algorithm: str, send: Array) -> bool:
+    """Tell whether a reduction travels with the comparison of the call."""
+    return call.carries(algorithm, send.size * reduction.work_dtype(send.dtype).itemsize)
+
+
+def _carry_reduction(transport: Transport, call: Call, send: Array, op: Op) -> Array:
+    """Reduce `send` over all ranks on the way of the comparison, in the dtype of sums."""
+    own = _contribution(send, None, op, transport.size)
+    return call.carry(own, reduction.combine(op))
 
 
 def _contribution(send: Array, out: Array | None, op: Op, size: int) -> Array:

@@ -82,7 +82,9 @@ class Plan:
     def _by_messages(self) -> Any:
         flat = self._flat
         with self._calls.enter("allreduce", self._timeout) as call:
-            facts = {k: v for k, v in self._facts.items() if k not in ("operation", "call")}
+            facts = {
+                k: v for k, v in self._facts.items() if k not in ("operation", fingerprint.NUMBER)
+            }
             call.describe(**facts, planned=True)
             operations.allreduce(self._calls.transport, call, flat, flat, self._op, "auto")
         return self.array

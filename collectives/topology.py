@@ -7,6 +7,7 @@ without MPI. Words: `rank` in `0 .. size - 1`; a `chunk` is a rank's share of a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -151,6 +152,7 @@ class Doubling(NamedTuple):
     partners: tuple[int, ...]
 
 
+@functools.lru_cache  # asked for in every small operation
 def doubling(rank: int, size: int) -> Doubling:
     """Return the part of `rank` in a recursive doubling among `size` ranks.
 

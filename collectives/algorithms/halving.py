@@ -37,14 +37,14 @@ algorithms", arXiv:2410.14234 (2024), section 2. Doubling: R. Thakur, R. Rabense
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from collectives import buffers, reduction, topology
 from collectives.algorithms import ring
 from collectives.arrays import Array
 from collectives.transport import Deadline, Message, Transport
 
-__all__ = ["allgather", "allreduce", "reduce_scatter"]
+__all__ = ["allgather", "allreduce", "double", "reduce_scatter"]
 
 # Bytes up to which an all-reduce exchanges whole buffers. Doubling / halving, in ms: 4 nodes at
 # 1 Gbit/s 16 KiB 1.0 / 2.5, 64 KiB 1.8 / 3.0, 128 KiB 2.3 / 2.8; 4 ranks of a node 64 KiB
@@ -62,7 +62,7 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
         deadline: the limit of every wait.
     """
     if buffer.nbytes <= DOUBLING_BYTES:
-        _double(transport, buffer, op, deadline)
+        double(transport, buffer, reduction.combine(op), deadline)
         return
     bounds = topology.chunk_bounds(buffer.size, transport.size)
     reduce_scatter(transport, buffer, bounds, op, deadline)
@@ -125,14 +125,22 @@ def _run(buffer: Array, bounds: Sequence[int], first: int, count: int) -> list[A
     return [s for p in parts for s in ring.slices(buffer[bounds[p.start] : bounds[p.stop]])]
 
 
-def _double(transport: Transport, buffer: Array, op: reduction.Op, deadline: Deadline) -> None:
-    """Exchange whole buffers with a partner at twice the distance in every round."""
+def double(
+    transport: Transport, buffer: Array, combine: Callable[[Array, Array], None], deadline: Deadline
+) -> None:
+    """Exchange whole buffers with a partner at twice the distance in every round.
+
+    Args:
+        transport: the ranks.
+        buffer: shape (n,), contiguous; the same n on all ranks.
+        combine: changes its first argument, a buffer, by another rank's.
+        deadline: the limit of every wait.
+    """
     part = topology.doubling(transport.rank, transport.size)
     if part.proxy is not None:
         transport.send(buffer, part.proxy, deadline)
         transport.receive(buffer, part.proxy, deadline)
         return
-    combine = reduction.combine(op)
     ours, theirs = buffer, buffers.empty(buffer.size, buffer)
     if part.guest is not None:
         transport.receive(theirs, part.guest, deadline)

@@ -28,7 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from collectives import topology
 from collectives.algorithms import halving, ring, tree
@@ -36,7 +39,7 @@ from collectives.arrays import Array
 from collectives.reduction import Op
 from collectives.transport import Deadline, Message, Transport
 
-__all__ = ["Levels", "allreduce", "barrier", "broadcast", "levels"]
+__all__ = ["Levels", "allreduce", "barrier", "broadcast", "double", "levels"]
 
 
 # Bytes up to which one rank per node does all work on the network: a chunk for every rail would
@@ -123,6 +126,28 @@ def _fills_ring(transport: Transport, buffer: Array) -> bool:
     1 MiB 13.4 / 14.3, 4 MiB 54 / 61 (with two rails 107 / 143).
     """
     return buffer.nbytes >= ring.SLICE_BYTES * transport.size
+
+
+def double(
+    levels: Levels, buffer: Array, combine: Callable[[Array, Array], None], deadline: Deadline
+) -> None:
+    """Combine small buffers, in a way that no op describes: one rank per node speaks for it.
+
+    Args:
+        levels: the ranks and how each stage is done.
+        buffer: shape (n,), contiguous; the same n on all ranks.
+        combine: changes its first argument, a buffer, by that of ranks with higher numbers.
+        deadline: the limit of every wait.
+    """
+    bounds = range(0, (levels.local_size + 1) * buffer.size, buffer.size)
+    all_of_node = np.empty(bounds[-1], buffer.dtype)
+    all_of_node[bounds[levels.local_rank] : bounds[levels.local_rank + 1]] = buffer
+    levels.allgather(all_of_node, bounds, deadline)
+    if levels.network is not None and levels.local_rank == 0:
+        for start, stop in pairwise(bounds[1:]):
+            combine(buffer, all_of_node[start:stop])
+        halving.double(levels.network, buffer, combine, deadline)
+    levels.broadcast(buffer, 0, deadline)
 
 
 def broadcast(levels: Levels, buffer: Array, root: int, deadline: Deadline) -> None:

@@ -19,29 +19,88 @@ def test_differences_lists_fields_values_and_ranks():
     )
 
 
-def sent_messages(check, calls):
-    """Count the messages of rank 0 in some all-reduces at a level of checking."""
+def sent_messages(check, calls, call, size=2):
+    """Count the messages of rank 0 in some calls at a level of checking."""
 
     def count(comm):
+        comm.barrier()
         sent = []
         start = comm._transport.start_send
         comm._transport.start_send = lambda *a: (sent.append(a), start(*a))[1]
         for _ in range(calls):
-            comm.allreduce(np.ones(3), op=cc.SUM, algorithm="tree")
+            call(comm)
         return len(sent)
 
     settings = Settings(check=check, timeout=20, shared_memory=None)
-    return inprocess.run_ranks(2, count, settings=settings)[0]
+    return inprocess.run_ranks(size, count, settings=settings)[0]
+
+
+def by_tree(comm):
+    comm.allreduce(np.ones(3), op=cc.SUM, algorithm="tree")
 
 
 def test_off_adds_no_message_and_always_adds_one_exchange():
-    assert sent_messages("off", 5) == 5  # rank 0 of 2 sends the result down the tree
-    assert sent_messages("always", 5) == 10
+    assert sent_messages("off", 5, by_tree) == 5  # rank 0 of 2 sends the result down the tree
+    assert sent_messages("always", 5, by_tree) == 10
 
 
 def test_sample_compares_the_first_calls_and_then_a_few():
-    assert sent_messages("sample", 64) == 128
-    assert sent_messages("sample", 192) == 192 + 64 + 2
+    assert sent_messages("sample", 63, by_tree) == 126  # after a barrier
+    assert sent_messages("sample", 191, by_tree) == 191 + 63 + 2
+
+
+LARGEST_CARRIED = np.ones(fingerprint.CARRIED_BYTES // 8)
+SMALL = {
+    "allreduce": lambda comm: comm.allreduce(LARGEST_CARRIED),
+    "reduce": lambda comm: comm.reduce(LARGEST_CARRIED),
+    "reduce_scatter": lambda comm: comm.reduce_scatter(LARGEST_CARRIED),
+    "broadcast": lambda comm: comm.broadcast(LARGEST_CARRIED),
+    "broadcast_object": lambda comm: comm.broadcast_object("text"),
+    "barrier": lambda comm: comm.barrier(),
+}
+
+
+@pytest.mark.parametrize("operation", SMALL)
+def test_small_operations_travel_with_their_comparison(operation):
+    assert sent_messages("always", 3, SMALL[operation], size=4) == 3 * 2  # log2 P each
+    assert sent_messages("sample", 100, SMALL[operation], size=4) == 100 * 2
+
+
+def test_larger_operations_follow_their_comparison():
+    def larger(comm):
+        comm.allreduce(np.append(LARGEST_CARRIED, 1))
+
+    assert sent_messages("always", 3, larger, size=4) == 3 * 4
+
+
+def test_the_rows_of_an_allgather_travel_with_its_comparison():
+    assert sent_messages("always", 3, lambda comm: comm.allgather(1.0)) == 3 * (1 + 1)
+
+
+@pytest.mark.parametrize("op", [cc.SUM, cc.MEAN, cc.MAX], ids=lambda op: op.value)
+def test_a_small_array_is_not_touched_where_ranks_disagree(op):
+    def check(comm):
+        x = np.full(5 + comm.rank, np.nan) if comm.rank == 2 else np.arange(5.0 + comm.rank)
+        before = x.copy()
+        with pytest.raises(cc.MismatchError, match="shape"):
+            comm.allreduce(x, op=op, out=x)
+        np.testing.assert_array_equal(x, before)
+        return comm.allreduce(1.0, op=cc.SUM)
+
+    settings = Settings(timeout=20, shared_memory=None)
+    assert inprocess.run_ranks(3, check, settings=settings) == [3.0] * 3
+
+
+def test_many_ranks_bring_their_rows_after_the_comparison(monkeypatch):
+    monkeypatch.setattr(fingerprint, "CARRIED_BYTES", 16)  # two ranks' rows
+
+    def check(comm):
+        with pytest.raises(cc.MismatchError, match="dtype"):
+            comm.allgather(np.zeros(2, np.float32 if comm.rank else np.float64))
+        return comm.allgather(np.full(comm.rank, comm.rank)).tolist()
+
+    settings = Settings(timeout=20, shared_memory=None)
+    assert inprocess.run_ranks(3, check, settings=settings) == [[1, 2, 2]] * 3
 
 
 def test_with_checks_off_a_refused_call_is_still_an_error_on_its_rank():
