@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import pickle
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from collectives import arrays, operations, reduction
+from collectives import arrays, fingerprint, operations, reduction
 from collectives.arrays import Array
 from collectives.calls import Call
 from collectives.reduction import MEAN, SUM, Op
@@ -23,6 +25,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_HEAD_BYTES = fingerprint.CARRIED_BYTES
 
 
 def broadcast_object(
@@ -48,11 +52,12 @@ def allgather_object(self: Communicator, obj: T, *, timeout: float | None = None
 
     See `broadcast_object` about pickle.
     """
-    data = _pickled(obj)
-    lengths = self.allgather(np.array([data.size]), timeout=timeout)
-    joined = self.allgather(data, timeout=timeout)
-    ends = np.cumsum(lengths).tolist()
-    parts = zip(ends, lengths.tolist(), strict=True)
+    with self._calls.enter("allgather_object", timeout) as call:
+        data = _pickled(obj)
+        call.describe()
+        lengths = call.agree_on_rows(data.size)
+        joined = operations.allgather(self._transport, call, data, lengths, "auto")
+    parts = zip(itertools.accumulate(lengths), lengths, strict=True)
     return [pickle.loads(joined[end - length : end].data) for end, length in parts]
 
 
@@ -110,8 +115,7 @@ def sparse_allreduce(
         call.describe(op=op.value, dtype=rows.dtype, row=rows.shape[1:], num_rows=num_rows)
         total = sum(call.agree_on_rows(len(where)))
     where = where.astype(np.int64)
-    row_bytes = rows[:0].nbytes if rows.size == 0 else rows.nbytes // len(rows)
-    row_bytes = max(row_bytes, rows.dtype.itemsize)
+    row_bytes = rows.dtype.itemsize * max(1, math.prod(rows.shape[1:]))
     if num_rows is not None and total * (row_bytes + 8) > 2 * num_rows * row_bytes:
         named = np.zeros(num_rows, bool)
         named[where] = True
@@ -135,11 +139,19 @@ def from_root(self: Communicator, call: Call, obj: Any, root: int) -> Any:
     """Return the root's object, by pickle; itself on the root. Part of a call that is described."""
     own = self.rank == root
     data = _pickled(obj) if own else np.empty(0, np.uint8)
-    length = np.array([data.size])
-    operations.broadcast(self._transport, call, length, root, "auto")
-    if not own:
-        data = np.empty(length[0], np.uint8)
-    operations.broadcast(self._transport, call, data, root, "auto")
+    # The length, and as much of the object as travels with it.
+    head = np.zeros(_HEAD_BYTES, np.uint8)
+    length, begin = head[:8].view(np.int64), head[8:]
+    if own:
+        length[0] = data.size
+        begin[: data.size] = data[: begin.size]
+    operations.broadcast(self._transport, call, head, root, "auto")
+    if length[0] <= begin.size:
+        data = begin[: length[0]]
+    else:
+        if not own:
+            data = np.empty(length[0], np.uint8)
+        operations.broadcast_agreed(self._transport, call, data, root, "auto")
     return obj if own else pickle.loads(data.data)
 
 

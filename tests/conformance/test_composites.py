@@ -1,6 +1,8 @@
-"""Operations made of others: many arrays at once, sparse rows, groups."""
+"""Operations made of others: many arrays at once, sparse rows, objects, groups."""
 
 from __future__ import annotations
+
+import pickle
 
 import numpy as np
 import pytest
@@ -130,6 +132,43 @@ def test_sparse_allreduce_adds_rows_of_equal_index(world, op, num_rows):
         indices, values = comm.sparse_allreduce(own_indices, own_values, num_rows=num_rows, op=op)
         assert indices.tolist() == sorted(named)
         np.testing.assert_allclose(values, large[sorted(named)], rtol=1e-12, atol=1e-12)
+
+    world.run(check)
+
+
+def test_a_rank_without_rows_takes_the_same_way_as_the_others(world):
+    # Dense and sparse cost about the same here, and a rank without rows knows no less of them.
+    def check(comm):
+        count = 0 if comm.rank == 1 else 100
+        values = np.full((count, 64), comm.rank + 1.0, np.float32)
+        indices, rows = comm.sparse_allreduce(range(count), values, num_rows=100, op=cc.SUM)
+        assert indices.tolist() == list(range(100))
+        total = sum(rank + 1 for rank in range(comm.size) if rank != 1)
+        np.testing.assert_array_equal(rows, np.full((100, 64), total, np.float32))
+
+    world.run(check)
+
+
+def test_an_object_that_no_pickle_takes_is_an_error_on_all_ranks(world):
+    def check(comm):
+        for call in (comm.allgather_object, comm.broadcast_object):
+            own = (lambda: None) if comm.rank == 0 else 0
+            refused = AttributeError if comm.rank == 0 else cc.MismatchError
+            with pytest.raises((refused, pickle.PicklingError), match="lambda"):
+                call(own)
+            assert call(comm.rank) == (0 if call == comm.broadcast_object else [*range(comm.size)])
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("size", [10, 3000])
+def test_objects_reach_all_ranks(world, size):
+    def check(comm):
+        own = {"rank": comm.rank, "text": "x" * (size + comm.rank)}
+        found = comm.allgather_object(own)
+        assert [len(part["text"]) - size for part in found] == list(range(comm.size))
+        last = comm.broadcast_object(own, root=comm.size - 1)
+        assert last == found[-1]
 
     world.run(check)
 
