@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, types
 
-from collectives import compiling, halves, rounds
-from collectives.rounds import pointer
+from collectives import compiling, halves, intrinsics
+from collectives.intrinsics import pointer
 
 __all__ = ["Loops", "loops"]
 
@@ -180,7 +180,7 @@ def _compiled(loop: Callable[[int, int, int, int], None]) -> int:
     # With Python's error model each division is checked, and no loop with one is vectorised.
     signature = types.void(*[types.int64] * 4)
     function = compiling.callback(
-        loop, signature, includes=[halves.__file__, rounds.__file__], error_model="numpy"
+        loop, signature, includes=[halves.__file__, intrinsics.__file__], error_model="numpy"
     )
     _alive.append(function)
     address: int = function.address

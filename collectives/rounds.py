@@ -28,12 +28,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import carray, njit
 
-from collectives import compiling
+from collectives import compiling, intrinsics
+from collectives.intrinsics import call, copy, load, pause, pointer, sched_yield, store
 
 __all__ = ["DONE", "MISMATCH", "WAITING", "one_shot", "pipelined", "publish", "shared"]
 
@@ -80,88 +78,7 @@ TILE_BYTES = TILE * 16  # of the widest type, complex128
 
 def _entry(function: Callable[[int], int]) -> Callable[[int], int]:
     """Compile a kind of call."""
-    return compiling.compiled(function, nogil=True)
-
-
-@intrinsic
-def pointer(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), codegen
-
-
-@intrinsic
-def _load(typingctx: Any, address: Any) -> Any:
-    """Load a word; what its writer stored before it is visible afterwards (acquire)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.load_atomic(word, "acquire", 8)
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
-def _store(typingctx: Any, address: Any, value: Any) -> Any:
-    """Store a word after everything that was stored before (release)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        builder.store_atomic(args[1], word, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _copy(typingctx: Any, dest: Any, source: Any, nbytes: Any) -> Any:
-    """Copy bytes between memory that does not overlap (memcpy)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [byte, byte, ir.IntType(64)])
-        pointers = [builder.inttoptr(arg, byte) for arg in args[:2]]
-        builder.call(memcpy, [*pointers, args[2], ir.Constant(ir.IntType(1), 0)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def _call(typingctx: Any, function: Any, dest: Any, source: Any, n: Any, size: Any) -> Any:
-    """Call one of the loops of `collectives.kernels` by its address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [word] * 4)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
-
-
-@intrinsic
-def _pause(typingctx: Any) -> Any:
-    """Tell the processor that this is a wait, so that it leaves its resources to others."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        triple = builder.module.triple
-        if triple.startswith(("x86_64", "i686")):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause")
-            builder.call(hint, [])
-        elif triple.startswith("aarch64"):
-            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
-            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
-            builder.call(hint, [ir.Constant(ir.IntType(32), 1)])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-# From the C library, which every Python process has loaded.
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+    return compiling.compiled(function, includes=[intrinsics.__file__], nogil=True)
 
 
 @njit(nogil=True)
@@ -171,12 +88,12 @@ def _wait(block: Any, word: int, target: int) -> bool:
     for rank in range(block[SIZE]):
         address = block[HEADERS] + rank * HEADER_BYTES + 8 * word
         polls = 0
-        while _load(address) < target:
+        while load(address) < target:
             polls += 1
             if polls <= spins:
-                _pause()
+                pause()
             elif polls <= spins + yields:
-                _sched_yield()
+                sched_yield()
             else:
                 block[MISSING] = rank
                 return False
@@ -198,14 +115,14 @@ def _slot(block: Any, rank: int, number: int) -> int:
 def _announce(block: Any, first: int) -> None:
     """Begin a call: put its hash where the others look for it, before FILLED is stored."""
     block[FIRST] = first
-    _store(_header(block, block[RANK]) + 8 * (HASHES + first % 2), block[HASH])
+    store(_header(block, block[RANK]) + 8 * (HASHES + first % 2), block[HASH])
 
 
 @njit(nogil=True)
 def _agreed(block: Any) -> bool:
     """Compare the hashes of all ranks, each of which has filled the call's first round."""
     for rank in range(block[SIZE]):
-        if _load(_header(block, rank) + 8 * (HASHES + block[FIRST] % 2)) != block[HASH]:
+        if load(_header(block, rank) + 8 * (HASHES + block[FIRST] % 2)) != block[HASH]:
             return False
     return True
 
@@ -228,9 +145,9 @@ def _next_round(block: Any) -> int:
 def _fill(block: Any, source: int, dest: int, n: int) -> None:
     """Copy a contribution to where others read it."""
     if block[FILL]:
-        _call(block[FILL], dest, source, n, block[SIZE])
+        call(block[FILL], dest, source, n, block[SIZE])
     else:
-        _copy(dest, source, n * block[WIDTH])
+        copy(dest, source, n * block[WIDTH])
 
 
 @njit(nogil=True)
@@ -241,18 +158,18 @@ def _accumulate(block: Any, dest: int, source: int, n: int, first: bool) -> None
     """
     total = block[SCRATCH] if block[SAVE] else dest
     if not first:
-        _call(block[ADD], total, source, n, block[SIZE])
+        call(block[ADD], total, source, n, block[SIZE])
     elif block[START]:
-        _call(block[START], total, source, n, block[SIZE])
+        call(block[START], total, source, n, block[SIZE])
     elif source != total:
-        _copy(total, source, n * block[WIDTH])
+        copy(total, source, n * block[WIDTH])
 
 
 @njit(nogil=True)
 def _save(block: Any, dest: int, n: int) -> None:
     """End a sum that belongs at `dest`."""
     if block[SAVE]:
-        _call(block[SAVE], dest, block[SCRATCH], n, block[SIZE])
+        call(block[SAVE], dest, block[SCRATCH], n, block[SIZE])
 
 
 @njit(nogil=True)
@@ -277,7 +194,7 @@ def one_shot(address: int) -> int:
         number = _next_round(block)
         _fill(block, block[SEND], _slot(block, block[RANK], number), count)
         _announce(block, number)
-        _store(_header(block, block[RANK]) + 8 * FILLED, number)
+        store(_header(block, block[RANK]) + 8 * FILLED, number)
         block[PHASE] = 1
     number = block[FIRST]
     if not _wait(block, FILLED, number):
@@ -329,7 +246,7 @@ def _contribute(block: Any, turn: int) -> None:
             start, n = _span(block, owner, turn)
             dest = slot + owner * _piece(block)
             _fill(block, block[SEND] + start * block[WIDTH], dest, n)
-    _store(_header(block, block[RANK]) + 8 * FILLED, number)
+    store(_header(block, block[RANK]) + 8 * FILLED, number)
 
 
 @njit(nogil=True)
@@ -349,8 +266,8 @@ def _combine_piece(block: Any, turn: int) -> None:
             _accumulate(block, dest, source, n, rank == 0)
         _save(block, dest, n)
         if block[TAKE] != TAKE_NONE:
-            _copy(block[OUT] + (start + at) * width, dest, n * width)
-    _store(_header(block, me) + 8 * READY, number)
+            copy(block[OUT] + (start + at) * width, dest, n * width)
+    store(_header(block, me) + 8 * READY, number)
 
 
 @njit(nogil=True)
@@ -361,7 +278,7 @@ def _collect(block: Any, turn: int) -> None:
         if owner != block[RANK]:
             start, n = _span(block, owner, turn)
             source = _slot(block, owner, number) + owner * _piece(block)
-            _copy(block[OUT] + start * width, source, n * width)
+            copy(block[OUT] + start * width, source, n * width)
 
 
 @_entry
@@ -413,7 +330,7 @@ def _combine_shared(block: Any) -> None:
             _accumulate(block, dest, source, n, rank == 0)
         _save(block, dest, n)
         for rank in range(1, block[SIZE]):
-            _copy(table[rank] + at * width, dest, n * width)
+            copy(table[rank] + at * width, dest, n * width)
 
 
 @_entry
@@ -426,7 +343,7 @@ def shared(address: int) -> int:
     if block[PHASE] == 0:
         number = _next_round(block)
         _announce(block, number)
-        _store(_header(block, block[RANK]) + 8 * FILLED, number)
+        store(_header(block, block[RANK]) + 8 * FILLED, number)
         block[PHASE] = 1
     if block[PHASE] == 1:
         if not _wait(block, FILLED, block[FIRST]):
@@ -434,7 +351,7 @@ def shared(address: int) -> int:
         if not _agreed(block):
             return _end(block, MISMATCH, 1)
         _combine_shared(block)
-        _store(_header(block, block[RANK]) + 8 * READY, block[FIRST])
+        store(_header(block, block[RANK]) + 8 * READY, block[FIRST])
         block[PHASE] = 2
     if not _wait(block, READY, block[FIRST]):
         return WAITING
@@ -452,7 +369,7 @@ def _copy_wanted(block: Any, turn: int) -> None:
         if start < stop:
             source = _slot(block, table[row, PEER], block[FIRST] + turn) + start - window
             dest = block[OUT] + table[row, DEST] + start - table[row, FROM]
-            _copy(dest, source, stop - start)
+            copy(dest, source, stop - start)
 
 
 @_entry
@@ -471,8 +388,8 @@ def publish(address: int) -> int:
         if block[PHASE] != 2:
             at = turn * block[SLOT_BYTES]
             n = max(0, min(block[SLOT_BYTES], block[COUNT] - at))
-            _copy(_slot(block, block[RANK], number), block[SEND] + at, n)
-            _store(_header(block, block[RANK]) + 8 * FILLED, number)
+            copy(_slot(block, block[RANK], number), block[SEND] + at, n)
+            store(_header(block, block[RANK]) + 8 * FILLED, number)
             block[PHASE] = 2
         if not _wait(block, FILLED, number):
             return WAITING

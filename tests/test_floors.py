@@ -21,6 +21,7 @@ COLLECTIVES = [
         "reduction",
         "kernels",
         "halves",
+        "intrinsics",
         "packing",
         "rounds",
         "streams",

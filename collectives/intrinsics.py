@@ -1,0 +1,102 @@
+"""What compiled loops need and numba does not have: memory by address, and words that others watch.
+
+The ranks of a node meet in shared memory. Whoever stores a word there (`store`, release) makes
+visible what it has stored before to whoever loads that word (`load`, acquire); both are one
+instruction on x86-64 and on ARM64.
+
+Importing this module loads numba, so import it inside the function that needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = ["call", "copy", "load", "pause", "pointer", "sched_yield", "store"]
+
+
+@intrinsic
+def pointer(typingctx: Any, address: Any) -> Any:
+    """Return the pointer to an address, for `numba.carray`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def load(typingctx: Any, address: Any) -> Any:
+    """Load a word; what its writer stored before it is visible afterwards (acquire)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(word, "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store(typingctx: Any, address: Any, value: Any) -> Any:
+    """Store a word after everything that was stored before (release)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.store_atomic(args[1], word, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def copy(typingctx: Any, dest: Any, source: Any, nbytes: Any) -> Any:
+    """Copy bytes between memory that does not overlap (memcpy)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [byte, byte, ir.IntType(64)])
+        pointers = [builder.inttoptr(arg, byte) for arg in args[:2]]
+        builder.call(memcpy, [*pointers, args[2], ir.Constant(ir.IntType(1), 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def call(typingctx: Any, function: Any, dest: Any, source: Any, n: Any, size: Any) -> Any:
+    """Call a loop `f(dest, source, n, size)` by its address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [word] * 4)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def pause(typingctx: Any) -> Any:
+    """Tell the processor that this is a wait, so that it leaves its resources to others."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        triple = builder.module.triple
+        if triple.startswith(("x86_64", "i686")):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause")
+            builder.call(hint, [])
+        elif triple.startswith("aarch64"):
+            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
+            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
+            builder.call(hint, [ir.Constant(ir.IntType(32), 1)])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+# Gives the core away; from the C library, which every Python process has loaded.
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
