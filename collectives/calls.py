@@ -265,7 +265,7 @@ class Call:
         if calls.node_engine is None or calls.settings.shared_memory is None:
             return None
         ranks = calls.levels.node
-        return calls.node_engine.shared_empty(
+        return calls.node_engine.shared.create(
             nbytes, ranks, calls.settings.shared_memory, self.deadline
         )
 

@@ -54,7 +54,7 @@ def allreduce(
             arrays.store(total, out.shape, out.dtype, out)
             return
         call.agree()
-    elif place := engine.place_of(send, out):
+    elif place := engine.shared.place_of(send, out):
         call.add(memory=f"shared array {place.number} + {place.offset} bytes")
     allreduce_agreed(transport, call, send, out, op, algorithm, codec)
 

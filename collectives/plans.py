@@ -48,7 +48,7 @@ class Plan:
         self._facts = {**call.description, "operation": "planned allreduce"}
         self._kernel = None
         if call.engine is not None:
-            if place := call.engine.place_of(flat):
+            if place := call.engine.shared.place_of(flat):
                 self._facts["memory"] = f"shared array {place.number} + {place.offset} bytes"
             work = call.engine.plan_allreduce(flat, flat, op, fingerprint.digest(self._facts))
             self._resolved = Resolved(calls, call.engine, "allreduce", self._facts, work)

@@ -90,7 +90,7 @@ class Repeats:
             target = send if result is x else address(result)
             place = None
             if target == send:
-                place = self._engine.place_at(send, x.nbytes)
+                place = self._engine.shared.place_at(send, x.nbytes)
             elif -x.nbytes < target - send < x.nbytes:  # what is written would be read again
                 return NEW
             known = self._known[("allreduce", op, algorithm, x.dtype, x.shape, place)]
@@ -194,7 +194,7 @@ class Repeats:
         if engine is None or compression is not NONE or not _is_plain(x) or not _is_plain(result):
             return
         send, out = x.reshape(-1), result.reshape(-1)
-        key = ("allreduce", op, algorithm, x.dtype, x.shape, engine.place_of(send, out))
+        key = ("allreduce", op, algorithm, x.dtype, x.shape, engine.shared.place_of(send, out))
         self._note(key, call, engine, engine.plan_allreduce(send, out, op, call.digest))
 
     def note_reduce(self, call: Call, x: Any, root: int, op: Op, algorithm: str) -> None:

@@ -35,6 +35,7 @@ COLLECTIVES = [
         "transport",
         "mpi",
         "segment",
+        "shared_arrays",
         "liveness",
         "tuned",
     },

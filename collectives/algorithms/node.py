@@ -44,6 +44,7 @@ from collectives import liveness, segment, topology
 from collectives.arrays import Array, address
 from collectives.errors import PeerFailure
 from collectives.reduction import Op
+from collectives.shared_arrays import SharedArrays
 from collectives.transport import Deadline, Transport, this_thread
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
     Kernel = Callable[[int], int]
 
-__all__ = ["Engine", "Place", "Rows", "Work", "start"]
+__all__ = ["Engine", "Rows", "Work", "start"]
 
 # Bytes of a slot: large, so that ranks wait for each other seldom, but a rank's two stay in its
 # level 2 cache. Time of a private all-reduce over that of all ranks copying as much, 2 ranks, for
@@ -104,19 +105,6 @@ class Work(NamedTuple):
     kernel: Kernel
     block: Array
     keep: tuple[Array, ...]
-
-
-class Place(NamedTuple):
-    """A place in shared memory: the number of the shared array, and the bytes before the place."""
-
-    number: int
-    offset: int
-
-
-class _Shared(NamedTuple):
-    memory: Array
-    bases: list[int]  # addresses of the ranks' parts
-    stride: int  # bytes of a part
 
 
 class _Absent:
@@ -186,6 +174,12 @@ class Engine:
         headers: bytes in front of the slots.
         slot: bytes of a slot.
         living: tells which ranks have died.
+
+    Attributes:
+        notes: memory of the notes, shape (size * NOTE_BYTES,), uint8.
+        rank: this rank among them.
+        size: how many there are.
+        shared: arrays that are reduced where they are.
     """
 
     def __init__(
@@ -208,7 +202,7 @@ class Engine:
         self._slot = slot
         self._counter = np.zeros(1, np.int64)
         self._scratch = np.empty(2 * rounds.TILE_BYTES, np.uint8)
-        self._shared: list[_Shared] = []
+        self.shared = SharedArrays(self.rank, self.size)
         base = address(memory)
         crowded = self.size > (os.cpu_count() or 1)
         # Whether a second busy thread of every rank takes a core from somebody.
@@ -247,70 +241,17 @@ class Engine:
     def plan_allreduce(self, send: Array, out: Array, op: Op, digest: int) -> Work:
         """Prepare an all-reduce; the work may be driven again and again while the arrays live."""
         k = self._rounds
-        place = self.place_of(send, out)
+        place = self.shared.place_of(send, out)
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         block = self._block(digest, send, out, op)
         block[k.COUNT] = send.size
         block[k.BOUNDS], block[k.TAKE] = address(bounds), k.TAKE_ALL
         if place is not None:
-            shared = self._shared[place.number]
-            table = np.array([base + place.offset for base in shared.bases], np.int64)
+            table = self.shared.addresses(place)
             block[k.TABLE] = address(table)
             return Work(k.shared, block, (bounds, table))
         kernel = k.one_shot if send.nbytes <= self._one_shot_bytes else k.pipelined
         return Work(kernel, block, (bounds,))
-
-    def shared_empty(
-        self, nbytes: int, transport: Transport, directory: str, deadline: Deadline
-    ) -> Array | None:
-        """Make memory that all ranks can reach; *collective*.
-
-        Returns:
-            shape (nbytes,), uint8: this rank's own part, which lives as long as the engine.
-        """
-        stride = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
-        memory = segment.create(transport, stride * self.size, directory, deadline)
-        if memory is None:
-            return None
-        bases = [address(memory) + stride * rank for rank in range(self.size)]
-        self._shared.append(_Shared(memory, bases, stride))
-        return memory[stride * self.rank : stride * self.rank + nbytes]
-
-    @property
-    def has_shared_arrays(self) -> bool:
-        """Whether `shared_empty` has made any; the same on all ranks."""
-        return bool(self._shared)
-
-    def everyones(self, place: Place, like: Array) -> list[Array]:
-        """Return what all ranks have at a place of a shared array, as flat arrays like `like`."""
-        memory, _, stride = self._shared[place.number]
-        starts = [rank * stride + place.offset for rank in range(self.size)]
-        return [memory[at : at + like.nbytes].view(like.dtype) for at in starts]
-
-    def place_of(self, array: Array, out: Array | None = None) -> Place | None:
-        """Say where in shared memory an array that is changed in place lies.
-
-        Args:
-            array: flat.
-            out: where its change goes; the array itself if None.
-
-        Returns:
-            None if it lies elsewhere, or if `out` is other memory.
-        """
-        if not self._shared or not array.size:
-            return None
-        start = address(array)
-        if out is not None and address(out) != start:
-            return None
-        return self.place_at(start, array.nbytes)
-
-    def place_at(self, start: int, nbytes: int) -> Place | None:
-        """As `place_of` an array that begins at an address."""
-        for number, shared in enumerate(self._shared):
-            offset = start - shared.bases[self.rank]
-            if offset >= 0 and 0 < nbytes <= shared.stride - offset:
-                return Place(number, offset)
-        return None
 
     def reduce(
         self, send: Array, out: Array | None, op: Op, root: int, digest: int, deadline: Deadline

@@ -108,15 +108,15 @@ def _barrier(engine: Engine, deadline: Deadline) -> None:
 def _shared(engine: Engine, buffer: Array, digest: int, deadline: Deadline) -> list[Array] | None:
     """Wait for all ranks, and return their arrays if all bring the same shared one."""
     # Both are equal on all ranks, so that all meet or none does.
-    if buffer.nbytes <= ONE_RAIL_BYTES or not engine.has_shared_arrays:
+    if buffer.nbytes <= ONE_RAIL_BYTES or not engine.shared:
         return None
-    place = engine.place_of(buffer)
+    place = engine.shared.place_of(buffer)
     number = -1 if place is None else (place.number << _OFFSET_BITS) + place.offset
     numbers = engine.exchange(number, digest, deadline)
     _check(numbers is not None, deadline)
     if place is None or numbers != [number] * engine.size:
         return None
-    return engine.everyones(place, buffer)
+    return engine.shared.everyones(place, buffer)
 
 
 def _digest(stage: str, buffer: Array, places: Sequence[int], op: str = "") -> int:

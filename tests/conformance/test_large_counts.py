@@ -40,7 +40,7 @@ def check_two_ranks(comm):
     x = comm.shared_empty(COUNT, np.uint8, timeout=60)
     assert comm._calls.node_engine is not None
     engine = comm._calls.node_engine
-    assert engine.place_of(x) is not None, "there was no room for the shared arrays"
+    assert engine.shared.place_of(x) is not None, "there was no room for the shared arrays"
 
     def fill(base):
         x[...] = base
