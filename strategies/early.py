@@ -54,6 +54,8 @@ class Early:
 
     def lies_in_place(self, position: int, gradient: Any) -> bool:
         """Whether a tensor is the memory of its own place, where the result will be."""
+        if position not in self._places:
+            return False
         view = self._views[self._places[position]]
         same: bool = hasattr(view, "data_ptr") and view.data_ptr() == gradient.data_ptr()
         return same

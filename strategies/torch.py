@@ -229,6 +229,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._rescue(_parameters(self.optimizer))
         self._averaging.close()
 
     # GradScaler asks for this in `scaler.step`, before it goes through `param_groups` and looks for
@@ -260,6 +261,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         parameters = _parameters(self.optimizer)
         if len(self._hooks) != sum(p.requires_grad for p in parameters):  # frozen, or thawed
             self._count_passes()
+        self._rescue(parameters)
         gradients, refusal = self._gradients(parameters)
         error = error or refusal
         whole = self._passes.add(gradients, examples=examples, error=error, count=max(1, fresh))
@@ -270,6 +272,13 @@ class TorchOptimizer(torch.optim.Optimizer):
         else:
             self._average(parameters, whole)
         return self._averaged
+
+    def _rescue(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Move gradients that no backward pass has touched out of the early reductions' way."""
+        early = self._averaging.early
+        if early is not None:
+            for i, parameter in enumerate(parameters):
+                _moved(early, i, parameter)
 
     def _gradients(self, parameters: Sequence[torch.Tensor]) -> tuple[list[Any], Any]:
         gradients: list[Any] = [parameter.grad for parameter in parameters]
@@ -385,13 +394,19 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _given(early: Early, position: int, parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Let a gradient be reduced early; returns it, and the count of its changes."""
-    gradient = parameter.grad
+    gradient = _moved(early, position, parameter)
     assert gradient is not None
-    if not gradient.is_sparse and early.lies_in_place(position, gradient):
-        # Of zeroed memory, whose place is needed for the result while this must not be lost.
-        parameter.grad = gradient = gradient.clone()
     early.ready(position, gradient.to_dense() if gradient.is_sparse else gradient)
     return gradient, gradient._version
+
+
+def _moved(early: Early, position: int, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient, which must not be lost, out of the place where the result will be."""
+    gradient = parameter.grad
+    dense = None if gradient is None or gradient.is_sparse else gradient
+    if dense is not None and early.lies_in_place(position, dense):
+        parameter.grad = gradient = dense.clone()
+    return gradient
 
 
 def _leaf(parameter: torch.Tensor, name: str) -> Leaf:

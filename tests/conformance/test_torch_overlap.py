@@ -199,18 +199,62 @@ def test_numbers_of_examples_may_change_and_be_zero(twins):
     assert all(torch.isfinite(p).all() for p in twins.models[1].parameters())
 
 
+ZEROS = {
+    "new memory": lambda optimizer: optimizer.zero_grad(),
+    "zeroed": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+    "kept": lambda optimizer: None,
+}
+
+
+@pytest.mark.parametrize("zero", ZEROS.values(), ids=ZEROS)
+def test_layers_that_are_used_now_and_then(world, zero):
+    @overlapped()
+    def body(twins):
+        for step in range(STEPS):
+
+            def one(model, optimizer, step=step):
+                zero(optimizer)
+                turn = step * (twins.comm.rank + 1)
+                used = [layer for i, layer in enumerate(model) if (i + turn) % 3]
+                backward(torch.nn.Sequential(*used), batch(twins.comm, step))
+                optimizer.step()
+
+            twins.each(one)
+            twins.check()
+
+    body(world)
+
+
 @overlapped()
-def test_layers_that_are_used_now_and_then(twins):
+def test_steps_without_a_backward_pass(twins):
     for step in range(STEPS):
 
         def one(model, optimizer, step=step):
-            optimizer.zero_grad()
-            used = [layer for i, layer in enumerate(model) if (i + step * twins.comm.rank) % 3]
-            backward(torch.nn.Sequential(*used), batch(twins.comm, step))
+            if step % 3 == 0:
+                backward(model, batch(twins.comm, step))
             optimizer.step()
 
         twins.each(one)
         twins.check()
+
+
+def test_averages_outlast_the_end(world):
+    def run(comm):
+        twins = Twins(comm)
+        for step in range(2):
+
+            def one(model, optimizer, step=step):
+                optimizer.zero_grad()
+                backward(model, batch(comm, step))
+                optimizer.synchronize()
+
+            twins.each(one)
+        twins.each(lambda model, optimizer: optimizer.close())
+        plain, early = ([p.grad.numpy() for p in m.parameters()] for m in twins.models)
+        for one_grad, other in zip(plain, early, strict=True):
+            np.testing.assert_array_equal(one_grad, other)
+
+    world.run(run)
 
 
 @overlapped(clip_global_norm=0.01, compression=cc.FP16, gradient_predivide_factor=2.0)
