@@ -77,9 +77,10 @@ def DistributedOptimizer(
         sparse_as_dense: reduce sparse gradients of PyTorch as dense ones.
         bucket_bytes: after how many bytes of gradients a bucket is full.
         overlap: reduce gradients of PyTorch while the backward pass computes others. The results
-            are the same, whatever a program does between: if gradients have changed until `step`,
-            or are those of another number of examples than in the last step, on any rank, all are
-            reduced again.
+            are the same: if gradients have changed until `step`, or are those of another number of
+            examples than in the last step, on any rank, all are reduced again. Only changes that
+            PyTorch does not count, through `.grad.data` or `.grad.numpy()`, are not seen and get
+            lost, unless `synchronize` was called before.
 
     Returns:
         An optimizer of the kind that was given: `AveragingOptimizer`, an object that is a

@@ -153,6 +153,12 @@ def look_first(model, optimizer):
     change_in_place(model, optimizer)
 
 
+def look_first_and_change_uncounted(model, optimizer):
+    optimizer.synchronize()
+    for parameter in model.parameters():
+        parameter.grad.data.clamp_(-0.1, 0.1)
+
+
 ACTS = [
     change_in_place, replace_one, drop_one, second_pass, start_again, start_again_in_place, give_up,
 ]  # fmt: skip
@@ -161,7 +167,12 @@ ACTS = [
 @pytest.mark.parametrize("to_none", [True, False], ids=["new memory", "zeroed"])
 @pytest.mark.parametrize(
     ("act", "everywhere"),
-    [*[(act, True) for act in ACTS], *[(act, False) for act in ACTS], (look_first, True)],
+    [
+        *[(act, True) for act in ACTS],
+        *[(act, False) for act in ACTS],
+        (look_first, True),
+        (look_first_and_change_uncounted, True),
+    ],
     ids=lambda value: {True: "all ranks", False: "one rank"}.get(value) or value.__name__,
 )
 def test_what_happens_between_backward_and_step_counts(world, act, everywhere, to_none):
