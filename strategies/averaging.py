@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies import placing
+from strategies import arrays, placing
 from strategies.agreement import agree, raise_everywhere
 from strategies.clipping import clip_by_global_norm
 from strategies.early import Early
@@ -332,7 +332,9 @@ class Averaging:
         if gradient is None:
             indices, values = np.empty(0, np.int64), leaf.like[:0]
         else:
-            indices, values = gradient.indices, gradient.values * scale
+            # In the dtype of all ranks: rows of one index that were added up may be wider.
+            values = arrays.astype(gradient.values * scale, arrays.dtype_name(leaf.like))
+            indices = gradient.indices
         found, rows = self.comm.sparse_allreduce(
             indices, values, num_rows=leaf.shape[0], op=self._op
         )

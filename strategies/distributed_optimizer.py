@@ -268,6 +268,7 @@ def _fitting(gradient: Any, leaf: Leaf) -> Any:
     if gradient is None:
         return None
     if isinstance(gradient, Rows):
+        _check_dtype(gradient.values, leaf)
         where = f"variable: {leaf.name}"
         return in_order(gradient, "apply_gradients", where, length=leaf.shape[0])
     array: Any = gradient
@@ -278,10 +279,15 @@ def _fitting(gradient: Any, leaf: Leaf) -> Any:
             f"apply_gradients: the gradient has the wrong shape, expected {leaf.shape}, got "
             f"{tuple(array.shape)} (variable: {leaf.name})"
         )
+    _check_dtype(array, leaf)
+    return array
+
+
+def _check_dtype(array: Any, leaf: Leaf) -> None:
+    """Refuse a gradient that the dtype of its variable cannot stand for."""
     both = isinstance(array, np.ndarray) and isinstance(leaf.like, np.ndarray)
     if both and not np.can_cast(array.dtype, leaf.like.dtype, "same_kind"):
         raise TypeError(
             f"apply_gradients: the gradient has the wrong dtype, expected {leaf.dtype}, got "
             f"{array.dtype} (variable: {leaf.name})"
         )
-    return array

@@ -291,7 +291,32 @@ def test_gradients_of_a_few_rows(world):
         bad = strategies.Rows([wrong], np.ones((1, 2)))
         with pytest.raises(ValueError, match="out of range"):
             optimizer.apply_gradients([(bad, table), (None, bias)])
+        imaginary = strategies.Rows([1], np.full((1, 2), 1j))
+        with pytest.raises(TypeError, match="wrong dtype, expected float64, got complex128"):
+            optimizer.apply_gradients([(imaginary, table), (None, bias)])
         np.testing.assert_allclose(table, exact, rtol=1e-12)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_rows_count_in_the_dtype_of_their_variable_on_every_rank(world, dtype):
+    def check(comm):
+        optimizer = strategies.DistributedOptimizer(strategies.SGD(1.0), comm=comm)
+        table = np.zeros((40, 2), dtype)
+        last = comm.size - 1
+        # Only on rank 0 an index is repeated, of which the sum is a wider number.
+        indices = [4, 4] if comm.rank == 0 else [4]
+        rows = strategies.Rows(indices, np.ones((len(indices), 2), dtype))
+        optimizer.apply_gradients([(rows, table)])
+        # Some ranks compute in float64, and the last one has looked nothing up.
+        wide = strategies.Rows([0], np.ones((1, 2), "float64" if comm.rank % 2 else dtype))
+        optimizer.apply_gradients([(None if comm.rank == last else wide, table)])
+        expected = np.zeros((40, 2))
+        expected[4], expected[0] = -(comm.size + 1) / comm.size, -last / comm.size
+        # Roundings: of the mean's terms, of their size - 1 additions, of the result, of the update.
+        rtol = (comm.size + 2) * 2.0 ** -{"float16": 11, "bfloat16": 8, "float32": 24}[dtype]
+        np.testing.assert_allclose(table.astype("float64"), expected, rtol=rtol)
 
     world.run(check)
 
