@@ -19,7 +19,8 @@ def host(gradient: Any, view: Array) -> Array:
     """See a gradient in host memory, in the dtype of its place."""
     found = arrays.host(gradient)
     if found is None:
-        found = np.asarray(array_api_compat.to_device(gradient, "cpu"))
+        found = arrays.host(array_api_compat.to_device(gradient, "cpu"))
+        assert found is not None
     return found.astype(view.dtype, casting="same_kind", copy=False)
 
 
