@@ -269,6 +269,23 @@ class Buckets:
             self._learn(list(step.order))
         return self._results()
 
+    def end_by(self, error: Exception) -> None:
+        """End the step by an error of this rank, as when an array cannot be written to its view.
+
+        All ranks reduce the same buckets in the same order: where the next one would be reduced,
+        this rank refuses the call, which is a MismatchError in the `wait` or `allreduce` of the
+        others, and all leave out the rest of the step. Waits for them; also before any array is
+        ready.
+
+        Args:
+            error: what the others are told; it is not raised here.
+
+        Raises:
+            CollectiveTimeout, PeerFailure: another rank does not come.
+        """
+        self._check_open("end_by")
+        self._end_by(error)
+
     def close(self) -> None:
         """Let go of memory and ranks; *collective*. Closing twice is harmless.
 
@@ -347,16 +364,11 @@ class Buckets:
         step.requests.append(self._progress.submit("buckets", run))
 
     def _end_by(self, error: Exception) -> None:
-        """End the step by an error of this rank, of which the others learn.
-
-        All ranks reduce the same buckets in the same order: where the next one would be reduced,
-        this rank refuses the call, which is a MismatchError for the others, and all leave out the
-        rest of the step.
-        """
         step, self._step = self._step, None
         first = 0 if step is None else len(step.requests)
-        if any(bucket.has_elements for bucket in self._buckets[first:]):
-            refused = type(error)(str(error))
+        learning = step is not None and not self._learned  # in which the others will meet
+        if learning or any(bucket.has_elements for bucket in self._buckets[first:]):
+            refused = _refusal(error)
             if step is not None:
                 self._submit(step, lambda: self._refuse(refused))
             else:
@@ -396,6 +408,12 @@ class Buckets:
     def _use(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
         self._bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.members}
+
+
+def _refusal(error: Exception) -> Exception:
+    """Return an error that leaves the thread of the requests in order, to be told to the others."""
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(str(error) if type(error) is kind else f"{type(error).__name__}: {error}")
 
 
 def _fill(memory: Array, host: Array | None, scale: float) -> None:

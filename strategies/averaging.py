@@ -201,7 +201,7 @@ class Averaging:
     def close(self) -> None:
         """Release the buckets; *collective*."""
         early, self._early = self._early, None
-        if early is not None and not early.error:
+        if early is not None:
             early.finish()
         if self._buckets is not None:
             self._buckets.close()
@@ -317,16 +317,18 @@ class Averaging:
 
     def _reduce(self, gradients: list[Any], scale: float) -> list[Any]:
         """Reduce one gradient for each place in the buckets."""
-        views = self._buckets.views
-        if all(isinstance(view, np.ndarray) for view in views):
-            hosts = [
-                None if gradient is None else placing.host(gradient, view)
-                for gradient, view in zip(gradients, views, strict=True)
-            ]
-            return list(self._buckets.allreduce(hosts, scale=scale))
-        for view, gradient in zip(views, gradients, strict=True):
-            placing.put(view, gradient, scale)
-        return list(self._buckets.allreduce())
+        pairs = list(zip(self._buckets.views, gradients, strict=True))
+        hosts = None
+        try:
+            if all(isinstance(view, np.ndarray) for view, _ in pairs):
+                hosts = [None if g is None else placing.host(g, view) for view, g in pairs]
+            else:
+                for view, gradient in pairs:
+                    placing.put(view, gradient, scale)
+        except Exception as error:  # for which the other ranks must not wait
+            self._buckets.end_by(error)
+            raise
+        return list(self._buckets.allreduce(hosts, scale=1.0 if hosts is None else scale))
 
     def _average_rows(self, leaf: Leaf, gradient: Rows | None, scale: float) -> Rows:
         if gradient is None:

@@ -40,6 +40,7 @@ class Early:
         self, buckets: Any, positions: Sequence[int], scale: float, like: Contribution
     ) -> None:
         self.error: Exception | None = None
+        self._misplaced: Exception | None = None
         self._buckets = buckets
         self._views = buckets.views
         self._places = {position: place for place, position in enumerate(positions)}
@@ -78,6 +79,8 @@ class Early:
         """
         for position in self._places.keys() - self._begun:
             self._put(position, None)
+        if self._misplaced is not None:
+            self._buckets.end_by(self._misplaced)
         if self.error is None:
             try:
                 return list(self._buckets.wait())
@@ -106,8 +109,12 @@ class Early:
             place = self._places[position]
             try:
                 placing.put(self._views[place], gradient, self._scale)
-                self._buckets.ready(place)
             except Exception as error:  # of which the other ranks learn with the step
+                self.error = self._misplaced = error
+                return
+            try:
+                self._buckets.ready(place)
+            except Exception as error:  # which has ended the step
                 self.error = error
 
 

@@ -216,6 +216,29 @@ def test_a_mistake_of_one_rank_is_an_error_on_all_and_the_next_step_works(
     world.run(check)
 
 
+@pytest.mark.parametrize("before", [[], [3], [3, 2, 1, 0]], ids=str)
+@pytest.mark.parametrize("error", [TypeError("odd"), MemoryError("full")], ids=repr)
+def test_a_step_may_be_ended_by_an_error_of_the_caller(world, before, error):
+    def check(comm):
+        culprit = comm.size - 1
+        with comm.plan_buckets(FOUR, op=cc.SUM, first_bucket_bytes=1, bucket_bytes=1) as buckets:
+            for _ in range(2):
+                if comm.rank == culprit:
+                    ready_all(buckets, [None] * 4, before)
+                    buckets.end_by(error)
+                else:
+                    ready_all(buckets, [None] * 4, range(4))
+                    told = f"refused on rank {culprit}.*{type(error).__name__}: {error}"
+                    with pytest.raises(cc.MismatchError, match=told):
+                        buckets.wait(LIMIT)
+                ones = [np.ones(2, np.float32)] * 4
+                assert [x[0] for x in buckets.allreduce(ones)] == [comm.size] * 4
+        with pytest.raises(cc.CollectiveError, match="the buckets were closed"):
+            buckets.end_by(error)
+
+    world.run(check)
+
+
 def test_allreduce_inside_a_step_is_refused_and_ends_it(world):
     def check(comm):
         with comm.plan_buckets(FOUR, op=cc.SUM) as buckets:

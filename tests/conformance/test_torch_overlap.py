@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import collectives as cc
 import strategies
+from strategies import placing
 from strategies.errors import OpError
 
 if "torch" in os.environ.get("UNISONO_REQUIRE", "").split(","):
@@ -325,6 +327,43 @@ def test_an_error_of_one_rank_is_raised_on_all_and_training_goes_on(twins):
 
         twins.each(one)
         twins.check()
+
+
+def test_a_gradient_that_cannot_be_put_in_its_place_is_an_error_on_all(world, monkeypatch):
+    failing = set()  # threads, each a rank
+    put = placing.put
+
+    def put_or_fail(view, gradient, scale):
+        if gradient is not None and threading.get_ident() in failing:
+            raise MemoryError("no room for it")
+        put(view, gradient, scale)
+
+    monkeypatch.setattr(placing, "put", put_or_fail)
+
+    @overlapped()
+    def body(twins):
+        culprit = twins.comm.rank == twins.comm.size - 1
+        for step in range(STEPS):
+
+            def one(model, optimizer, step=step):
+                optimizer.zero_grad()
+                if step in (3, 6) and culprit:
+                    failing.add(threading.get_ident())
+                # In step 6 when the first gradients are on their way.
+                part = model if step != 6 else model[:-2]
+                backward(part, batch(twins.comm, step))
+                if step in (3, 6):
+                    kinds = MemoryError if culprit else (OpError, RuntimeError, cc.MismatchError)
+                    with pytest.raises(kinds, match="no room for it"):
+                        optimizer.step()
+                    failing.discard(threading.get_ident())
+                else:
+                    optimizer.step()
+
+            twins.each(one)
+            twins.check()
+
+    body(world)
 
 
 def test_a_gradient_that_turns_sparse(world):
