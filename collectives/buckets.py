@@ -180,7 +180,7 @@ class Buckets:
         Args:
             values: an array for each place, None for zeros; or None: what stands in `views`.
             scale: what the values are multiplied by on the way to their places; any number, also
-                another one on every rank. Needs `values`.
+                another one on every rank. Needs `values`, and no integers among the arrays.
 
         Returns:
             The results in the caller's order: `views`, or new arrays where the kind that was asked
@@ -196,6 +196,12 @@ class Buckets:
                 raise ValueError("allreduce: a step has begun with `ready`, expected `wait` first")
             if scale != 1 and values is None:
                 raise ValueError(f"allreduce: expected values to scale, got None (scale: {scale})")
+            whole = [kind.dtype for kind in self._places.kinds if kind.dtype.kind in "iub"]
+            if scale != 1 and whole:
+                raise TypeError(
+                    f"allreduce: integers cannot be scaled, expected floats, got {whole[0]} "
+                    f"(scale: {scale})"
+                )
             hosts = None if values is None else self._fitting(values)
         except (TypeError, ValueError) as error:
             self._end_by(error)

@@ -83,6 +83,22 @@ def test_every_rank_may_scale_its_values_by_another_number(world):
     world.run(check)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_integers_are_not_scaled_which_is_an_error_on_all(world, dtype):
+    def check(comm):
+        with comm.plan_buckets([*FOUR, ((2,), dtype)], op=cc.MAX, **SMALL) as buckets:
+            ones = [np.ones(2, np.float32)] * 4 + [np.ones(2, dtype)]
+            if comm.rank == 0:
+                with pytest.raises(TypeError, match=f"expected floats, got {dtype} .scale: 0.5"):
+                    buckets.allreduce(ones, scale=0.5)
+            else:
+                with pytest.raises(cc.MismatchError, match="refused on rank 0.*cannot be scaled"):
+                    buckets.allreduce(ones)
+            assert all((x == 1).all() for x in buckets.allreduce(ones))
+
+    world.run(check)
+
+
 def test_results_are_the_views_and_the_views_stay(world):
     def check(comm):
         with comm.plan_buckets(FOUR, op=cc.SUM, **SMALL) as buckets:
