@@ -216,6 +216,8 @@ class Buckets:
     def ready(self, index: int, value: Any = None) -> None:
         """Say that one array is ready, which may start the reduction of its bucket.
 
+        One thread at a time.
+
         Args:
             index: of the array.
             value: the array, which is copied; None: what stands in `views[index]`, which must not

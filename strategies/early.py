@@ -13,6 +13,7 @@ each of them. If not, the gradients are reduced again, as if nothing had happene
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class Early:
         self._places = {position: place for place, position in enumerate(positions)}
         self._scale = scale
         self._like = _facts(like)
+        self._lock = threading.Lock()
         self._begun: set[int] = set()
         self._twice = False
 
@@ -62,12 +64,16 @@ class Early:
         return same
 
     def ready(self, position: int, gradient: Any) -> None:
-        """Copy a gradient to its place, where it may be reduced at once; raises nothing."""
-        if position in self._begun:
-            self._twice = True
-            return
-        self._begun.add(position)
-        self._put(position, gradient)
+        """Copy a gradient to its place, where it may be reduced at once; raises nothing.
+
+        From any thread: PyTorch computes the gradients of each device in one of its own.
+        """
+        with self._lock:
+            if position in self._begun:
+                self._twice = True
+                return
+            self._begun.add(position)
+            self._put(position, gradient)
 
     def finish(self) -> list[Any]:
         """Return the results, one for each place; *collective*.
