@@ -107,6 +107,7 @@ class Channel:
         self._sent: deque[Delivery] = deque()  # not known to be done
         self._arriving: dict[int, deque[_Arriving]] = {}
         self._buffers: list[Array] = []
+        self._free = _holders([np.empty(1, np.uint8)], 0)  # of a buffer that nobody else holds
         self._moved = time.monotonic()  # when something was sent or received
         self._closed = False
 
@@ -214,11 +215,10 @@ class Channel:
     def _buffer(self, length: int) -> Array:
         """Return memory for a long frame, used before if nobody holds that any more."""
         for index in range(len(self._buffers)):
-            kept = self._buffers[index]
-            # References: of the list, of this variable, of the call. Views of it count as well.
-            if length <= kept.size <= 2 * length and sys.getrefcount(kept) <= 3:
+            fits = length <= self._buffers[index].size <= 2 * length
+            if fits and _holders(self._buffers, index) <= self._free:
                 self._buffers.append(self._buffers.pop(index))
-                return kept[:length]
+                return self._buffers[-1][:length]
         fresh = np.empty(length, np.uint8)
         if length > _KEPT_BYTES:
             return fresh
@@ -248,6 +248,11 @@ class _Arriving:
                 return False
             self._deliveries.popleft()
         return True
+
+
+def _holders(buffers: list[Array], index: int) -> int:
+    """Return how many references Python counts to a buffer, among them those of its views."""
+    return sys.getrefcount(buffers[index])
 
 
 def _as_bytes(frame: Bytes) -> Array:
