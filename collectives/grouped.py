@@ -54,7 +54,7 @@ class _Grouping(NamedTuple):
     """How arrays of certain shapes and dtypes are reduced together.
 
     Attributes:
-        facts: what must be equal on all ranks.
+        facts: what must be equal on all ranks, also that they have planned the work.
         stages: what is reduced by one call each.
         starts: the first byte of each result.
         nbytes: of all results.
@@ -78,14 +78,15 @@ class Groupings:
 
     def get(self, key: tuple[object, ...]) -> _Grouping | None:
         """Return what is known of such a call."""
-        known = self._known.get(key)
-        if known is not None:
-            self._known.move_to_end(key)
-        return known
+        return self._known.get(key)
 
-    def add(self, key: tuple[object, ...], grouping: _Grouping) -> None:
-        """Remember a call, and forget the one that was made longest ago."""
+    def made(self, key: tuple[object, ...], grouping: _Grouping) -> None:
+        """Remember a call, once the ranks have agreed, and forget the one made longest ago.
+
+        All ranks know the same calls: one that knows a call does not meet one that plans it.
+        """
         self._known[key] = grouping
+        self._known.move_to_end(key)
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
 
@@ -142,8 +143,9 @@ def grouped_allreduce(
         if known is None:
             known = _new(kinds, op, compression, call)
             call.agree()
-            self._groupings.add(key, known)
             if call.engine is not None:
+                known.facts["planned"] = True  # what is driven below is not what was agreed by
+                call.describe(**known.facts)
                 known.work.extend(_planned(self, call.engine, call.digest, known.stages, op))
         else:
             call.describe(**known.facts)
@@ -156,6 +158,7 @@ def grouped_allreduce(
                 _pack(stage, hosts, shared)
                 call.met(engine.drive(work, call.deadline))
                 _part(stage, results)[...] = shared
+        self._groupings.made(key, known)
     if engine is None:
         for stage in known.stages:
             part = _part(stage, results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 
 import numpy as np
@@ -92,6 +93,40 @@ def test_many_lists_of_shapes_on_ranks_that_start_anew(world):
                 x, y = comm.grouped_allreduce([np.full(n, turn), np.ones((n, 2))], op=cc.SUM)
                 assert x.tolist() == [turn * comm.size] * n
                 assert (y == comm.size).all()
+
+    world.run(check)
+
+
+def test_a_refused_list_of_shapes_does_not_count_as_used(world):
+    def check(comm):
+        def reduce(n):
+            (x,) = comm.grouped_allreduce([np.ones(n)], op=cc.SUM)
+            assert x.tolist() == [comm.size] * n
+
+        for n in range(1, 17):  # as many as are remembered
+            reduce(n)
+        if comm.size > 1:
+            with pytest.raises(cc.MismatchError, match="arrays is"):
+                reduce(1 if comm.rank == 0 else 99)
+        reduce(17)  # in the place of another one, the same on all ranks
+        for n in (1, 2):
+            reduce(n)
+
+    world.run(check)
+
+
+def test_a_list_of_shapes_that_one_rank_has_forgotten_is_no_deadlock(world):
+    def check(comm):
+        reduce = functools.partial(comm.grouped_allreduce, [np.ones(3)], op=cc.SUM)
+        reduce()
+        if comm.rank == 0:
+            comm._groupings._known.clear()
+        if comm.size > 1 and not comm._calls.by_messages:
+            with pytest.raises(cc.MismatchError, match="planned is"):
+                reduce()
+        else:
+            assert reduce()[0].tolist() == [comm.size] * 3
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
 
     world.run(check)
 
