@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from collectives.arrays import Array
 from collectives.buffers import DeviceBuffer
@@ -22,9 +22,6 @@ from collectives.errors import (
     CollectiveTimeout,
 )
 from collectives.mail import Mail
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Deadline", "Message", "Transport", "this_thread"]
 
