@@ -153,9 +153,9 @@ class Communicator:
             x: shape (...), any dtype of the table in `collectives.reduction`; any strides. A NumPy,
                 PyTorch, JAX or CuPy array, a number or a nested list of numbers.
             op: how to combine; the default divides by the number of ranks.
-            out: where to put the result, may be `x` itself; a NumPy array or torch tensor of the
-                shape and dtype of `x`.
-            algorithm: "auto", "node", "ring", "tree" or "native".
+            out: where to put the result, may be `x` itself; an array of the shape and dtype of `x`
+                that can be written, of NumPy, PyTorch, CuPy or another library with DLPack.
+            algorithm: "auto", "node", "ring", "tree", "halving", "hierarchical" or "native".
             compression: `FP16` or `BF16` let float32 and float64 arrays travel as 16 bits wherever
                 they travel as messages: rounded once, summed in float32, and the result rounded
                 once, however many ranks there are. `on("network")` is for those between nodes.
@@ -169,7 +169,10 @@ class Communicator:
         Raises:
             TypeError: the op is not defined for the dtype.
             ValueError: unknown algorithm, or `out` does not fit.
+            MismatchError: ranks differ in operation, op, dtype, shape or options; on all ranks. Or
+                another rank's arguments are wrong.
             CollectiveTimeout: some rank did not come in time, on the ranks that waited.
+            PeerFailure: a rank has died, on the ranks that waited for it.
 
         Cost: "ring" 2 (P - 1) messages and 2 (P - 1)/P S bytes sent per rank; "tree" at most
             2 ceil(log2 P) messages of S bytes.
@@ -217,7 +220,8 @@ class Communicator:
     ) -> Any:
         """Reduce the arrays of all ranks, and give the result to one.
 
-        Arguments and errors as `allreduce`; `out` is used on the root only.
+        Arguments and errors as `allreduce`; `out` is used on the root only, and algorithms are
+        "auto", "node", "tree" and "native".
 
         Returns:
             On the root `out` or a new array of the shape and dtype of `x`, elsewhere None.
@@ -259,7 +263,7 @@ class Communicator:
             x: shape (n, ...), the same on all ranks; n need not be a multiple of the size: the
                 first `n % size` ranks get one row more.
             op: how to combine.
-            algorithm: "auto", "ring" or "native".
+            algorithm: "auto", "node", "ring", "halving" or "native".
             timeout: seconds.
 
         Returns:
@@ -305,7 +309,7 @@ class Communicator:
             x: shape (...); on the other ranks any array of the same shape and dtype.
             root: whose array.
             out: where to put the result, may be `x` itself; shape and dtype of `x`.
-            algorithm: "auto", "tree" or "native".
+            algorithm: "auto", "node", "tree", "ring", "hierarchical" or "native".
             timeout: seconds.
 
         Returns:
@@ -337,7 +341,12 @@ class Communicator:
         return loan.give_back(arrays.store(buffer, array.shape, array.dtype, loan.target))
 
     def barrier(self, *, algorithm: str = "auto", timeout: float | None = None) -> None:
-        """Return when every rank of the group has called this."""
+        """Return when every rank of the group has called this.
+
+        Args:
+            algorithm: "auto", "node", "tree", "hierarchical" or "native".
+            timeout: seconds.
+        """
         if self._repeats.barrier(algorithm, timeout):
             return
         with self._calls.enter("barrier", timeout) as call:

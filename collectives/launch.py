@@ -70,8 +70,9 @@ def mpi_settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     - `osc ^ucx` silences an error message about a component that is not used.
     - `btl ^ofi` leaves out a component for one-sided communication, which is not used either, and
       which sleeps for a second when it finds nothing to do: MPI starts in 0.1 s instead of 1.1 s.
-    - `btl_tcp_links 2`: two sockets per peer let both directions of a link run at once; 16 MiB in
-      each direction over 1 Gbit/s take 140 ms, where one socket needs 277 ms.
+    - `btl_tcp_links 2`: two sockets per peer let both directions of a link run at once; MPI's
+      all-reduce of 16 MiB between 2 machines at 1 Gbit/s takes 141 ms with these settings and
+      207 ms without (`docs/benchmarks`).
     - `btl_tcp_eager_limit` 264 KiB: a slice of 256 KiB goes without asking the receiver first; the
       ring reaches 91 to 96 % of a 1 Gbit/s line where it had 87 to 91 %, and 87 to 94 % instead of
       68 to 86 % with 4 machines.

@@ -34,7 +34,7 @@ def gather(
     Args:
         x: shape (n, ...); n may differ between ranks; a scalar counts as shape (1,).
         root: who gets the result.
-        algorithm: "auto", "tree" or "native".
+        algorithm: "auto", "node", "tree" or "native".
         timeout: seconds.
 
     Returns:
@@ -65,7 +65,8 @@ def allgather(
 ) -> Any:
     """Join the arrays of all ranks along their first axis on every rank.
 
-    Arguments and errors as `gather`, without a root; algorithms "auto", "ring" and "native".
+    Arguments and errors as `gather`, without a root; algorithms are "auto", "node", "ring",
+    "halving" and "native".
 
     Returns:
         A new array of shape (sum of n, ...) in the order of the ranks, on all ranks.

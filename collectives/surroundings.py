@@ -39,7 +39,7 @@ SKEW_SECONDS = 0.5
 
 BANDWIDTH_BYTES = 64 << 20
 # How many plain copies an all-reduce of 64 MiB on one node may take without a note. The engine
-# needs about two where every rank has a core.
+# needs 0.8 where every rank has a core (`docs/benchmarks`).
 MOST_COPIES = 20.0
 
 

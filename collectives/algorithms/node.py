@@ -4,7 +4,7 @@ Each rank owns two slots of a segment and a header with two numbers: up to which
 filled, and up to which round its result is ready. Everything else follows from these (see
 `collectives.rounds`, which does the work).
 
-    up to a few hundred KiB, one shot        larger, pipelined, for 2 ranks
+    small, one shot                          larger, pipelined, for 2 ranks
     (one wait, everybody adds everything)    (chunk a belongs to rank 0, b to rank 1)
 
     rank 0            rank 1                 rank 0                     rank 1
@@ -16,6 +16,8 @@ filled, and up to which round its result is ready. Everything else follows from 
 
     arrays from `shared_empty`: rank 0 adds chunk a of both arrays and writes it to both, rank 1
     chunk b; nothing is copied.
+
+Small is what has at most 8 KiB, or 64 KiB where ranks outnumber the cores.
 
 Every call carries a hash of its description, compared by all ranks as they meet, for free.
 

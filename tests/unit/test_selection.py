@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import random
+import re
 import timeit
 
 import numpy as np
@@ -158,3 +159,10 @@ def test_no_algorithm_is_named_in_the_table_that_does_not_take_its_operation():
     for operation, algorithms in selection.ALGORITHMS.items():
         for name, function in algorithms.items():
             assert list(inspect.signature(function).parameters)[-1] == "deadline", (operation, name)
+
+
+@pytest.mark.parametrize("operation", selection.ALGORITHMS)
+def test_the_documentation_of_an_operation_names_its_algorithms(operation):
+    text = inspect.getdoc(getattr(cc.Communicator, operation))
+    (named,) = re.findall(r'[Aa]lgorithms?(?: are|:)\s+((?:"\w+"(?:,| or| and)?\s*)+)', text)
+    assert re.findall(r"\w+(?=\")", named) == ["auto", "node", *selection.ALGORITHMS[operation]]
