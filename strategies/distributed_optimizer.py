@@ -134,9 +134,10 @@ def _recognised(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
         from strategies import torch as of_torch
+        from strategies import torch_parameters
 
-        names = of_torch.parameter_names(optimizer, named_parameters)
-        facts = of_torch.described(optimizer, names)
+        names = torch_parameters.names_of(optimizer, named_parameters)
+        facts = torch_parameters.described(optimizer, names)
         return lambda comm, rule: of_torch.wrap(optimizer, names, comm, rule), facts
     if named_parameters is not None:
         raise ValueError(

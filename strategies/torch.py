@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ from strategies.averaging import Averaging, Leaf, Rule
 from strategies.early import Early
 from strategies.passes import Contribution, Passes
 from strategies.sparse import Rows
+from strategies.torch_parameters import Names, leaf, parameters_of
 
-__all__ = ["TorchOptimizer", "described", "parameter_names", "wrap"]
-
-Names = dict[torch.Tensor, str]
+__all__ = ["TorchOptimizer", "wrap"]
 
 
 def wrap(
@@ -27,66 +26,11 @@ def wrap(
 
     Args:
         optimizer: what updates the parameters.
-        names: of `parameter_names`.
+        names: of `torch_parameters.names_of`.
         comm: the ranks.
         rule: how they average.
     """
     return TorchOptimizer(optimizer, names, comm, rule)
-
-
-def parameter_names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Names:
-    """Return a name for every parameter of an optimizer.
-
-    Args:
-        optimizer: whose parameters.
-        named_parameters: a dict or (name, parameter) pairs, of which some may belong to others;
-            None: those that the optimizer knows itself, or numbers.
-
-    Raises:
-        TypeError: something is no pair of a name and a tensor.
-        ValueError: a name stands for two parameters, or a parameter has none; or there are no
-            parameters, or one of them twice.
-    """
-    say = "DistributedOptimizer"
-    parameters = _parameters(optimizer)
-    if len(parameters) != len(set(parameters)):
-        raise ValueError(f"{say}: a parameter is given twice to the optimizer")
-    if named_parameters is None:
-        own = [
-            name
-            for group in optimizer.param_groups
-            for name in group.get("param_names", [None] * len(group["params"]))
-        ]
-        numbered = [f"parameter {i}" if name is None else name for i, name in enumerate(own)]
-        return dict(zip(parameters, numbered, strict=True))
-    mapping = isinstance(named_parameters, Mapping)
-    pairs = list(named_parameters.items() if mapping else named_parameters)
-    names: Names = {}
-    taken: dict[str, torch.Tensor] = {}
-    for pair in pairs:
-        fits = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
-        if not fits or not isinstance(pair[1], torch.Tensor):
-            raise TypeError(
-                f"{say}: expected (name, parameter) pairs as named_parameters, such as "
-                f"model.named_parameters(), got {type(pair).__name__}"
-            )
-        name, parameter = pair
-        if taken.setdefault(name, parameter) is not parameter:
-            raise ValueError(f"{say}: two parameters have one name, got {name!r}")
-        names.setdefault(parameter, name)
-    for i, parameter in enumerate(parameters):
-        if parameter not in names:
-            raise ValueError(
-                f"{say}: named_parameters have no name for a parameter of the optimizer, got "
-                f"{len(pairs)} names (position {i}, shape {tuple(parameter.shape)})"
-            )
-    return names
-
-
-def described(optimizer: torch.optim.Optimizer, names: Names) -> list[str]:
-    """Say what must be equal on all ranks: kind, and name, shape and dtype of each parameter."""
-    lines = [str(_leaf(p, names[p])) for p in _parameters(optimizer)]
-    return [f"kind {type(optimizer).__module__}.{type(optimizer).__qualname__}", *lines]
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -229,7 +173,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._rescue(_parameters(self.optimizer))
+        self._rescue(parameters_of(self.optimizer))
         self._averaging.close()
 
     # GradScaler asks for this in `scaler.step`, before it goes through `param_groups` and looks for
@@ -258,7 +202,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 )
             return self._averaged
         self._counts.clear()
-        parameters = _parameters(self.optimizer)
+        parameters = parameters_of(self.optimizer)
         if len(self._hooks) != sum(p.requires_grad for p in parameters):  # frozen, or thawed
             self._count_passes()
         self._rescue(parameters)
@@ -295,7 +239,7 @@ class TorchOptimizer(torch.optim.Optimizer):
     def _average(self, parameters: Sequence[torch.Tensor], whole: Contribution) -> None:
         known = [(id(parameter), parameter.dtype) for parameter in parameters]
         if known != self._known:
-            self._leaves = [_leaf(parameter, self._name(parameter)) for parameter in parameters]
+            self._leaves = [leaf(parameter, self._name(parameter)) for parameter in parameters]
             self._known, self._kept = known, list(parameters)
         rows = [_rows(g) for g in whole.gradients]
         try:
@@ -317,7 +261,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._early.clear()
 
     def _clip(self) -> None:
-        gradients = [p.grad for p in _parameters(self.optimizer)]
+        gradients = [p.grad for p in parameters_of(self.optimizer)]
         dense = [g._values() if g is not None and g.is_sparse else g for g in gradients]
         scale = self._averaging.clipping(dense)
         if scale < 1:
@@ -375,7 +319,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             hook.remove()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(counter(i))
-            for i, parameter in enumerate(_parameters(self.optimizer))
+            for i, parameter in enumerate(parameters_of(self.optimizer))
             if parameter.requires_grad
         ]
 
@@ -386,10 +330,6 @@ class TorchOptimizer(torch.optim.Optimizer):
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _given(early: Early, position: int, parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -407,11 +347,6 @@ def _moved(early: Early, position: int, parameter: torch.Tensor) -> torch.Tensor
     if dense is not None and early.lies_in_place(position, dense):
         parameter.grad = gradient = dense.clone()
     return gradient
-
-
-def _leaf(parameter: torch.Tensor, name: str) -> Leaf:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return Leaf(name, tuple(parameter.shape), dtype, parameter.detach())
 
 
 def _rows(gradient: torch.Tensor | None) -> Any:
