@@ -77,6 +77,8 @@ class ChiefLoop:
             while True:
                 for engine, take in zip(self._engines, self._takes, strict=True):
                     self._wait(engine, take)
+                if self._stopped:  # what was taken went back
+                    return
                 values = self._update([take.results for take in self._takes])
                 # Before anybody can have the new values: so a step never gets more gradients than
                 # it needs.

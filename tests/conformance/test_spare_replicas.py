@@ -342,6 +342,26 @@ def test_too_few_workers_that_have_not_failed_are_an_error_with_the_reason(world
     world.run(run)
 
 
+def test_a_worker_that_is_lost_during_an_update_is_the_end_after_it(world):
+    def run(strategy, comm):
+        rounds, updates = strategy._steps._rounds, []
+
+        class Losing:
+            def apply_gradients(self, pairs):
+                updates.append(pairs)
+                assert len(updates) == 1
+                until(lambda: not rounds.computing())  # all have delivered, and wait
+                rounds.lose(1, "of a test")
+
+        w = strategy.variable(np.zeros(1), name="w")
+        with pytest.raises(UnavailableError, match="worker 1: of a test"):
+            strategy.apply_gradients(Losing(), [(np.ones(1), w)])
+        strategy.close()
+        assert len(updates) == (comm.rank == 0)
+
+    on_workers(world, 2, run)
+
+
 def test_workers_that_have_left_in_order_are_the_end_of_training(world):
     def run(strategy, comm):
         w = strategy.variable(np.zeros(1), name="w")
