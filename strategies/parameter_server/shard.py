@@ -214,6 +214,8 @@ class Shard:
         given: dict[int, Gradient] = {}
         for number, sparse in told["parts"]:
             part = self._parts[number]
+            if number in given:
+                raise InvalidArgumentError(f"push: a part is given twice (variable: {part.name})")
             indices = next(values) if sparse else None
             array = widened(next(values), told, part.value.dtype)
             gradient = array if indices is None else Rows(indices, array)

@@ -292,8 +292,8 @@ class ParameterServerStrategy(Strategy):
                 None: all replicas and workers count alike.
 
         Raises:
-            ValueError: a shape, a dtype or the optimizer does not fit, or a variable belongs to
-                another strategy. Nothing has been pushed.
+            ValueError: a shape, a dtype or the optimizer does not fit, a variable is given twice,
+                or belongs to another strategy. Nothing has been pushed.
             UnavailableError: a ps task is lost.
             DeadlineExceededError: gradients of others have not come in time; says whose.
             FailedPreconditionError: this task is no worker, or has left.
@@ -324,12 +324,18 @@ class ParameterServerStrategy(Strategy):
     def _push(self, own: Gradients) -> None:
         """Check this worker's gradients, and push them."""
         pairs: list[tuple[Gradient, ServedVariable]] = []
+        names: set[str] = set()
         for gradient, variable in own.pairs:
             known = self.variables.get(getattr(variable, "name", ""))
             if known is None or known is not variable:
                 raise ValueError(
                     f"apply_gradients: expected a variable of this strategy, got {variable!r:.200}"
                 )
+            if known.name in names:
+                raise ValueError(
+                    f"apply_gradients: a variable is given twice (variable: {known.name})"
+                )
+            names.add(known.name)
             if gradient is not None:
                 given = gradient if isinstance(gradient, Rows) else np.asarray(gradient)
                 check(given, known.shape, known.dtype, known.name)

@@ -10,7 +10,12 @@ import pytest
 import strategies
 from served import LIMIT, in_turn, opened, scenario, training
 from strategies.cluster.setter import GreedyLoadBalancing, byte_size
-from strategies.errors import DeadlineExceededError, FailedPreconditionError, OpError
+from strategies.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    OpError,
+)
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.parameter_server.staleness import Decision, Drop, Record, Scale
 
@@ -318,6 +323,8 @@ WRONG = [
     (lambda s, w: [(np.ones(2, np.float32), w)], "expected float64 .* got float32"),
     (lambda s, w: [(np.ones(2), np.zeros(2))], "expected a variable of this strategy"),
     (lambda s, w: [(strategies.Rows([2], np.ones(1)), w)], "index is out of range"),
+    (lambda s, w: [(np.ones(2), w), (np.ones(2), w)], r"given twice \(variable: w\)"),
+    (lambda s, w: [(np.ones(2), w), (None, w)], r"given twice \(variable: w\)"),
 ]
 
 
@@ -341,6 +348,16 @@ def test_wrong_gradients_change_nothing(world, pairs, message):
                 strategy.apply_gradients(strategy.optimizer, [])
 
     body(world)
+
+
+@scenario()
+def test_a_ps_refuses_two_gradients_for_one_variable(strategy, server):
+    w = strategy.variable(np.zeros(2), name="w")
+    if training(server):
+        with pytest.raises(InvalidArgumentError, match=r"given twice \(variable: w\)"):
+            strategy._client.push([(np.ones(2), w)] * 2, None, LIMIT)
+        strategy.pull()
+        assert w.value.tolist() == [0, 0]
 
 
 def test_wrong_use_on_one_task_is_an_error_on_all(world):
