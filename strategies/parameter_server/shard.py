@@ -279,7 +279,7 @@ class Shard:
 
     def _update(self, given: Mapping[int, Gradient], factor: float = 1.0) -> None:
         """Change variables by their gradients."""
-        if self._updates >= self.rules.warmup_steps:
+        if self._warm_at is not None:
             factor *= self.rules.rate_scale
         self._parts.update(given, factor)
         self._ledger.version += 1
@@ -367,6 +367,8 @@ class Shard:
         for part, (counts, kinds) in zip(self._parts, told["parts"], strict=True):
             part.load(State(counts, {kind: next(values) for kind in kinds}))
         self._before = told["updates"] - self._ledger.version
+        if self._updates < self.rules.warmup_steps:
+            self._warm_at = None
         self._go_on()
         work.reply()
 

@@ -241,11 +241,12 @@ def test_the_chief_warms_up_alone(world, synchronous):
     body(world)
 
 
-@scenario(warmup_steps=1000)
+@scenario(warmup_steps=1000, rate_scale=10.0)
 def test_a_chief_that_leaves_ends_the_warm_up(strategy, server):
     w = strategy.variable(np.zeros(1))
     if not training(server):
         return
+    workers = server.cluster.workers
     if strategy.is_chief:
         strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
         strategy.leave()
@@ -254,6 +255,9 @@ def test_a_chief_that_leaves_ends_the_warm_up(strategy, server):
         assert strategy.last_push[0].weight == 0
         strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
         assert strategy.last_push[0].weight == 1
+    workers.barrier()
+    strategy.pull()
+    assert w.value[0] == -1 - 10 * (workers.size - 1)  # the rate is another one from then on
 
 
 @pytest.mark.parametrize("synchronous", [False, True])

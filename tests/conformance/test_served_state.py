@@ -79,6 +79,36 @@ def test_training_goes_on_from_a_state_bit_for_bit(world, parts, tmp_path):
         world.run(run)
 
 
+@scenario(warmup_steps=2, rate_scale=10.0)
+def test_a_state_of_the_warm_up_is_warmed_up_from_there(strategy, server):
+    w = strategy.variable(np.zeros(1))
+    if not training(server):
+        return
+    workers = server.cluster.workers
+
+    def push():
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+
+    if strategy.is_chief:
+        push()
+        state = strategy.state_dict()
+        for value in (-2, -12):
+            push()
+            assert w.value[0] == value
+        strategy.load_state_dict(state)
+    workers.barrier()
+    strategy.pull()
+    workers.barrier()
+    push()
+    assert strategy.last_push[0].weight == strategy.is_chief
+    assert w.value[0] == -2
+    workers.barrier()
+    if strategy.is_chief:
+        push()
+        assert w.value[0] == -12
+    workers.barrier()
+
+
 @scenario(optimizer=lambda: strategies.Momentum(1.0, 0.5))
 def test_a_state_has_names_and_shapes(strategy, server):
     w = strategy.variable(np.zeros((3, 2), np.float32), name="w")
