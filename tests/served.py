@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -69,6 +70,27 @@ def in_turn(server, action):
         if turn == workers.rank:
             action()
     workers.barrier()
+
+
+class Silence:
+    """Keeps a task's thread from handling messages for a while."""
+
+    def __init__(self, service):
+        self.exchange = service._exchange
+        self.over = threading.Event()
+
+    def __enter__(self):
+        handle, over = self.exchange._handle, self.over
+
+        def late(source, message):
+            assert over.wait(LIMIT)
+            handle(source, message)
+
+        self.exchange._handle = late
+        return self
+
+    def __exit__(self, *error):
+        self.over.set()
 
 
 def training(server):

@@ -262,9 +262,7 @@ class Client:
         errors = [answer.error for answer in answers if answer.error is not None]
         for error in errors:
             if isinstance(error, UnavailableError):
-                raise UnavailableError(
-                    f"{error.message}; what was on a ps task is lost: start again from a checkpoint"
-                ) from error
+                raise UnavailableError(f"{error.message}; start again from a checkpoint") from error
         if errors:
             raise errors[0]
         return answers

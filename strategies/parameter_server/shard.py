@@ -30,6 +30,7 @@ from strategies.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     OpError,
+    UnavailableError,
 )
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.mean import Gradient, check, mean
@@ -177,8 +178,18 @@ class Shard:
         self._go_on()
 
     def push(self, work: Work) -> None:
-        """Take the gradients of a worker; answered with new values."""
+        """Take the gradients of a worker; answered with new values.
+
+        Raises:
+            UnavailableError: the worker is no member any more: nobody would wait for its gradients.
+            ValueError: they do not fit.
+        """
         push = self._checked(work)
+        if push.worker not in self._members:
+            raise UnavailableError(
+                f"push: this ps counts the worker as gone, expected one of tasks "
+                f"{sorted(self._members)}, got task {push.worker} ({self.name})"
+            )
         if push.worker in self._waiting:
             raise InvalidArgumentError(
                 f"push: this worker's last gradients still wait for those of others (worker: task "

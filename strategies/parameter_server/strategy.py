@@ -294,7 +294,8 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ValueError: a shape, a dtype or the optimizer does not fit, a variable is given twice,
                 or belongs to another strategy. Nothing has been pushed.
-            UnavailableError: a ps task is lost.
+            UnavailableError: a ps task is lost, or counts this worker as gone, since one has not
+                heard of the other for longer than the service's timeout.
             DeadlineExceededError: gradients of others have not come in time; says whose.
             FailedPreconditionError: this task is no worker, or has left.
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import strategies
-from served import LIMIT, in_turn, opened, scenario, training
+from served import LIMIT, Silence, in_turn, opened, scenario, training
 from strategies.cluster.setter import GreedyLoadBalancing, byte_size
 from strategies.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
     OpError,
+    UnavailableError,
 )
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.parameter_server.staleness import Decision, Drop, Record, Scale
@@ -213,6 +214,41 @@ def test_a_wait_for_others_ends_and_names_them(strategy, server):
     strategy._timeout = LIMIT
     strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
     assert w.value[0] == -1
+
+
+@scenario(synchronous=True)
+def test_a_worker_that_a_ps_counts_as_gone_trains_no_more(strategy, server):
+    w = strategy.variable(np.zeros(1))
+    comm, workers = server.cluster.comm, server.cluster.workers
+
+    def push():
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+
+    if not training(server):
+        with Silence(server.service):
+            comm.barrier()
+            comm.barrier()
+        return
+    comm.barrier()
+    if workers.rank == 0:
+        requests = server.service._exchange.requests
+        limit, requests._timeout = requests._timeout, 0.3
+        with pytest.raises(UnavailableError, match=r"given no sign of life for 0.3 s; start again"):
+            push()
+        requests._timeout = limit
+    comm.barrier()
+    if workers.rank == 0:
+        strategy.pull()
+        before = w.value[0]
+        with pytest.raises(UnavailableError, match=r"counts the worker as gone.*; start again"):
+            push()
+        strategy.pull()
+        assert w.value[0] == before
+    workers.barrier()
+    if workers.rank:
+        push()  # the others do not wait for it
+        assert w.value[0] == -1
+    workers.barrier()
 
 
 @pytest.mark.parametrize("synchronous", [False, True])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from launcher import ROOT
+from served import Silence
 
 sys.path[:0] = [str(ROOT / "tests" / "resources")]
 
@@ -46,27 +47,6 @@ def until(condition):
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.001)
-
-
-class Silence:
-    """Keeps a task's thread from handling messages for a while."""
-
-    def __init__(self, service):
-        self.exchange = service._exchange
-        self.over = threading.Event()
-
-    def __enter__(self):
-        handle, over = self.exchange._handle, self.over
-
-        def late(source, message):
-            assert over.wait(LIMIT)
-            handle(source, message)
-
-        self.exchange._handle = late
-        return self
-
-    def __exit__(self, *error):
-        self.over.set()
 
 
 def test_a_silent_task_is_given_up_and_what_it_does_later_is_undone(services):
