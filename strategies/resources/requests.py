@@ -159,16 +159,21 @@ class Requests:
                 return False
             self._closed = why
             everything, self._pending = self._pending, {}
-        for number, pending in everything.items():
-            self._send(pending.task, protocol.encode(Kind.DISOWN, number))
-            pending.on_answer(Answer({}, (), CancelledError(why)))
+        self._end(everything, CancelledError(why))
         return True
 
     def _fail(self, task: int, error: OpError, before: float = float("inf")) -> None:
         with self._lock:
             numbers = [n for n, p in self._pending.items() if p.task == task and p.began <= before]
-            failed = [(number, self._pending.pop(number)) for number in numbers]
-        for number, pending in failed:
-            # If the task comes back to life, nobody waits any more.
-            self._send(task, protocol.encode(Kind.DISOWN, number))
-            pending.on_answer(Answer({}, (), error))
+            failed = {number: self._pending.pop(number) for number in numbers}
+        self._end(failed, error)
+
+    def _end(self, ended: Mapping[int, _Pending], error: OpError) -> None:
+        """Let requests that are not pending any more have an error for an answer."""
+        try:
+            # Other tasks, or one that comes back to life, hear of it before what is asked next.
+            for number, pending in ended.items():
+                self._send(pending.task, protocol.encode(Kind.DISOWN, number))
+        finally:  # also where nothing can be sent any more
+            for pending in ended.values():
+                pending.on_answer(Answer({}, (), error))

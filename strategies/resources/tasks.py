@@ -143,7 +143,7 @@ class Task:
         Returns:
             A future. Its result is such a thing, too. Its error is what the function has raised;
             `UnavailableError` if the task is dead, has left or is silent; `CancelledError` if the
-            service was closed.
+            service was closed; `InvalidArgumentError` if the result is too long for a message.
 
         Raises:
             ValueError: the function cannot be imported by its name.

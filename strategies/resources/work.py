@@ -78,14 +78,25 @@ class Desk:
         *,
         keep: bool,
     ) -> None:
-        """Answer a request once; keep it until the answer is confirmed, if so wished."""
+        """Answer a request once; keep it until the answer is confirmed, if so wished.
+
+        Where an answer cannot be sent, such as one of too many arrays, the reason is the answer,
+        and what it was to carry goes back.
+        """
         with self._lock:
             if work.answered or (work.source, work.number) not in self._open:
                 return
             work.answered = True
             if not keep:
                 del self._open[work.source, work.number]
-        self._send(work.source, protocol.encode(kind, work.number, metadata, values))
+        try:
+            self._send(work.source, protocol.encode(kind, work.number, metadata, values))
+        except Exception as error:
+            _log.warning("service: an answer cannot be sent", exc_info=error)
+            if keep:
+                self.give_up(work.source, work.number)
+            why = protocol.error_to(error)
+            self._send(work.source, protocol.encode(Kind.ERROR, work.number, why))
 
     def confirmed(self, source: int, number: int) -> None:
         """Note that an answer has arrived: what it carried belongs to the other task now."""

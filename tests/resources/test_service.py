@@ -20,14 +20,16 @@ from strategies.errors import (  # noqa: E402
     CancelledError,
     DeadlineExceededError,
     InternalError,
+    InvalidArgumentError,
     NotFoundError,
     UnavailableError,
     UnimplementedError,
 )
 from strategies.input.queues import FIFOQueue  # noqa: E402
 from strategies.input.shared import shared_queue  # noqa: E402
-from strategies.resources.container import ResourceKind, register  # noqa: E402
+from strategies.resources.container import Place, ResourceKind, register  # noqa: E402
 from strategies.resources.protocol import Kind  # noqa: E402
+from strategies.resources.requests import Requests  # noqa: E402
 
 LIMIT = 20.0
 
@@ -212,6 +214,62 @@ def test_things_of_any_kind_can_be_served(services):
     unknown = ResourceKind("unknown", kind.make, kind.difference, {}, kind.discard)
     with pytest.raises(NotFoundError, match="no such kind of object"):
         services[1].open(unknown, {}, name="other")
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "message"),
+    [
+        ([1.0], "x" * (1 << 24), "names and descriptions are too long"),
+        ([np.float64(1)] * 70_000, "", "at most 65536 frames"),
+    ],
+    ids=["cannot be written", "cannot be sent"],
+)
+def test_an_answer_that_cannot_be_sent_is_an_error(services, values, names, message):
+    kind = register(
+        ResourceKind(
+            "too large for a test", lambda description, name: [], lambda thing, description: None,
+            {"large": lambda thing, work: work.reply([*map(np.asarray, values)], names=names),
+             "small": lambda thing, work: work.reply()}, lambda thing: None,
+        )
+    )  # fmt: skip
+    place, _ = services[1].open(kind, {}, name="thing")
+    with pytest.raises(InvalidArgumentError, match=message):
+        services[1].request(place, "large")
+    services[1].request(place, "small")
+
+
+def test_rows_whose_answer_cannot_be_sent_go_back(services, monkeypatch):
+    queue = queue_on_0(services[1])
+    queue.enqueue_many((np.arange(3),))
+    desk = services[0]._exchange._desk
+    send = desk._send
+
+    def broken(task, frames):
+        monkeypatch.setattr(desk, "_send", send)
+        raise OSError("broken for a test")
+
+    monkeypatch.setattr(desk, "_send", broken)
+    with pytest.raises(InternalError, match="broken for a test"):
+        queue.dequeue_many(2)
+    assert not desk._open
+    assert queue.dequeue_many(3).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "end", [lambda r: r.close("the end"), lambda r: r.gone(1, "died")], ids=["close", "gone"]
+)
+def test_nobody_waits_for_answers_when_nothing_can_be_sent(end):
+    def broken(task, frames):
+        if frames[0][1] == Kind.DISOWN:
+            raise OSError("broken for a test")
+
+    requests, answers = Requests(broken, 2, LIMIT), []
+    for _ in range(2):
+        requests.start(Place(1, "", "thing"), "ask", {}, (), answers.append)
+    with pytest.raises(OSError, match="broken for a test"):
+        end(requests)
+    assert [type(answer.error) for answer in answers] == [type(answers[0].error)] * 2
+    assert isinstance(answers[0].error, (CancelledError, UnavailableError))
 
 
 def test_calls_where_answers_arrive_are_refused_and_not_a_deadlock(services):

@@ -21,6 +21,7 @@ from strategies.errors import (  # noqa: E402
     CancelledError,
     DataLossError,
     DeadlineExceededError,
+    InvalidArgumentError,
     NotFoundError,
     OutOfRangeError,
     UnavailableError,
@@ -57,6 +58,10 @@ def fail(kind):
 
 def twice_on_the_other(service_and_number):
     return service_and_number * 2
+
+
+def many(count):
+    return [np.float64(1)] * count
 
 
 @pytest.fixture
@@ -135,6 +140,13 @@ def test_errors_keep_their_class_where_that_can_be_made(services):
     with pytest.raises(NotFoundError, match="no function of this name"):
         task.run("math:no_such")
     assert task.run(twice_on_the_other, 4) == 8
+
+
+def test_a_result_of_too_many_arrays_is_an_error(services):
+    task = Task(services[1], 0)
+    with pytest.raises(InvalidArgumentError, match="at most 65536 frames"):
+        task.submit(many, 70_000).result(LIMIT)
+    assert task.run(many, 2) == [1, 1]
 
 
 def test_a_task_that_leaves_is_an_error_for_those_that_wait(services):
