@@ -103,7 +103,7 @@ def _plus(total: Any, gradient: Any, weight: float) -> Any:
     if gradient is None:
         return total
     if isinstance(gradient, Rows):
-        gradient = Rows(np.asarray(gradient.indices), gradient.values * weight)
+        gradient = Rows(gradient.indices, gradient.values * weight)
         if total is None:
             return gradient
         join = array_api_compat.array_namespace(gradient.values).concat

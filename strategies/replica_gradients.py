@@ -187,7 +187,7 @@ def _mean_rows(column: list[Any], weights: list[int], name: str) -> Rows:
     join = array_api_compat.array_namespace(counted[0][0].values).concat
     scales = [weight / max(1, sum(weights)) for _, weight in counted]
     values = [g.values * scale for (g, _), scale in zip(counted, scales, strict=True)]
-    return Rows(np.concatenate([np.asarray(g.indices) for g, _ in counted]), join(values))
+    return Rows(np.concatenate([g.indices for g, _ in counted]), join(values))
 
 
 def _weight(gradients: Gradients) -> int:

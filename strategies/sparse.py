@@ -21,7 +21,7 @@ class Rows:
     index are summed. What `Communicator.sparse_allreduce` returns are its two fields.
 
     Attributes:
-        indices: shape (k,), integers >= 0 in host memory, in any order.
+        indices: shape (k,), integers >= 0 in host memory, in any order; kept as int64.
         values: shape (k, ...), a row of the variable for each index, in the variable's memory.
 
     Example:
@@ -35,6 +35,13 @@ class Rows:
 
     indices: Any
     values: Any
+
+    def __post_init__(self) -> None:
+        indices = np.asarray(self.indices)
+        # An empty list is one of floats, and beside int64 uint64 becomes one, too.
+        if indices.dtype.kind in "iu" or not indices.size:
+            indices = indices.astype(np.int64, copy=False)
+        object.__setattr__(self, "indices", indices)
 
 
 def in_order(rows: Rows, operation: str, where: str, *, length: int | None = None) -> Rows:
@@ -56,8 +63,8 @@ def in_order(rows: Rows, operation: str, where: str, *, length: int | None = Non
 
     Order: of a summation, fixed by the order of the rows.
     """
-    indices, values = np.asarray(rows.indices), rows.values
-    if indices.dtype.kind not in "iu" and indices.size:
+    indices, values = rows.indices, rows.values
+    if indices.dtype != np.int64:
         raise TypeError(f"{operation}: indices are no integers, got {indices.dtype} ({where})")
     shape = tuple(values.shape)
     if indices.ndim != 1 or indices.shape != shape[:1]:
@@ -71,7 +78,7 @@ def in_order(rows: Rows, operation: str, where: str, *, length: int | None = Non
             f"{'any' if length is None else length - 1}, got {indices.min()} .. {indices.max()} "
             f"({where})"
         )
-    indices = indices.astype(np.int64)
+    indices = indices.copy()
     if np.all(indices[1:] > indices[:-1]):
         return Rows(indices, values)
     return _summed(indices, values)

@@ -356,7 +356,7 @@ def _rows(gradient: torch.Tensor | None) -> Any:
     gradient = gradient.detach()
     if not gradient.is_sparse:
         return gradient
-    return Rows(gradient._indices()[0], gradient._values())
+    return Rows(gradient._indices()[0].cpu(), gradient._values())
 
 
 def _sparse(rows: Rows, parameter: torch.Tensor) -> torch.Tensor:

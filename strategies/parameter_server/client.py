@@ -164,7 +164,7 @@ class Client:
         piece = cut_rows(gradient, part)
         values = np.asarray(piece.values)
         # Rows are others in every step: what rounding leaves over would come to the wrong ones.
-        return [np.asarray(piece.indices), compressed(values, self._rows_compression)]
+        return [piece.indices, compressed(values, self._rows_compression)]
 
     def rows(self, variable: ServedVariable, indices: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return some rows of a variable."""

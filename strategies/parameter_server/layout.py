@@ -115,6 +115,5 @@ def cut_rows(rows: Rows, part: Part) -> Rows:
     """Return the rows that lie in a part, by their indices in it."""
     if part.whole:
         return rows
-    indices = np.asarray(rows.indices)
-    inside = part.holds(indices)
-    return Rows(indices[inside] - part.start, np.asarray(rows.values)[inside])
+    inside = part.holds(rows.indices)
+    return Rows(rows.indices[inside] - part.start, np.asarray(rows.values)[inside])

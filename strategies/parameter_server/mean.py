@@ -57,13 +57,13 @@ def mean(column: Sequence[tuple[Gradient, float]], total: float, like: Array) ->
     weighted = [(gradient, weight / total) for gradient, weight in column]
     rows = [(g, weight) for g, weight in weighted if isinstance(g, Rows)]
     if len(rows) == len(weighted):
-        indices = np.concatenate([np.asarray(g.indices) for g, _ in rows])
+        indices = np.concatenate([g.indices for g, _ in rows])
         values = np.concatenate([_wide(g.values) * weight for g, weight in rows])
         return Rows(indices, values.astype(like.dtype, copy=False))
     result = np.zeros(like.shape, _wide(like[:0] if like.ndim else like).dtype)
     for gradient, weight in weighted:
         if isinstance(gradient, Rows):
-            np.add.at(result, np.asarray(gradient.indices), _wide(gradient.values) * weight)
+            np.add.at(result, gradient.indices, _wide(gradient.values) * weight)
         else:
             result += _wide(gradient) * weight
     return result.astype(like.dtype, copy=False)

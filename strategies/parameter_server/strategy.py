@@ -359,11 +359,10 @@ class ParameterServerStrategy(Strategy):
             UnavailableError: a ps task is lost.
         """
         chosen = np.asarray(indices)
-        if chosen.ndim == 1 and not chosen.size:
-            chosen = chosen.astype(np.int64)
         like = np.broadcast_to(np.zeros((), variable.dtype), (*chosen.shape, *variable.shape[1:]))
-        check(Rows(chosen, like), variable.shape, variable.dtype, variable.name, "look_up")
-        return self._client.rows(variable, chosen)
+        rows = Rows(chosen, like)
+        check(rows, variable.shape, variable.dtype, variable.name, "look_up")
+        return self._client.rows(variable, rows.indices)
 
     def assign(self, variable: ServedVariable, value: npt.ArrayLike) -> None:
         """Let a variable take another value; see `ServedVariable.assign`."""

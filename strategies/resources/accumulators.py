@@ -200,7 +200,7 @@ class SparseConditionalAccumulator(_Accumulator):
             InvalidArgumentError: not an index for every row, an index out of range, or shape or
                 dtype do not fit.
         """
-        rows = Rows(np.asarray(indices), _as_array(values, self.dtype))
+        rows = Rows(indices, _as_array(values, self.dtype))
         if shape is not None:
             self._check_shape(tuple(shape), rows)
         return self._apply(rows, local_step)

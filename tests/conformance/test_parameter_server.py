@@ -178,6 +178,22 @@ def test_a_gradient_of_none_counts_as_zero_and_rows_add_up(strategy, server):
     assert untouched.value.tolist() == [1, 1]
 
 
+@scenario(synchronous=True, partitioner=lambda shape, dtype: [2, 1])
+def test_rows_of_a_worker_may_be_none_or_have_indices_of_another_dtype(strategy, server):
+    table = strategy.variable(np.zeros((600, 1)), name="table")
+    if not training(server):
+        return
+    workers = server.cluster.workers
+    kinds = [[], np.array([2], np.uint8), np.array([2], np.uint64), np.array([2], np.int32)]
+    for turn in range(len(kinds)):
+        indices = kinds[(workers.rank + turn) % len(kinds)]
+        rows = strategies.Rows(indices, np.ones((len(indices), 1)))
+        strategy.apply_gradients(strategy.optimizer, [(rows, table)])
+    np.testing.assert_allclose(table.value[[1, 2, 302]], [[0], [-3], [0]])
+    np.testing.assert_allclose(strategy.look_up(table, np.array([2, 255], np.uint8)), [[-3], [0]])
+    workers.barrier()
+
+
 @scenario(synchronous=True)
 def test_who_has_left_is_not_waited_for(strategy, server):
     w = strategy.variable(np.zeros(1))

@@ -78,6 +78,17 @@ def test_rows_of_one_index_are_summed(indices, dtype, width):
     np.testing.assert_array_equal(rows.values, before)
 
 
+@pytest.mark.parametrize(
+    "indices",
+    [[], [3, 1], np.array([3], np.uint8), np.array([3], np.uint64), np.empty(0)],
+    ids=repr,
+)
+def test_indices_of_all_kinds_of_integers_are_int64(indices):
+    rows = Rows(indices, np.ones((len(indices), 2)))
+    assert rows.indices.dtype == np.int64
+    assert rows.indices.tolist() == list(indices)
+
+
 def test_sums_of_16_bit_rows_are_not_rounded_in_between():
     # 2048 + 1 is 2048 in float16; all of them at once are 2048 + 64.
     values = np.ones((65, 1), np.float16)
