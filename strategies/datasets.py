@@ -14,7 +14,14 @@ from strategies.per_replica import PerReplica
 from strategies.ranks import Ranks
 from strategies.structures import map_leaves, zip_leaves
 
-__all__ = ["InputContext", "Policy", "ValueContext", "from_function", "of_global_batches"]
+__all__ = [
+    "InputContext",
+    "Policy",
+    "ValueContext",
+    "from_function",
+    "of_global_batches",
+    "of_same_batches",
+]
 
 Policy = Literal["data", "off"]
 
@@ -71,6 +78,22 @@ def of_global_batches(
     if policy == "data":
         return _same_batches(batches, ranks, count)
     return from_function(_own_batches(batches, ranks, count), ranks, count)
+
+
+def of_same_batches(
+    batches: Iterable[Any], ranks: Ranks, count: int, policy: Policy
+) -> Iterator[Any]:
+    """As `of_global_batches`, for processes that are not in step: nothing is exchanged.
+
+    Raises:
+        ValueError: the policy is not "data".
+    """
+    if policy != "data":
+        raise ValueError(
+            f"distribute_dataset: the replicas are not in step, expected policy 'data', got "
+            f"{policy!r}"
+        )
+    return of_global_batches(batches, ranks, count, policy)
 
 
 def _same_batches(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[Any]:

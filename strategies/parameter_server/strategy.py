@@ -28,7 +28,7 @@ from strategies.cluster.scopes import Placeable
 from strategies.cluster.server import Server
 from strategies.cluster.setter import RoundRobin
 from strategies.contexts import require_cross_replica
-from strategies.datasets import InputContext
+from strategies.datasets import InputContext, Policy
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client, Report
 from strategies.parameter_server.layout import Part, Partitioner, cut, number_of_parts, parts_of
@@ -416,6 +416,19 @@ class ParameterServerStrategy(Strategy):
         The end of the server's block does so, too. Harmless when repeated.
         """
         self._client.leave()
+
+    def distribute_dataset(
+        self, batches: Iterable[Any], *, policy: Policy = "data"
+    ) -> Iterator[Any]:
+        """Give this worker's replicas their rows of every global batch; see `Strategy`.
+
+        Nothing is exchanged. A task that does not train gets all rows.
+
+        Raises:
+            ValueError: the policy is not "data": workers are not in step.
+        """
+        ranks = Ranks(self.cluster.workers)
+        return datasets.of_same_batches(batches, ranks, len(self.devices), policy)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]]

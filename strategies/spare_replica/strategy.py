@@ -157,12 +157,7 @@ class SpareReplicaStrategy(Strategy):
         Raises:
             ValueError: the policy is not "data": workers are not in step.
         """
-        if policy != "data":
-            raise ValueError(
-                f"distribute_dataset: the replicas are not in step, expected policy 'data', got "
-                f"{policy!r}"
-            )
-        return datasets.of_global_batches(batches, self._everyone, 1, policy)
+        return datasets.of_same_batches(batches, self._everyone, 1, policy)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]]

@@ -495,6 +495,25 @@ def test_replicas_of_a_worker_push_together(strategy, server):
     assert len(list(strategy.distribute_datasets_from_function(dataset))) == 2
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_global_batches_are_cut_for_all_replicas_of_all_workers(world, devices):
+    @scenario(devices=[f"/cpu:{i}" for i in range(devices)])
+    def body(strategy, server):
+        if not training(server):
+            return
+        workers = server.cluster.workers
+        batch = np.arange(3 * devices * workers.size)
+        # Not collective: each has another number of batches.
+        for rows in strategy.distribute_dataset([batch] * (workers.rank + 1)):
+            for i, own in enumerate(strategy.local_results(rows)):
+                first = 3 * (i * workers.size + workers.rank)
+                assert own.tolist() == [first, first + 1, first + 2]
+        with pytest.raises(ValueError, match="expected policy 'data', got 'off'"):
+            strategy.distribute_dataset([batch], policy="off")
+
+    body(world)
+
+
 @scenario()
 def test_many_variables_travel_in_one_message_each(strategy, server):
     variables = [strategy.variable(np.full(3, i, np.float32)) for i in range(60)]
