@@ -88,6 +88,7 @@ class Client:
         self._held: list[list[str]] = [[] for _ in self.servers]  # names by number
         self._residents: list[list[str]] = [[] for _ in self.servers]
         self._versions = [0] * len(self.servers)  # of the copies here
+        self._differ: str | None = None  # why the ps tasks are not of one state any more
 
     def open(self, name: str) -> None:
         """Find the ps tasks' parameters of this name."""
@@ -133,6 +134,8 @@ class Client:
                 f"apply_gradients: expected a worker that has not left, got "
                 f"{self._cluster.device_of(self._cluster.comm.rank)}"
             )
+        if self._differ is not None:
+            raise UnavailableError(self._differ)
         parts: list[list[Any]] = [[] for _ in self.servers]
         arrays: list[list[Any]] = [[] for _ in self.servers]
         for gradient, variable in pairs:
@@ -260,12 +263,18 @@ class Client:
     def _answers(self, questions: Sequence[Question], timeout: float | None = None) -> list[Answer]:
         answers = asking.ask(self._service, questions, timeout)
         errors = [answer.error for answer in answers if answer.error is not None]
-        for error in errors:
-            if isinstance(error, UnavailableError):
-                raise UnavailableError(f"{error.message}; start again from a checkpoint") from error
-        if errors:
-            raise errors[0]
-        return answers
+        if not errors:
+            return answers
+        error = next((e for e in errors if isinstance(e, UnavailableError)), errors[0])
+        # A weight says what has become of gradients: these were applied by some, and not by all.
+        if any(answer.error is None and answer.metadata.get("weight") for answer in answers):
+            self._differ = (
+                f"{error.message}; the ps tasks differ now: start again from a checkpoint"
+            )
+            raise UnavailableError(self._differ) from error
+        if isinstance(error, UnavailableError):
+            raise UnavailableError(f"{error.message}; start again from a checkpoint") from error
+        raise error
 
     def _take(self, answers: Sequence[Answer]) -> None:
         """Let the copies be what the ps tasks have answered."""

@@ -295,8 +295,10 @@ class ParameterServerStrategy(Strategy):
             ValueError: a shape, a dtype or the optimizer does not fit, a variable is given twice,
                 or belongs to another strategy. Nothing has been pushed.
             UnavailableError: a ps task is lost, or counts this worker as gone, since one has not
-                heard of the other for longer than the service's timeout.
-            DeadlineExceededError: gradients of others have not come in time; says whose.
+                heard of the other for longer than the service's timeout; or some ps tasks have
+                applied the gradients and others have not, so that all later calls raise this, too.
+            DeadlineExceededError: gradients of others have not come in time; says whose. Nothing
+                was applied, and the call may be repeated.
             FailedPreconditionError: this task is no worker, or has left.
 
         Cost: a message to each ps and back.

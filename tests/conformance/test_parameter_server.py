@@ -232,6 +232,33 @@ def test_a_wait_for_others_ends_and_names_them(strategy, server):
     assert w.value[0] == -1
 
 
+@scenario(synchronous=True, timeout=0.3)
+def test_ps_tasks_that_differ_get_no_more_gradients(strategy, server):
+    variables = [strategy.variable(np.zeros(1)) for _ in server.cluster.ranks_of("ps")]
+    if not training(server):
+        return
+    workers = server.cluster.workers
+    if workers.size == 1 or len(variables) == 1:
+        return
+
+    def push():
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), v) for v in variables])
+
+    if workers.rank:  # the first ps waits for worker 0 alone, the other one for all
+        server.service.disown(strategy._client._memberships[0])
+        strategy.pull()
+    workers.barrier()
+    if workers.rank == 0:
+        why = "no gradients have come from tasks .*; the ps tasks differ now: start again"
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match=why):
+                push()
+    workers.barrier()
+    strategy.pull()
+    assert [v.value[0] for v in variables] == [-1, 0]
+    workers.barrier()
+
+
 @scenario(synchronous=True)
 def test_a_worker_that_a_ps_counts_as_gone_trains_no_more(strategy, server):
     w = strategy.variable(np.zeros(1))
@@ -406,7 +433,7 @@ def test_wrong_gradients_change_nothing(world, pairs, message):
     body(world)
 
 
-@scenario()
+@scenario(ps=1)
 def test_a_ps_refuses_two_gradients_for_one_variable(strategy, server):
     w = strategy.variable(np.zeros(2), name="w")
     if training(server):
