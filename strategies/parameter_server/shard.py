@@ -88,7 +88,7 @@ class Shard:
         self._rules: Rules | None = None
         self._parts = HeldParts(name)
         self._ledger = Ledger()
-        self._members: set[int] = set()
+        self._members: dict[int, Work] = {}  # worker -> its `join`
         self._waiting: dict[int, _Push] = {}  # worker -> its push in this round
         self._held: list[_Push] = []  # until the warm-up is over
         self._warm_at: int | None = None  # version at which it was over
@@ -137,6 +137,11 @@ class Shard:
             except Exception as error:
                 work.fail(error)
 
+        # Said at once: it may have to end before its turn. What ends it comes after it in line.
+        work.wait(
+            lambda error: self._later(lambda: self._end(work, error), lambda: None),
+            lambda: self._later(lambda: self._end(work), lambda: None),
+        )
         self._later(answer, lambda: work.fail(CancelledError(f"{self.name}: it was discarded")))
 
     def close(self) -> None:
@@ -163,17 +168,11 @@ class Shard:
 
     def join(self, work: Work) -> None:
         """Count a worker in until its request ends."""
-        worker = work.arguments["worker"]
-        self._members.add(worker)
-
-        def leave() -> None:
-            self._later(lambda: self._left(worker), lambda: None)
-
-        work.wait(lambda error: work.fail(error), leave)
+        self._members[work.arguments["worker"]] = work
 
     def _left(self, worker: int) -> None:
         log.info("%s: worker on task %d has left", self.name, worker)
-        self._members.discard(worker)
+        del self._members[worker]
         self._waiting.pop(worker, None)
         self._go_on()
 
@@ -203,10 +202,6 @@ class Shard:
                 self._held.append(push)
             else:
                 self._waiting[push.worker] = push
-            work.wait(
-                lambda error: self._later(lambda: self._withdraw(push, error), lambda: None),
-                lambda: self._later(lambda: self._forget(push), lambda: None),
-            )
             self._go_on()
             return
         if push.examples == 0:
@@ -242,7 +237,7 @@ class Shard:
     def _go_on(self) -> None:
         """Make the update of a round that is complete, and let go who waits for the warm-up."""
         chief = self.rules.chief
-        expected = {chief} if self._warm_at is None else self._members
+        expected = {chief} if self._warm_at is None else self._members.keys()
         if self._waiting and expected <= self._waiting.keys():
             round_ = [self._waiting[worker] for worker in sorted(self._waiting)]
             self._waiting.clear()
@@ -309,25 +304,23 @@ class Shard:
         layout, frames = bundles.pack(values)
         work.reply(frames, layout=layout, version=self._ledger.version, **facts)
 
-    def _withdraw(self, push: _Push, error: OpError) -> None:
-        """End a push that waits, since its time is over."""
-        if self._forget(push):
-            missing = sorted(self._members - self._waiting.keys() - {push.worker})
-            push.work.fail(
-                DeadlineExceededError(
-                    f"{error.message}; no gradients have come from tasks {missing}"
-                )
-            )
+    def _end(self, work: Work, error: OpError | None = None) -> None:
+        """End a request if it waits: with an error, or because nobody wants an answer."""
+        if error is not None:
+            work.fail(self._explained(work, error))  # does nothing if it was answered
+        self._waiting = {w: push for w, push in self._waiting.items() if push.work is not work}
+        self._held = [push for push in self._held if push.work is not work]
+        for worker in [w for w, membership in self._members.items() if membership is work]:
+            self._left(worker)
 
-    def _forget(self, push: _Push) -> bool:
-        """Take a push back that waits; False if it does not."""
-        if self._waiting.get(push.worker) is push:
-            del self._waiting[push.worker]
-        elif push in self._held:
-            self._held.remove(push)
-        else:
-            return False
-        return True
+    def _explained(self, work: Work, error: OpError) -> OpError:
+        """Say what a request has waited for until its time was over."""
+        if all(push.work is not work for push in self._waiting.values()):
+            return error
+        missing = sorted(self._members.keys() - self._waiting.keys())
+        return DeadlineExceededError(
+            f"{error.message}; no gradients have come from tasks {missing}"
+        )
 
     def pull(self, work: Work) -> None:
         """Answer with the values of all resident variables."""

@@ -58,10 +58,6 @@ def outcome_of(facts: Any, arrays: list[Array]) -> Outcome | OpError:
     return protocol.error_from(facts) if isinstance(facts, dict) else Outcome(facts, arrays)
 
 
-def _ignore(*arguments: Any) -> None:
-    """Do nothing: the request has ended."""
-
-
 class _Part:
     """A job of an order: the variables of these numbers."""
 
@@ -194,11 +190,10 @@ class _Order:
         self._work.reply(frames, facts=facts, counts=counts, layout=layout)
 
     def _release(self) -> None:
-        """Let go of the arrays, whose memory is wanted for the next message, and of the circle."""
+        """Let go of the arrays, whose memory is wanted for the next message."""
         self._arrays = []
         self._outcomes = []
         self._work.values = []
-        self._work.wait(_ignore, _ignore)
 
 
 def _handler(operation: str) -> GroupHandler:

@@ -19,6 +19,10 @@ _log = logging.getLogger(__name__)
 Send = Callable[[int, list[Frame]], None]
 
 
+def _ignore(*arguments: Any) -> None:
+    """Do nothing: the request has ended."""
+
+
 class RemoteWork:
     """One request of another task; see `container.Work`."""
 
@@ -89,6 +93,7 @@ class Desk:
             work.answered = True
             if not keep:
                 del self._open[work.source, work.number]
+                work.wait(_ignore, _ignore)  # else what these refer to lives in a circle
         try:
             self._send(work.source, protocol.encode(kind, work.number, metadata, values))
         except Exception as error:

@@ -294,6 +294,36 @@ def test_a_worker_that_a_ps_counts_as_gone_trains_no_more(strategy, server):
     workers.barrier()
 
 
+@scenario(synchronous=True, timeout=0.1)
+def test_gradients_that_are_withdrawn_before_their_turn_do_not_wait(strategy, server):
+    w = strategy.variable(np.zeros(1))
+    comm, workers = server.cluster.comm, server.cluster.workers
+    if not training(server):
+        desk = server.service._exchange._desk
+        withdraw, busy, heard = desk.withdraw, threading.Event(), threading.Event()
+        desk.withdraw = lambda *given: (withdraw(*given), heard.set())
+        strategy._shard._line.submit(busy.wait, LIMIT)
+        comm.barrier()
+        assert heard.wait(LIMIT)
+        busy.set()
+        return
+
+    def push():
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+
+    comm.barrier()
+    if workers.size == 1:
+        push()  # has all that it waits for when its turn comes
+    elif workers.rank == 0:
+        with pytest.raises(DeadlineExceededError, match="no gradients have come from tasks"):
+            push()
+    workers.barrier()
+    strategy._timeout = LIMIT
+    push()
+    assert w.value[0] == (-2 if workers.size == 1 else -1)
+    workers.barrier()
+
+
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_the_chief_warms_up_alone(world, synchronous):
     @scenario(synchronous=synchronous, warmup_steps=3, rate_scale=10.0)

@@ -307,6 +307,32 @@ def test_memory_of_messages_is_released(services):
         gc.enable()
 
 
+def test_memory_of_requests_that_said_how_to_end_them_is_released(services):
+    import gc
+    import weakref
+
+    seen = []
+
+    def answer(thing, work):
+        work.wait(lambda error: work.fail(error), lambda: work.values)
+        seen.append(weakref.ref(work))
+        work.reply()
+
+    kind = register(
+        ResourceKind(
+            "waiting of a test", lambda description, name: [], lambda thing, description: None,
+            {"ask": answer}, lambda thing: None,
+        )
+    )  # fmt: skip
+    place, _ = services[1].open(kind, {}, name="thing")
+    gc.disable()
+    try:
+        services[1].request(place, "ask", {}, [np.arange(100_000)])
+        until(lambda: seen[0]() is None)
+    finally:
+        gc.enable()
+
+
 def test_wrong_timeouts():
     from strategies.resources.service import Service
 
