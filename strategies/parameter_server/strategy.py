@@ -14,6 +14,7 @@ mean.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -294,6 +295,7 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ValueError: a shape, a dtype or the optimizer does not fit, a variable is given twice,
                 or belongs to another strategy. Nothing has been pushed.
+            TypeError: `examples` is no integer.
             UnavailableError: a ps task is lost, or counts this worker as gone, since one has not
                 heard of the other for longer than the service's timeout; or some ps tasks have
                 applied the gradients and others have not, so that all later calls raise this, too.
@@ -343,8 +345,9 @@ class ParameterServerStrategy(Strategy):
                 given = gradient if isinstance(gradient, Rows) else np.asarray(gradient)
                 check(given, known.shape, known.dtype, known.name)
                 pairs.append((given, known))
-        useful = [] if own.examples == 0 else pairs
-        self.last_push = self._client.push(useful, own.examples, self._timeout)
+        examples = _count(own.examples)
+        useful = [] if examples == 0 else pairs
+        self.last_push = self._client.push(useful, examples, self._timeout)
 
     def look_up(self, variable: ServedVariable, indices: npt.ArrayLike) -> npt.NDArray[Any]:
         """Return some rows of a variable, without a copy of the whole.
@@ -444,3 +447,13 @@ class ParameterServerStrategy(Strategy):
         workers = len(self._workers)
         context = InputContext(workers, self._index, workers * len(self.devices))
         return datasets.from_function(dataset_fn(context), Ranks(), len(self.devices))
+
+
+def _count(examples: Any) -> int | None:
+    """Return a number of examples as one that messages can carry."""
+    try:
+        return None if examples is None else operator.index(examples)
+    except TypeError:
+        raise TypeError(
+            f"apply_gradients: examples is no count, expected an integer >= 0, got {examples!r}"
+        ) from None

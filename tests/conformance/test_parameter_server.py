@@ -149,6 +149,24 @@ def test_synchronous_updates_are_those_of_one_process(strategy, server):
 
 
 @scenario(synchronous=True)
+def test_examples_are_integers_of_any_kind(strategy, server):
+    w = strategy.variable(np.zeros(1))
+    if not training(server):
+        return
+    workers = server.cluster.workers
+    with pytest.raises(TypeError, match=r"examples is no count, expected an integer .* got 2\.5"):
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)], examples=2.5)
+    kind = [np.int32, int, np.uint8][workers.rank % 3]
+    rank = float(workers.rank)
+    strategy.apply_gradients(
+        strategy.optimizer, [(np.full(1, rank), w)], examples=kind(workers.rank + 1)
+    )
+    counts = np.arange(workers.size) + 1
+    np.testing.assert_allclose(w.value[0], -(counts * (counts - 1)).sum() / counts.sum())
+    workers.barrier()
+
+
+@scenario(synchronous=True)
 def test_a_gradient_of_none_counts_as_zero_and_rows_add_up(strategy, server):
     table = strategy.variable(np.zeros((5, 2)), name="table")
     dense = strategy.variable(np.zeros(2), name="dense")
