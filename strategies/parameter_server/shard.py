@@ -315,12 +315,14 @@ class Shard:
 
     def _explained(self, work: Work, error: OpError) -> OpError:
         """Say what a request has waited for until its time was over."""
-        if all(push.work is not work for push in self._waiting.values()):
+        if any(push.work is work for push in self._held):
+            why = f"the chief has made {self._updates} of {self.rules.warmup_steps} warm-up updates"
+        elif any(push.work is work for push in self._waiting.values()):
+            missing = sorted(self._members.keys() - self._waiting.keys())
+            why = f"no gradients have come from tasks {missing}"
+        else:
             return error
-        missing = sorted(self._members.keys() - self._waiting.keys())
-        return DeadlineExceededError(
-            f"{error.message}; no gradients have come from tasks {missing}"
-        )
+        return DeadlineExceededError(f"{error.message}; {why}")
 
     def pull(self, work: Work) -> None:
         """Answer with the values of all resident variables."""

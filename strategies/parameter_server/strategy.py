@@ -70,7 +70,8 @@ class ParameterServerStrategy(Strategy):
             float32, `cc.BF16.with_feedback()` adds what rounding has left over to the next gradient
             of the variable (not of `Rows`). They are summed and applied in their own dtype.
         value_compression: how values travel from there. The ps tasks keep all digits.
-        timeout: seconds that a gradient may wait for those of other workers; None for any time.
+        timeout: seconds that a gradient may wait for those of other workers, or for the end of the
+            warm-up; None for any time.
         shared_name: tells strategies of one server apart.
 
     Raises:
@@ -299,8 +300,9 @@ class ParameterServerStrategy(Strategy):
             UnavailableError: a ps task is lost, or counts this worker as gone, since one has not
                 heard of the other for longer than the service's timeout; or some ps tasks have
                 applied the gradients and others have not, so that all later calls raise this, too.
-            DeadlineExceededError: gradients of others have not come in time; says whose. Nothing
-                was applied, and the call may be repeated.
+            DeadlineExceededError: gradients of others have not come in time, or the warm-up was not
+                over; says whose, or how far it is. Nothing was applied, and the call may be
+                repeated.
             FailedPreconditionError: this task is no worker, or has left.
 
         Cost: a message to each ps and back.

@@ -368,6 +368,34 @@ def test_the_chief_warms_up_alone(world, synchronous):
     body(world)
 
 
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_wait_for_the_warm_up_ends_and_says_how_far_it_is(world, synchronous):
+    @scenario(synchronous=synchronous, warmup_steps=3, timeout=0.3)
+    def body(strategy, server):
+        w = strategy.variable(np.zeros(1))
+        if not training(server):
+            return
+        workers = server.cluster.workers
+
+        def push():
+            strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+
+        for _ in range(2 if strategy.is_chief else 0):
+            push()
+        workers.barrier()
+        if not strategy.is_chief:
+            with pytest.raises(
+                DeadlineExceededError, match="the chief has made 2 of 3 warm-up updates"
+            ):
+                push()
+        workers.barrier()
+        strategy._timeout = LIMIT
+        push()
+        assert w.value[0] == -3
+
+    body(world)
+
+
 @scenario(warmup_steps=1000, rate_scale=10.0)
 def test_a_chief_that_leaves_ends_the_warm_up(strategy, server):
     w = strategy.variable(np.zeros(1))
