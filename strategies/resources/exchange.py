@@ -158,14 +158,14 @@ class Exchange:
                 incoming = self._channel.poll()
                 if incoming is not None:
                     self._handle(incoming.source, protocol.decode(incoming.frames))
-                    continue
                 now = time.monotonic()
                 if now >= look_at:
                     look_at = now + _LOOK_EVERY
                     for task in self._channel.dead - self._lost:
                         self._lose(task, f"task {task} died")
                     self.requests.look_after()
-                self._channel.wait(_LOOK_EVERY)
+                if incoming is None:
+                    self._channel.wait(_LOOK_EVERY)
         except Exception as error:
             _log.exception("service: the thread of task %d has failed", self.task)
             self._failure = error

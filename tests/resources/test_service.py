@@ -16,6 +16,7 @@ sys.path[:0] = [str(ROOT / "tests" / "resources")]
 
 import elsewhere  # noqa: E402
 
+from collectives.channel import Incoming  # noqa: E402
 from strategies.errors import (  # noqa: E402
     CancelledError,
     DeadlineExceededError,
@@ -27,7 +28,9 @@ from strategies.errors import (  # noqa: E402
 )
 from strategies.input.queues import FIFOQueue  # noqa: E402
 from strategies.input.shared import shared_queue  # noqa: E402
+from strategies.resources import protocol  # noqa: E402
 from strategies.resources.container import Place, ResourceKind, register  # noqa: E402
+from strategies.resources.exchange import Exchange  # noqa: E402
 from strategies.resources.protocol import Kind  # noqa: E402
 from strategies.resources.requests import Requests  # noqa: E402
 
@@ -166,6 +169,39 @@ def test_what_a_dead_task_has_asked_for_last_takes_nothing(services):
     until(lambda: len(handled) >= 3)  # the dequeue, that nobody wants it any more, the farewell
     assert here.size() == 1
     assert attempt.error is not None
+
+
+class Busy:
+    """Three tasks, of which the first one always has a message, and the last one is dead."""
+
+    rank, size, idle, dead = 0, 3, True, frozenset({2})
+
+    def open_channel(self):
+        return self
+
+    def poll(self):
+        header = bytearray(protocol.encode(Kind.PONG)[0])
+        return Incoming(1, [np.frombuffer(header, np.uint8)])
+
+    def send(self, task, frames):
+        pass
+
+    def wait(self, timeout):
+        pass
+
+    def wake(self):
+        pass
+
+    def close(self, all_together):
+        pass
+
+
+def test_a_death_is_noticed_while_messages_come_without_a_pause():
+    exchange = Exchange(Busy(), LIMIT, lambda work, target: None)
+    try:
+        assert exchange.departures([2], LIMIT) == {2: "task 2 died"}
+    finally:
+        exchange.abandon("of a test")
 
 
 def test_a_thread_that_fails_is_an_error_for_all_who_wait(services):
