@@ -1,15 +1,18 @@
 """Train a small network of JAX and Optax on scanned handwritten digits, on any number of ranks.
 
     mpirun -np 2 python examples/jax_digits.py
+    mpirun -np 2 python examples/jax_digits.py --resume --epochs 48
 
 Three marked lines make it a program of many ranks: they keep all copies of the model in step, also
 inside of the compiled step. The others are those of a program of one rank, but that each rank takes
-its share of every batch.
+its share of every batch, and that all stop together when the batch system asks for it (SIGUSR1).
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,8 @@ from sklearn.datasets import load_digits
 
 import collectives as cc
 import strategies
+
+STOPPED_EARLY = 85  # exit status of a run that was asked to stop; slurm/train.sbatch knows it
 
 
 def main() -> None:
@@ -37,19 +42,54 @@ def main() -> None:
         updates, state = transformation.update(gradients, state, params, examples=len(digits))
         return optax.apply_updates(params, updates), state, loss
 
+    checkpoints = strategies.CheckpointManager(options.checkpoints, comm)
+    first_epoch = 0
+    if options.resume:
+        first_epoch, params, state = restore(checkpoints, params, state)
+    signals: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: signals.append(number))
+    stopping = False
+
     (pixels, digits), held_out = load()
-    order = np.random.default_rng(options.seed)  # the same on all ranks
-    for epoch in range(options.epochs):
+    for epoch in range(first_epoch, options.epochs):
+        order = np.random.default_rng(options.seed + epoch)  # the same on all ranks
         rows = order.permutation(len(digits))
         for start in range(0, len(rows), options.batch_size):
             share = rows[start : start + options.batch_size][comm.rank :: comm.size]
             params, state, loss = step(params, state, pixels[share], digits[share])
         if comm.rank == 0 and (epoch + 1) % 10 == 0:
             print(f"epoch {epoch + 1}: loss {loss:.4f}", flush=True)
+        stopping = bool(comm.allreduce(bool(signals), op=cc.MAX))
+        if stopping or (epoch + 1) % 10 == 0 or epoch + 1 == options.epochs:
+            save(checkpoints, params, state, epoch + 1)
+        if stopping:
+            break
 
     right = (logits_of(params, held_out[0]).argmax(1) == held_out[1]).mean()
     if comm.rank == 0:
         print(f"accuracy on the held-out digits: {right:.4f}")
+    checkpoints.close()
+    if stopping:
+        sys.exit(STOPPED_EARLY)
+
+
+def save(checkpoints, params, state, epoch: int) -> None:
+    """Write the arrays of both trees under the names of their places."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path((params, state))
+    tensors = {jax.tree_util.keystr(place): leaf for place, leaf in leaves}
+    checkpoints.save(tensors, step=epoch)
+
+
+def restore(checkpoints, params, state):
+    """Return the number of epochs done and both trees, of the newest checkpoint if there is one."""
+    found = checkpoints.restore_or_none()  # the same on all ranks
+    if found is None:
+        return 0, params, state
+
+    def stored(place, leaf):
+        return jnp.asarray(found.tensors[jax.tree_util.keystr(place)])
+
+    return found.step, *jax.tree_util.tree_map_with_path(stored, (params, state))
 
 
 def make(hidden: int, seed: int):
@@ -90,6 +130,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=96, help="units of the hidden layer")
     parser.add_argument("--learning-rate", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=1, help="of the order of the rows")
+    parser.add_argument("--checkpoints", default="runs/jax-digits", help="where they go")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     return parser.parse_args()
 
 

@@ -1,20 +1,26 @@
 """Train a small network of PyTorch on scanned handwritten digits, on any number of ranks.
 
     mpirun -np 2 python examples/torch_digits.py
+    mpirun -np 2 python examples/torch_digits.py --resume --epochs 48
 
 Three marked lines make it a program of many ranks: they keep all copies of the model in step. The
-others are those of a program of one rank, but that each rank takes its share of every batch.
+others are those of a program of one rank, but that each rank takes its share of every batch, and
+that all stop together when the batch system asks for it (SIGUSR1).
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 
 import torch
 from sklearn.datasets import load_digits
 
 import collectives as cc
 import strategies
+
+STOPPED_EARLY = 85  # exit status of a run that was asked to stop; slurm/train.sbatch knows it
 
 
 def main() -> None:
@@ -31,9 +37,15 @@ def main() -> None:
     optimizer = strategies.DistributedOptimizer(optimizer)  # 2: average the gradients
     strategies.broadcast_parameters(model.state_dict())  # 3: begin alike
 
+    checkpoints = strategies.CheckpointManager(options.checkpoints, comm)
+    first_epoch = restore(checkpoints, model, optimizer) if options.resume else 0
+    signals: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: signals.append(number))
+    stopping = False
+
     (pixels, digits), held_out = load()
-    order = torch.Generator().manual_seed(options.seed)  # the same on all ranks
-    for epoch in range(options.epochs):
+    for epoch in range(first_epoch, options.epochs):
+        order = torch.Generator().manual_seed(options.seed + epoch)  # the same on all ranks
         loss = torch.zeros(())
         for batch in torch.randperm(len(digits), generator=order).split(options.batch_size):
             share = batch[comm.rank :: comm.size]
@@ -43,11 +55,46 @@ def main() -> None:
             optimizer.step(examples=len(share))
         if comm.rank == 0 and (epoch + 1) % 10 == 0:
             print(f"epoch {epoch + 1}: loss {loss.item():.4f}", flush=True)
+        stopping = bool(comm.allreduce(bool(signals), op=cc.MAX))
+        if stopping or (epoch + 1) % 10 == 0 or epoch + 1 == options.epochs:
+            save(checkpoints, model, optimizer, epoch + 1)
+        if stopping:
+            break
 
     with torch.no_grad():
         right = (model(held_out[0]).argmax(1) == held_out[1]).float().mean().item()
     if comm.rank == 0:
         print(f"accuracy on the held-out digits: {right:.4f}")
+    checkpoints.close()
+    if stopping:
+        sys.exit(STOPPED_EARLY)
+
+
+def save(checkpoints, model, optimizer, epoch: int) -> None:
+    """Write the model and what the optimizer keeps for its parameters."""
+    tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+    for number, slots in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/{number}/{name}": slot for name, slot in slots.items()}
+    checkpoints.save(tensors, step=epoch)
+
+
+def restore(checkpoints, model, optimizer) -> int:
+    """Continue from the newest checkpoint, if there is one; returns the number of epochs done."""
+    found = checkpoints.restore_or_none()  # the same on all ranks
+    if found is None:
+        return 0
+    weights, slots = {}, {}
+    for name, array in found.tensors.items():
+        kind, _, rest = name.partition("/")
+        if kind == "model":
+            weights[rest] = torch.from_numpy(array)
+        else:
+            number, slot = rest.split("/")
+            slots.setdefault(int(number), {})[slot] = torch.from_numpy(array)
+    model.load_state_dict(weights)
+    groups = optimizer.state_dict()["param_groups"]  # learning rate and the like: as given now
+    optimizer.load_state_dict({"state": slots, "param_groups": groups})
+    return found.step
 
 
 def load() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
@@ -67,6 +114,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=96, help="units of the hidden layer")
     parser.add_argument("--learning-rate", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=1, help="of the order of the rows")
+    parser.add_argument("--checkpoints", default="runs/torch-digits", help="where they go")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     return parser.parse_args()
 
 

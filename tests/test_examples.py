@@ -50,20 +50,79 @@ def test_the_main_job_learns_the_digits(tmp_path, size):
     assert len(result.stderr.splitlines()) == len(progress), result.stderr
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize(("library", "needs"), [("torch", ["torch"]), ("jax", ["jax", "optax"])])
-def test_programs_of_other_libraries_become_distributed_by_three_lines(library, needs, size):
+LIBRARIES = pytest.mark.parametrize(
+    ("library", "needs"), [("torch", ["torch"]), ("jax", ["jax", "optax"])]
+)
+
+
+def program_of(library, needs):
     for name in [*needs, "sklearn"]:
         if importlib.util.find_spec(name) is None:
             require(name, "it is not installed")
-    program = ROOT / "examples" / f"{library}_digits.py"
+    return ROOT / "examples" / f"{library}_digits.py"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@LIBRARIES
+def test_programs_of_other_libraries_become_distributed_by_three_lines(
+    tmp_path, library, needs, size
+):
+    program = program_of(library, needs)
     marked = re.findall(r"  # (\d): ", program.read_text())
     assert marked == ["1", "2", "3"]
-    result = mpirun(size, program, timeout=110)
+    result = mpirun(size, program, "--checkpoints", tmp_path, timeout=110)
     assert result.status == 0, result
     assert accuracy_of(result.stdout) >= 0.96
     # Every rank learns, and one of them reports.
     assert result.stdout.count("accuracy") == 1
+
+
+@LIBRARIES
+def test_programs_of_other_libraries_resume_with_the_same_bits(tmp_path, library, needs):
+    program = program_of(library, needs)
+    # Asked to resume before there is anything: as a job that is requeued early.
+    whole = mpirun(
+        2, program, "--checkpoints", tmp_path / "whole", "--epochs", 6, "--resume", timeout=100
+    )
+    assert whole.status == 0, whole
+    parts = ["--checkpoints", tmp_path / "parts"]
+    assert mpirun(2, program, *parts, "--epochs", 2, timeout=100).status == 0
+    resumed = mpirun(2, program, *parts, "--epochs", 6, "--resume", timeout=100)
+    assert resumed.status == 0, resumed
+    ends = [
+        strategies.CheckpointManager(tmp_path / name).restore_or_none()
+        for name in ("whole", "parts")
+    ]
+    assert [end.step for end in ends] == [6, 6]
+    assert list(ends[0].tensors) == list(ends[1].tensors)
+    assert len(ends[0].tensors) > 4, "slots of the optimizer, too"
+    for name, tensor in ends[0].tensors.items():
+        assert tensor.tobytes() == ends[1].tensors[name].tobytes(), name
+
+
+@LIBRARIES
+def test_programs_of_other_libraries_stop_when_they_are_asked_to(tmp_path, library, needs):
+    program = program_of(library, needs)
+    options = ["--checkpoints", str(tmp_path), "--epochs", "100000"]
+    process = subprocess.Popen(
+        [mpirun_path(), "-np", "2", sys.executable, str(program), *options],
+        cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        limit = time.monotonic() + 60
+        while not (tmp_path / "latest").exists():
+            assert time.monotonic() < limit, "training has not begun"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+    assert process.returncode == 85, (stdout, stderr)
+    step = strategies.CheckpointManager(tmp_path).restore_or_none().step
+    result = mpirun(2, program, *options[:3], step + 2, "--resume", timeout=60)
+    assert result.status == 0, result
+    assert strategies.CheckpointManager(tmp_path).restore_or_none().step == step + 2
 
 
 def test_resume_goes_on_with_another_number_of_ranks(tmp_path):
