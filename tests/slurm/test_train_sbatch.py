@@ -96,6 +96,24 @@ raise SystemExit(85 if info else 1)
 """
 
 
+RECORD_ON_USR2 = """
+import os, time
+from pathlib import Path
+import collectives as cc
+
+comm = cc.init()
+comm.barrier()
+if comm.rank == 0:
+    os.write(1, b"all wait\\n")
+mine = Path(os.environ["UNISONO_RECORDER_DIR"]) / f"rank-{comm.rank}.json"
+limit = time.monotonic() + 60
+while not mine.exists() and time.monotonic() < limit:
+    time.sleep(0.02)
+comm.barrier()
+raise SystemExit(0 if mine.exists() else 1)
+"""
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     """A file for the program that a test writes."""
@@ -166,6 +184,22 @@ def test_usr1_reaches_every_rank_and_their_status_the_job(
     assert slurm_cluster.wait(job, JOB_SECONDS) == Ending("FAILED", 5), slurm_cluster.output(job)
     for rank in range(4):
         assert f"rank {rank} got 10\n" in slurm_cluster.output(job)
+
+
+def test_usr2_makes_every_rank_write_a_flight_record_and_the_job_goes_on(
+    slurm_cluster: SlurmCluster, program: Path, tmp_path: Path
+) -> None:
+    program.write_text(RECORD_ON_USR2)
+    records = tmp_path / "records"
+    job = slurm_cluster.submit(
+        SCRIPT, nodes=2, ntasks_per_node=2,
+        env={**environment(program), "UNISONO_RECORDER_DIR": str(records)},
+    )  # fmt: skip
+    slurm_cluster.wait_output(job, "all wait", JOB_SECONDS)
+    slurm_cluster.run("scancel", "--batch", "--signal=USR2", str(job))
+    assert slurm_cluster.wait(job, JOB_SECONDS) == Ending("COMPLETED", 0), slurm_cluster.output(job)
+    for rank in range(4):
+        assert json.loads((records / f"rank-{rank}.json").read_text())["reason"] == "SIGUSR2"
 
 
 def test_a_requeued_job_resumes(slurm_cluster: SlurmCluster, program: Path) -> None:
