@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def compiled(
         The compiled function.
     """
     dispatcher: Any = numba.njit(**options)(function)
-    dispatcher._cache = _cache_of(function, includes) or dispatcher._cache
+    dispatcher._cache = _cache_of(function, includes, options) or dispatcher._cache
     if signature is not None:
         dispatcher.compile(signature)
         dispatcher.disable_compile()
@@ -81,14 +81,16 @@ def callback(
         An object whose `address` is that of the code, which lives as long as the object does.
     """
     result: Any = CFunc(function, (signature.args, signature.return_type), {}, options)
-    result._cache = _cache_of(function, includes) or result._cache
+    result._cache = _cache_of(function, includes, options) or result._cache
     result.compile()
     return result
 
 
-def _cache_of(function: Callable[..., Any], includes: Iterable[str]) -> _Cache | None:
+def _cache_of(
+    function: Callable[..., Any], includes: Iterable[str], options: Mapping[str, Any]
+) -> _Cache | None:
     try:
-        return _Cache(function, includes)
+        return _Cache(function, includes, options)
     except RuntimeError:  # no directory to write to
         return None
 
@@ -96,10 +98,13 @@ def _cache_of(function: Callable[..., Any], includes: Iterable[str]) -> _Cache |
 class _Cache(FunctionCache):
     """The compiled variants of one function."""
 
-    def __init__(self, function: Callable[..., Any], includes: Iterable[str]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], includes: Iterable[str], options: Mapping[str, Any]
+    ) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
         stamps = [self._impl.locator.get_source_stamp(), *map(_stamp, includes)]
-        self._cache_file = _Files(self._cache_path, self._impl.filename_base, stamps)
+        chosen = sorted(options.items())
+        self._cache_file = _Files(self._cache_path, self._impl.filename_base, stamps, chosen)
 
     def save_overload(self, signature: Any, data: Any) -> None:
         """Keep a variant, unless the disk is full or the like."""
@@ -121,11 +126,15 @@ class _Files(IndexDataCacheFile):
         directory: where they lie.
         base: their names begin with it.
         stamps: of the source code.
+        options: that the variants are compiled with.
     """
 
-    def __init__(self, directory: str, base: str, stamps: list[Any]) -> None:
+    def __init__(
+        self, directory: str, base: str, stamps: list[Any], options: list[tuple[str, Any]]
+    ) -> None:
         super().__init__(directory, base, stamps)  # type: ignore[no-untyped-call]
         self._start = os.path.join(directory, base)
+        self._options = options
 
     def save(self, key: Any, data: Any) -> None:
         """Write the file of a variant; there or not, it is never seen half written."""
@@ -152,7 +161,8 @@ class _Files(IndexDataCacheFile):
             path.unlink(missing_ok=True)
 
     def _identity(self, key: Any) -> str:
-        return repr((self._version, self._source_stamp, key))
+        return repr((self._version, self._source_stamp, self._options, key))
 
     def _path(self, key: Any) -> str:
-        return f"{self._start}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.nbc"
+        variant = repr((self._options, key)).encode()
+        return f"{self._start}.{hashlib.sha256(variant).hexdigest()[:16]}.nbc"

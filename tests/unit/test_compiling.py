@@ -17,10 +17,15 @@ ROOT = Path(__file__).parents[2]
 MODULE = """
     from collectives import compiling
 
-    def multiplier(factor, includes=()):
+    def multiplier(factor, includes=(), **options):
         def multiply(x):
             return factor * x
-        return compiling.compiled(multiply, includes=includes, nogil=True)
+        return compiling.compiled(multiply, includes=includes, nogil=True, **options)
+
+    def divider(**options):
+        def divide(x):
+            return 1 / x
+        return compiling.compiled(divide, **options)
 """
 
 
@@ -51,6 +56,13 @@ def test_each_variant_has_a_file_of_its_own(module):
         again = module.multiplier(factor)
         assert again(5) == factor * 5
         assert hits(again) == 1
+
+
+def test_options_are_part_of_a_variant(module):
+    assert module.divider(error_model="numpy")(0.0) == float("inf")
+    with pytest.raises(ZeroDivisionError):
+        module.divider()(0.0)
+    assert len(kept(module)) == 2
 
 
 def test_many_processes_compile_many_variants_at_once(tmp_path):
