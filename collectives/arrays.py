@@ -196,10 +196,11 @@ def flat_copy(array: Array, out: Array | None, dtype: np.dtype[Any]) -> Array:
 def store(flat: Array, shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None) -> Array:
     """Give the algorithm's flat result the caller's shape and dtype, in `out` if there is one."""
     shaped = flat.reshape(shape)
-    if out is None:
-        return shaped.astype(dtype, copy=False)
-    if not np.shares_memory(shaped, out):
-        out[...] = shaped
+    with np.errstate(all="ignore"):  # as in `reduction.quiet`
+        if out is None:
+            return shaped.astype(dtype, copy=False)
+        if not np.shares_memory(shaped, out):
+            out[...] = shaped
     return out
 
 

@@ -24,6 +24,10 @@ _SAMPLE_FIRST = 64
 _SAMPLE_EVERY = 64
 
 
+# Operations that tell each other how many rows they bring compare their calls even if nothing else
+# is compared.
+_ALWAYS_COMPARED = ("allgather", "allgather_object", "gather", "sparse_allreduce")
+
 _NO_FIELDS: Mapping[str, object] = {}
 
 
@@ -329,8 +333,13 @@ class Call:
     def _refuse(self, error: BaseException) -> None:
         """Let the other ranks know that this one will not take part; the error goes on as it is."""
         self.describe(refused=f"{type(error).__name__}: {error}")
+        # Without a look at `checked`: the others may be in an operation that is compared anyway.
+        told = self._calls.settings.check != "off" or self.operation in _ALWAYS_COMPARED
         try:
             with contextlib.suppress(MismatchError):
-                self.agree()
+                if told and self.engine is None:
+                    self.carry(*fingerprint.NOTHING)
+                else:
+                    self.agree()
         except CollectiveError as failure:
             self._calls.failed(self.operation, failure)

@@ -13,6 +13,7 @@ from collectives import (
     awareness,
     buckets,
     composites,
+    fingerprint,
     grouped,
     groups,
     operations,
@@ -61,6 +62,7 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
     transport = MpiTransport(comm)
     configuration = tuned.agreed(configuration or settings.from_environment(), transport)
     configuration = awareness.agreed(configuration, transport)
+    configuration = fingerprint.agreed(configuration, transport)
     return Communicator(transport, leaders.tolist(), configuration)
 
 
@@ -335,7 +337,11 @@ class Communicator:
             array = loan.host
             self._check_root(call, root)
             self._describe(call, algorithm, dtype=array.dtype, shape=array.shape, root=root)
-            buffer = arrays.flat_copy(array, loan.target, array.dtype)
+            if loan.target is None:
+                buffer = arrays.flat_copy(array, None, array.dtype)
+            else:
+                own = self.rank == root
+                buffer = arrays.flat(array) if own else arrays.flat_target(loan.target)
             operations.broadcast(self._transport, call, buffer, root, algorithm)
             self._repeats.note_broadcast(call, x, root, algorithm)
         return loan.give_back(arrays.store(buffer, array.shape, array.dtype, loan.target))

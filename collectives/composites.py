@@ -107,10 +107,11 @@ def sparse_allreduce(
                 f"sparse_allreduce: expected an index for every row, got shapes {where.shape} and "
                 f"{rows.shape}"
             )
-        if where.size and (where.min() < 0 or (num_rows is not None and where.max() >= num_rows)):
+        last = np.iinfo(np.int64).max if num_rows is None else num_rows - 1
+        if where.size and (where.min() < 0 or where.max() > last):
             raise ValueError(
-                f"sparse_allreduce: an index is out of range, expected 0 .. "
-                f"{'any' if num_rows is None else num_rows - 1}, got {where.min()} .. {where.max()}"
+                f"sparse_allreduce: an index is out of range, expected 0 .. {last}, got "
+                f"{where.min()} .. {where.max()}"
             )
         call.describe(op=op.value, dtype=rows.dtype, row=rows.shape[1:], num_rows=num_rows)
         total = sum(call.agree_on_rows(len(where)))
@@ -119,20 +120,23 @@ def sparse_allreduce(
     if num_rows is not None and total * (row_bytes + 8) > 2 * num_rows * row_bytes:
         named = np.zeros(num_rows, bool)
         named[where] = True
-        large = np.zeros((num_rows, *rows.shape[1:]), rows.dtype)
-        np.add.at(large, where, rows)
+        large = np.zeros((num_rows, *rows.shape[1:]), reduction.work_dtype(rows.dtype))
+        with reduction.quiet():
+            np.add.at(large, where, rows)
         named = self.allreduce(named, op=reduction.MAX, timeout=timeout)
         large = self.allreduce(large, op=op, out=large, timeout=timeout)
         found = np.flatnonzero(named)
-        return found, loan.give_back(large[found])
+        with reduction.quiet():
+            return found, loan.give_back(large[found].astype(rows.dtype, copy=False))
     all_indices = self.allgather(where, timeout=timeout)
     all_rows = self.allgather(np.ascontiguousarray(rows), timeout=timeout)
     found, place = np.unique(all_indices, return_inverse=True)
     summed = np.zeros((len(found), *rows.shape[1:]), reduction.work_dtype(rows.dtype))
-    np.add.at(summed, place, all_rows)  # in the order of the ranks
-    if op is MEAN:
-        summed /= self.size
-    return found, loan.give_back(summed.astype(rows.dtype))
+    with reduction.quiet():
+        np.add.at(summed, place, all_rows)  # in the order of the ranks
+        if op is MEAN:
+            summed /= self.size
+        return found, loan.give_back(summed.astype(rows.dtype))
 
 
 def from_root(self: Communicator, call: Call, obj: Any, root: int) -> Any:

@@ -23,13 +23,16 @@ nodes two meetings on the node, and the messages between one rank of every node.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, get_args
 
 import numpy as np
 
+from collectives import reduction, settings
 from collectives.algorithms import halving, hierarchical
 from collectives.arrays import Array
 from collectives.errors import MismatchError
@@ -38,17 +41,21 @@ from collectives.transport import Deadline, Transport
 __all__ = [
     "CARRIED_BYTES",
     "LETTER_BYTES",
+    "NOTHING",
     "NUMBER",
     "Contribution",
     "Description",
     "Ranks",
     "agree",
     "agree_on_rows",
+    "agreed",
     "differences",
     "digest",
     "raise_mismatch",
     "union",
 ]
+
+log = logging.getLogger(__name__)
 
 Description = dict[str, object]
 
@@ -64,6 +71,26 @@ CARRIED_BYTES = LETTER_BYTES - _HASH_BYTES
 
 # Bytes of a description that are sent when ranks disagree; a longer one is cut.
 _TEXT_BYTES = 256
+
+
+def agreed(configuration: settings.Settings, transport: Transport) -> settings.Settings:
+    """Return the settings with the strictest level of checking of any rank; *collective*.
+
+    The environment of one node may lack what another one has, and ranks of which only some compare
+    would take each other's letters for data.
+    """
+    levels = get_args(settings.Check)
+    own = levels.index(configuration.check)
+    strictest = np.array([own], np.int64)
+    deadline = Deadline("init", configuration.timeout, configuration.stall_warning)
+    halving.allreduce(transport, strictest, reduction.MAX, deadline)
+    check: settings.Check = levels[strictest[0]]
+    if check != configuration.check:
+        log.warning(
+            "[%d/%d] UNISONO_CHECK is %s on another rank, so this one, with %s, compares as much",
+            transport.rank, transport.size, check, configuration.check,
+        )  # fmt: skip
+    return dataclasses.replace(configuration, check=check)
 
 
 class Ranks(NamedTuple):
@@ -96,7 +123,7 @@ def union(ours: Array, theirs: Array) -> None:
     np.bitwise_or(ours, theirs, out=ours)
 
 
-_NOTHING = Contribution(np.empty(0, np.uint8), union)
+NOTHING = Contribution(np.empty(0, np.uint8), union)
 
 
 def agree(
@@ -104,7 +131,7 @@ def agree(
     own: int,
     call: Description,
     deadline: Deadline,
-    contribution: Contribution = _NOTHING,
+    contribution: Contribution = NOTHING,
 ) -> Array:
     """Return when all ranks describe their call alike.
 

@@ -135,16 +135,19 @@ def reduce_scatter(
         call.agree()
         buffer = _contribution(send, None, op, transport.size)
         run(buffer, bounds, op, call.deadline)
-    out[...] = buffer[bounds[transport.rank] : bounds[transport.rank + 1]]
+    own = buffer[bounds[transport.rank] : bounds[transport.rank + 1]]
+    arrays.store(own, out.shape, out.dtype, out)
 
 
 def broadcast(transport: Transport, call: Call, buffer: Array, root: int, algorithm: str) -> None:
-    """Replace `buffer` by the root's."""
+    """Replace `buffer` by the root's, which is only read."""
     if selection.engine_for(call.engine, algorithm) is None:
         if call.carries(algorithm, buffer.nbytes):
-            own = transport.rank == root
-            data = buffer.view(np.uint8) if own else np.zeros(buffer.nbytes, np.uint8)
-            buffer.view(np.uint8)[:] = call.carry(data, fingerprint.union)
+            bits = buffer.view(np.uint8)
+            if transport.rank == root:
+                call.carry(bits, fingerprint.union)
+            else:
+                bits[:] = call.carry(np.zeros(bits.size, np.uint8), fingerprint.union)
             return
         call.agree()
     broadcast_agreed(transport, call, buffer, root, algorithm)
@@ -255,7 +258,7 @@ def barrier(transport: Transport, call: Call, algorithm: str) -> None:
     """Wait for all ranks."""
     engine = selection.engine_for(call.engine, algorithm)
     if engine is None and call.carries(algorithm, 0):
-        call.carry(np.empty(0, np.uint8), fingerprint.union)
+        call.carry(*fingerprint.NOTHING)
         return
     call.agree()
     if engine is None:  # in the engine, to agree is to wait

@@ -83,10 +83,20 @@ def work_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_float(dtype) and dtype.itemsize == 2 else dtype
 
 
+def quiet() -> np.errstate:
+    """Let an overflow or a NaN be a result, whatever the program has told NumPy.
+
+    A loss scaler waits for it and needs no warning; and an error on the one rank that meets it
+    would leave the others waiting.
+    """
+    return np.errstate(all="ignore")
+
+
 def prepare(buffer: Array, op: Op, size: int) -> None:
     """Do, in place, what has to happen to every rank's contribution before it is combined."""
     if op is MEAN and size > 1:
-        np.divide(buffer, size, out=buffer)
+        with quiet():
+            np.divide(buffer, size, out=buffer)
 
 
 def combine(op: Op) -> Callable[[Array, Array], None]:
@@ -97,8 +107,7 @@ def combine(op: Op) -> Callable[[Array, Array], None]:
         if isinstance(accumulator, DeviceBuffer):
             accumulator.combine(op.value, contribution)
             return
-        # An overflow or a NaN is a result here; the loss scaler that waits for it is not warned.
-        with np.errstate(all="ignore"):
+        with quiet():
             ufunc(accumulator, contribution, out=accumulator)
 
     return into

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import pickle
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import collectives as cc
 import oracle
 
+HUGE = np.array([2**63 + 1], np.uint64)  # would be negative as int64
 SHAPES = [(3, 4), (0,), (), (1,), (70_001,), (5, 0), (17,)]
 
 
@@ -171,6 +173,19 @@ def test_sparse_allreduce_adds_rows_of_equal_index(world, op, num_rows):
     world.run(check)
 
 
+@pytest.mark.parametrize("num_rows", [None, 10])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_rows_of_16_bits_are_added_in_32(world, dtype, num_rows):
+    def check(comm):
+        values = np.ones((3000, 1), dtype)
+        where = np.zeros(3000, int)
+        _, rows = comm.sparse_allreduce(where, values, num_rows=num_rows, op=cc.SUM)
+        assert rows.dtype == dtype
+        assert rows[0, 0] == dtype(3000 * comm.size)
+
+    world.run(check)
+
+
 def test_a_rank_without_rows_takes_the_same_way_as_the_others(world):
     # Dense and sparse cost about the same here, and a rank without rows knows no less of them.
     def check(comm):
@@ -214,6 +229,7 @@ def test_objects_reach_all_ranks(world, size):
         (ValueError, "index for every", lambda c: c.sparse_allreduce([1, 2], np.ones((1, 2)))),
         (ValueError, "out of range", lambda c: c.sparse_allreduce([-1], np.ones((1, 2)))),
         (ValueError, "out of range", lambda c: c.sparse_allreduce([7], np.ones(1), num_rows=7)),
+        (ValueError, "out of range", lambda c: c.sparse_allreduce(HUGE, np.ones(1))),
         (TypeError, "no integers", lambda c: c.sparse_allreduce([0.5], np.ones(1))),
         (TypeError, "SUM or MEAN", lambda c: c.sparse_allreduce([0], np.ones(1), op=cc.MAX)),
         (ValueError, "each at most once", lambda c: c.group([0, 0])),

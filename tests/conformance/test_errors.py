@@ -145,3 +145,41 @@ def test_a_long_wait_is_reported_in_the_log(world, caplog):
         comm.barrier()
 
     world.run(check)
+
+
+def test_out_of_a_broadcast_is_not_touched_where_ranks_disagree(world):
+    def check(comm):
+        if comm.size == 1:
+            return
+        for count in (3, 5000):
+            out = np.full(count, 7.0)
+            with pytest.raises(cc.MismatchError, match="root"):
+                comm.broadcast(np.zeros(count), odd(comm, 0, 1), out=out)
+            np.testing.assert_array_equal(out, 7.0)
+            x = np.full(count, float(comm.rank))
+            x.flags.writeable = False
+            assert comm.broadcast(x, 1, out=out) is out
+            np.testing.assert_array_equal(out, 1.0)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_what_numpy_is_told_to_raise_stays_a_result(world, count):
+    # Else the one rank that meets it would leave the others waiting.
+    def check(comm):
+        tiny = np.full(count, 1e-40 if comm.rank == 0 else 1.0, np.float32)
+        odd_one = np.full(count, complex(np.inf, np.nan) if comm.rank == 0 else 1j)
+        large = np.full(count, 60_000, np.float16)
+        rows = np.full((count, 1), 60_000, np.float16)
+        with np.errstate(all="raise"):
+            comm.allreduce(tiny)
+            comm.allreduce(odd_one)
+            reduced = comm.reduce(large, op=cc.SUM)
+            comm.reduce_scatter(large, op=cc.SUM)
+            _, added = comm.sparse_allreduce(np.zeros(count, int), rows, op=cc.SUM)
+        if comm.rank == 0:
+            assert np.isinf(reduced).all() == (comm.size > 1)
+        assert np.isinf(added).all()
+
+    world.run(check)

@@ -103,6 +103,39 @@ def test_many_ranks_bring_their_rows_after_the_comparison(monkeypatch):
     assert inprocess.run_ranks(3, check, settings=settings) == [[1, 2, 2]] * 3
 
 
+@pytest.mark.parametrize("levels", [["off", "sample", "off"], ["always", "off", "sample"]])
+def test_all_ranks_compare_as_much_as_the_strictest(caplog, levels):
+    def ask(comm):
+        own = Settings(timeout=10, check=levels[comm.rank])
+        return fingerprint.agreed(own, comm._transport).check
+
+    strictest = max(levels, key=["off", "sample", "always"].index)
+    assert inprocess.run_ranks(3, ask) == [strictest] * 3
+    assert caplog.text.count("on another rank") == 2
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad"),
+    [
+        ("sample", lambda c: c.allreduce(np.ones(3)), lambda c: c.allreduce("text")),
+        ("sample", lambda c: c.gather(np.ones(3)), lambda c: c.gather("text")),
+        ("off", lambda c: c.gather(np.ones(3)), lambda c: c.gather("text")),
+        ("off", lambda c: c.allgather_object(1), lambda c: c.allgather_object(lambda: 1)),
+    ],
+)
+def test_a_refusal_reaches_ranks_that_compare_though_their_call_is_not_sampled(check, good, bad):
+    def run(comm):
+        for _ in range(70):
+            comm.allreduce(np.ones(3), algorithm="tree")
+        kind = Exception if comm.rank == 0 else cc.MismatchError
+        with pytest.raises(kind, match=r"cannot be sent|lambda|refused on rank 0"):
+            (bad if comm.rank == 0 else good)(comm)
+        return comm.allreduce(1, op=cc.SUM)
+
+    settings = Settings(check=check, timeout=10, shared_memory=None)
+    assert inprocess.run_ranks(3, run, settings=settings) == [3] * 3
+
+
 def test_with_checks_off_a_refused_call_is_still_an_error_on_its_rank():
     def check(comm):
         with pytest.raises(TypeError):
