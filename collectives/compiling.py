@@ -58,6 +58,12 @@ def compiled(
 
     Returns:
         The compiled function.
+
+    Example:
+        >>> def double(x):
+        ...     return 2 * x
+        >>> compiled(double, nogil=True)(21)
+        42
     """
     dispatcher: Any = numba.njit(**options)(function)
     dispatcher._cache = _cache_of(function, includes, options) or dispatcher._cache
