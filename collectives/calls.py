@@ -318,17 +318,18 @@ class Call:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        refused = self._is_refusal(error)
+        if error is not None and not refused and not isinstance(error, MismatchError):
+            # Also after Ctrl-C, and first: another one may end the writing of records.
+            self._calls.failed(self.operation, error)
         self._calls.end(self._record, error)
-        if error is None or isinstance(error, MismatchError):
-            return
-        if not self._agreed and self._is_refusal(error):
+        if refused and error is not None:
             self._refuse(error)
-            return
-        self._calls.failed(self.operation, error)  # also after Ctrl-C
 
-    def _is_refusal(self, error: BaseException) -> bool:
+    def _is_refusal(self, error: BaseException | None) -> bool:
         """Whether the error concerns this rank's own arguments, or its memory for them."""
-        return isinstance(error, Exception) and not isinstance(error, CollectiveError)
+        own = isinstance(error, Exception) and not isinstance(error, CollectiveError)
+        return own and not self._agreed
 
     def _refuse(self, error: BaseException) -> None:
         """Let the other ranks know that this one will not take part; the error goes on as it is."""

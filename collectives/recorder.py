@@ -262,7 +262,7 @@ def write(reason: str) -> Path | None:
         beside = path.with_suffix(f".{threading.get_ident()}.tmp")
         beside.write_text(json.dumps(_everything(process, reason), indent=1))
         beside.replace(path)
-    except OSError as error:
+    except Exception as error:
         log.warning("[%d/%d] no flight record: %s", process.rank, process.size, error)
         return None
     log.warning("[%d/%d] flight record after %s: %s", process.rank, process.size, reason, path)
@@ -304,4 +304,4 @@ def _clock(monotonic: float) -> str:
 def _plain(value: object) -> object:
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    return list(value) if isinstance(value, tuple) else str(value)
+    return [_plain(one) for one in value] if isinstance(value, tuple) else str(value)

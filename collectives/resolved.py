@@ -80,10 +80,10 @@ class Resolved:
             if then is not None:
                 then()
         except BaseException as error:
-            if record is not None:
-                calls.end(record, error)
             if not isinstance(error, MismatchError):
                 calls.failed(self._operation, error)  # also after Ctrl-C
+            if record is not None:
+                calls.end(record, error)
             raise
         calls.end(record, None)
 

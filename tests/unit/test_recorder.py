@@ -14,10 +14,12 @@ import time
 import numpy as np
 import pytest
 
+import inprocess
 from collectives import board, recorder
 from collectives.board import Board
-from collectives.errors import CollectiveTimeout
+from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.recorder import Recorder, default_directory
+from conftest import world_settings
 from launcher import run
 
 LIMIT = 20.0
@@ -140,6 +142,57 @@ def test_a_file_that_cannot_be_written_is_logged_and_no_error(installed, caplog)
     installed.parent.joinpath("records").write_text("a file where the folder should be")
     assert recorder.write("a test") is None
     assert "[3/8] no flight record" in caplog.text
+
+
+def test_values_of_any_kind_are_written(tmp_path):
+    mine = Recorder("world", 0, 1)
+    mine.begin(1, "shared_empty", {"shape": (np.int64(3), (2.5, None)), "op": ["a", np.int8(1)]})
+    mine.dump(tmp_path / "dump.json")
+    (facts,) = json.loads((tmp_path / "dump.json").read_text())["operations"]
+    assert facts["shape"] == ["3", ["2.5", None]]
+
+
+def late(comm):
+    """Let rank 1 not come to a barrier."""
+    comm.barrier()
+    if comm.rank == 0:
+        comm.barrier(timeout=0.1)
+
+
+def last_words(comm, error):
+    """Return how the communicator refuses a call after an error."""
+    with pytest.raises(error):
+        late(comm)
+    with pytest.raises(CollectiveError) as refusal:
+        comm.barrier()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_record_that_cannot_be_written_hides_no_timeout(installed, monkeypatch, caplog, shared):
+    def everything(process, reason):
+        raise TypeError("nobody can write this")
+
+    def check(comm):
+        return last_words(comm, CollectiveTimeout) if comm.rank == 0 else late(comm)
+
+    monkeypatch.setattr(recorder, "_everything", everything)
+    said = inprocess.run_ranks(2, check, settings=world_settings(shared))[0]
+    assert "since barrier failed: CollectiveTimeout" in said
+    assert "no flight record: nobody can write this" in caplog.text
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ctrl_c_while_records_are_written_leaves_no_communicator_open(monkeypatch, shared):
+    def interrupted(reason):
+        raise KeyboardInterrupt
+
+    def check(comm):
+        return last_words(comm, KeyboardInterrupt) if comm.rank == 0 else late(comm)
+
+    monkeypatch.setattr(recorder, "write", interrupted)
+    said = inprocess.run_ranks(2, check, settings=world_settings(shared))[0]
+    assert "since barrier failed: CollectiveTimeout" in said
 
 
 def test_sigusr2_writes_the_file_also_while_a_lock_of_the_log_is_held(installed):
