@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from collectives import arrays
+from collectives import arrays, views
 from collectives.arrays import Array
 from collectives.plans import Plan
 from collectives.reduction import MEAN, Op
@@ -21,7 +21,7 @@ __all__ = ["bucket", "plan_allreduce", "shared_empty"]
 
 def shared_empty(
     self: Communicator,
-    shape: int | tuple[int, ...],
+    shape: SupportsIndex | Iterable[SupportsIndex],
     dtype: npt.DTypeLike,
     *,
     timeout: float | None = None,
@@ -35,26 +35,28 @@ def shared_empty(
 
     Args:
         shape: of the array.
-        dtype: of the array.
+        dtype: of the array, which is in native byte order.
         timeout: seconds.
 
     Returns:
         This rank's own array, of zeros. It lives as long as the communicator; slices of it are
         in shared memory, too. An ordinary array where ranks do not share memory.
 
+    Raises:
+        TypeError: there is no such dtype, or it is no number; a dimension is no integer.
+        ValueError: a dimension is negative.
+        MismatchError: another rank refused, or the shapes or dtypes differ; on all ranks.
+
     Cost: the bytes of all ranks' arrays in `/dev/shm`, allocated at once.
     """
-    wanted = np.dtype(dtype)
     with self._calls.enter("shared_empty", timeout) as call:
-        dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(n < 0 for n in dims):
-            raise ValueError(f"shared_empty: a dimension is negative, got {dims}")
-        self._describe(call, "auto", shape=dims, dtype=wanted)
+        kind = views.numpy_kind(shape, dtype, operation=call.operation)
+        self._describe(call, "auto", shape=kind.shape, dtype=kind.dtype)
         call.agree()
-        memory = call.shared_empty(math.prod(dims) * wanted.itemsize)
+        memory = call.shared_empty(kind.nbytes)
     if memory is None:
-        return np.zeros(dims, wanted)
-    return memory.view(wanted).reshape(dims)
+        return np.zeros(kind.shape, kind.dtype)
+    return memory.view(kind.dtype).reshape(kind.shape)
 
 
 def plan_allreduce(

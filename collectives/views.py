@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 
 from collectives import arrays, devices
 from collectives.arrays import Array
 
-__all__ = ["Kind", "View", "kind_of", "show"]
+__all__ = ["Kind", "View", "kind_of", "numpy_kind", "show"]
 
 
 class Kind(NamedTuple):
@@ -28,7 +31,7 @@ class Kind(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class View(NamedTuple):
@@ -54,15 +57,23 @@ def kind_of(x: Any, *, operation: str) -> Kind:
     """
     pair = isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], (int, tuple, list))
     if pair:
-        shape = (x[0],) if isinstance(x[0], int) else tuple(map(int, x[0]))
-        if any(n < 0 for n in shape):
-            raise ValueError(f"{operation}: a dimension is negative, got {shape}")
-        return Kind(shape, _checked(np.dtype(x[1]), operation), None)
+        return numpy_kind(*x, operation=operation)
     library = None if isinstance(x, (np.ndarray, np.generic)) else devices.foreign(x)
     if library is None:
         host = arrays.borrow(x, operation=operation).host
         return Kind(host.shape, host.dtype, None)
     return Kind(tuple(library.shape), _checked(library.dtype, operation), library)
+
+
+def numpy_kind(
+    shape: SupportsIndex | Iterable[SupportsIndex], dtype: npt.DTypeLike, *, operation: str
+) -> Kind:
+    """Check what a NumPy array shall look like; errors as `kind_of`."""
+    dims = shape if isinstance(shape, Iterable) else (shape,)
+    plain = tuple(map(operator.index, dims))  # the same text on all ranks, also of NumPy integers
+    if any(n < 0 for n in plain):
+        raise ValueError(f"{operation}: a dimension is negative, got {plain}")
+    return Kind(plain, _checked(np.dtype(dtype), operation), None)
 
 
 def show(memory: Array, kind: Kind) -> View:

@@ -71,6 +71,8 @@ REFUSALS = {
     "algorithm": (ValueError, lambda c: c.allreduce([1.0], algorithm=odd(c, "auto", "best"))),
     "timeout": (ValueError, lambda c: c.barrier(timeout=odd(c, 15, 0))),
     "scalar": (ValueError, lambda c: c.reduce_scatter(odd(c, [1.0], 1.0))),
+    "shared dtype": (TypeError, lambda c: c.shared_empty(3, odd(c, "f4", "no dtype"))),
+    "shared shape": (TypeError, lambda c: c.shared_empty(odd(c, 3, 3.0), "f4")),
 }
 
 
@@ -106,6 +108,8 @@ def test_wrong_use_on_one_rank_is_an_error_on_all(world, kind, call):
          lambda c: c.allreduce(np.zeros(2), algorithm="best")),
         (ValueError, "no such root, expected 0 ..", lambda c: c.gather([1], -1)),
         (ValueError, "timeout is no time", lambda c: c.barrier(timeout=0)),
+        (TypeError, "shared_empty: .*cannot be sent.*got object", lambda c: c.shared_empty(2, "O")),
+        (TypeError, "cannot be sent.*got .S5", lambda c: c.shared_empty(2, "S5")),
         (ValueError, "color is negative", lambda c: c.split(-1)),
     ],
 )  # fmt: skip

@@ -109,6 +109,19 @@ def test_a_plan_meets_only_the_same_plan(world):
     world.run(check)
 
 
+def test_integers_of_any_kind_are_dimensions_of_shared_arrays(world):
+    def check(comm):
+        three, five = (np.int64(3), np.uint8(5)) if comm.rank == 1 else (3, 5)
+        for shape, expected in [
+            (five, (5,)), ((three, 2), (3, 2)), ([three], (3,)), (np.array([three, 2]), (3, 2)),
+            ((), ()),
+        ]:  # fmt: skip
+            x = comm.shared_empty(shape, ">f4")
+            assert (x.shape, x.dtype) == (expected, np.float32)
+
+    world.run(check)
+
+
 def test_plans_refuse_what_cannot_be_reduced_in_place(world):
     def check(comm):
         with pytest.raises(ValueError, match="not contiguous"):
