@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -78,7 +79,7 @@ def plan_buckets(
         names: of the single arrays, for errors; their numbers if None.
 
     Raises:
-        TypeError: there is no such dtype, or the op is not defined for it.
+        TypeError: there is no such dtype, or the op is not defined for it; bytes are no integer.
         ValueError: an option is out of range.
         MismatchError: ranks differ in number, shapes or dtypes, or in the options; on all ranks.
 
@@ -98,11 +99,10 @@ def plan_buckets(
             reduction.check(op, dtype, operation=call.operation)
             compression.codec(dtype, op, network=True, name="")
         in_memory = call.engine is not None
-        later = BUCKET_BYTES if in_memory else BUCKET_BYTES_MESSAGES
-        limits = (
-            FIRST_BUCKET_BYTES if first_bucket_bytes is None else first_bucket_bytes,
-            later if bucket_bytes is None else bucket_bytes,
-        )
+        usual = BUCKET_BYTES if in_memory else BUCKET_BYTES_MESSAGES
+        first = FIRST_BUCKET_BYTES if first_bucket_bytes is None else first_bucket_bytes
+        later = usual if bucket_bytes is None else bucket_bytes
+        limits = (operator.index(first), operator.index(later))
         if min(limits) <= 0:
             raise ValueError(f"plan_buckets: expected bytes > 0, got {limits} (first, later)")
         if names is not None and len(names) != len(kinds):

@@ -268,6 +268,18 @@ def test_allreduce_inside_a_step_is_refused_and_ends_it(world):
     world.run(check)
 
 
+def test_integers_of_any_kind_are_limits(world):
+    def check(comm):
+        kind = np.int64 if comm.rank == 1 else int
+        limits = {name: kind(nbytes) for name, nbytes in SMALL.items()}
+        with comm.plan_buckets(FOUR, op=cc.SUM, **limits) as buckets:
+            for view in buckets.views:
+                view[...] = 1
+            assert [x[0] for x in buckets.allreduce()] == [comm.size] * 4
+
+    world.run(check)
+
+
 @pytest.mark.parametrize(
     ("words", "other"),
     [
@@ -282,6 +294,7 @@ def test_allreduce_inside_a_step_is_refused_and_ends_it(world):
         ("refused on rank", {"like": [*FOUR[:3], ((-2,), "float32")]}),
         ("refused on rank", {"like": [*FOUR[:3], ((2,), "datetime64[s]")]}),
         ("refused on rank", {"bucket_bytes": 0}),
+        ("refused on rank", {"bucket_bytes": 1e6}),
         ("refused on rank", {"names": ["a"]}),
     ],
 )
