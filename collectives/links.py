@@ -111,7 +111,7 @@ def overridden(links: Links, changes: Mapping[str, Mapping[str, float]], source:
         if not numbers:
             continue
         whole = len(numbers) == len(Link._fields)
-        own = source.format(name.upper())
+        own = source.replace("{}", name.upper())
         sources[name] = own if whole else f"{own} ({' '.join(numbers)}), else {sources[name]}"
         machine[name] = machine[name]._replace(**numbers)
     return Links(Machine(**machine), (sources["shared"], sources["node"], sources["network"]))

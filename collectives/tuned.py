@@ -36,12 +36,16 @@ _MOST_BYTES = 1 << 16
 
 
 def path(configuration: Settings, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return where the file of this cluster is, or would be; None if there shall be none."""
+    """Return where the file of this cluster is, or would be; None if it has no place."""
     if configuration.tuned is not None:
         return None if configuration.tuned == "off" else Path(configuration.tuned)
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME", "~"), ".config")
     name = environ.get("SLURM_CLUSTER_NAME") or platform.node() or "machine"
-    return Path(home).expanduser() / "unisono" / (re.sub(r"[^\w.-]", "_", name) + ".json")
+    try:
+        place = Path(home).expanduser()
+    except RuntimeError:  # nobody's home is known, as in a container with a user of its own
+        return None
+    return place / "unisono" / (re.sub(r"[^\w.-]", "_", name) + ".json")
 
 
 def read(file: Path) -> dict[str, Link]:
@@ -62,7 +66,7 @@ def read(file: Path) -> dict[str, Link]:
         if content.get("version") != _VERSION:
             raise ValueError(f"expected version {_VERSION}, got {content.get('version')!r}")
         return {name: _link(name, numbers) for name, numbers in dict(content["links"]).items()}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(
             f"tuned: {file} is not what `python -m collectives tune` writes: {why}. Remove it, "
@@ -116,7 +120,8 @@ def found(configuration: Settings, environ: Mapping[str, str] = os.environ) -> L
     """
     known = links.defaults()
     file = path(configuration, environ)
-    if file is not None and (configuration.tuned is not None or file.exists()):
+    # The usual place may be out of reach, such as another user's home: then nothing is there.
+    if file is not None and (configuration.tuned is not None or os.path.exists(file)):
         try:
             measured = {name: link._asdict() for name, link in read(file).items()}
         except OSError as error:
@@ -132,7 +137,8 @@ def agreed(
     """Return the settings with the links that rank 0 finds; *collective*.
 
     Raises:
-        ValueError: rank 0's file is damaged; the same error on all ranks.
+        ValueError: rank 0's file is damaged, or it cannot look for one; the same error on all
+            ranks, which would wait for it.
     """
     deadline = Deadline("init", configuration.timeout, configuration.stall_warning)
     answer: dict[str, Any] = {}
@@ -141,6 +147,8 @@ def agreed(
             answer["links"] = found(configuration, environ)
         except ValueError as error:
             answer["problem"] = str(error)
+        except Exception as error:
+            answer["problem"] = f"tuned: {type(error).__name__}: {error}"
     answer = json.loads(_from_rank_0(transport, json.dumps(answer), deadline))
     if "problem" in answer:
         raise ValueError(answer["problem"])

@@ -143,6 +143,7 @@ DAMAGED = {
     "no number": content(links={"node": {**NODE._asdict(), "beta": "8GB/s"}}),
     "a truth value": content(links={"node": {**NODE._asdict(), "beta": True}}),
     "NaN": content(links={"node": {**NODE._asdict(), "beta": float("nan")}}),
+    "more than a float": content(links={"node": {**NODE._asdict(), "beta": 10**400}}),
     "infinity": content(links={"node": {**NODE._asdict(), "beta": float("inf")}}),
     "a deep nest": "[" * 60_000,
     "a long file": content() + " " * (1 << 16),
@@ -169,6 +170,32 @@ def test_every_cluster_has_a_file_of_its_own(tmp_path):
     elsewhere = {**home, "XDG_CONFIG_HOME": "/configuration"}
     assert str(tuned.path(Settings(), elsewhere)).startswith("/configuration/unisono/")
     assert tuned.path(Settings(), home) == tuned.path(Settings(), home)
+
+
+def test_without_a_home_there_is_no_file(monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)  # which no password file knows
+    assert tuned.path(Settings(), {}) is None
+    assert tuned.found(Settings(), {}) == links.defaults()
+    assert tuned.path(Settings(tuned="/x/y.json"), {}) is not None
+
+
+def test_a_usual_place_out_of_reach_is_an_absent_one(monkeypatch, tmp_path):
+    def stat(path, **options):
+        raise PermissionError(13, "Permission denied", path)
+
+    environ = {"XDG_CONFIG_HOME": str(tmp_path), "SLURM_CLUSTER_NAME": "here"}
+    tuned.write(tuned.path(Settings(), environ), {"network": NODE}, FACTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stat)  # root may look everywhere
+        assert tuned.found(Settings(), environ) == links.defaults()
+    assert tuned.found(Settings(), environ) != links.defaults()
+
+
+def test_any_path_may_be_named(tmp_path):
+    file = tmp_path / "{job}" / "{0}" / "x}{.json"
+    tuned.write(file, {"node": NODE}, FACTS)
+    assert tuned.found(Settings(tuned=str(file))).sources[1] == str(file)
 
 
 def test_settings_go_before_the_file_and_the_file_before_the_defaults(tmp_path):
@@ -232,6 +259,19 @@ def test_a_damaged_file_is_the_same_error_on_every_rank(tmp_path):
     texts = set(inprocess.run_ranks(3, check))
     assert len(texts) == 1
     assert str(file) in texts.pop()
+
+
+def test_whatever_rank_0_meets_is_an_error_on_every_rank(monkeypatch):
+    def found(configuration, environ):
+        raise MemoryError("no more")
+
+    def check(comm):
+        with pytest.raises(ValueError, match="^tuned: MemoryError: no more$"):
+            tuned.agreed(Settings(timeout=20), comm._transport)
+        comm.barrier()  # nothing is left under way
+
+    monkeypatch.setattr(tuned, "found", found)
+    inprocess.run_ranks(3, check)
 
 
 def test_a_table_of_links_says_where_they_come_from():
