@@ -20,25 +20,34 @@ def split(self: Communicator, color: int | None, key: int = 0) -> Communicator |
     """Make communicators of the ranks that name the same color.
 
     Args:
-        color: an integer >= 0, or None to belong to no group.
-        key: the order in the new group; ties by rank.
+        color: an integer from 0 to 2^63 - 1, or None to belong to no group.
+        key: the order in the new group, an integer of 64 bits; ties by rank.
 
     Returns:
         The new group's communicator, None where color is None.
+
+    Raises:
+        TypeError: color or key is no integer; MismatchError on the other ranks.
+        ValueError: color or key is out of range; MismatchError on the other ranks.
     """
     with self._calls.enter("split", None) as call:
+        wish = (-1 if color is None else operator.index(color), operator.index(key))
         if color is not None and color < 0:
             raise ValueError(f"split: color is negative, expected None or >= 0, got {color}")
+        if not all(-(1 << 63) <= n < 1 << 63 for n in wish):
+            raise ValueError(
+                f"split: expected integers of 64 bits, got color {color} and key {key}"
+            )
         call.describe()
         call.agree()
-    mine = np.array([[-1 if color is None else color, key]])
-    chosen = self.allgather(mine)
-    part = self._transport.split(color, key)
+    chosen = self.allgather(np.array([wish], np.int64)).tolist()
+    members = [r for r in range(self.size) if chosen[r][0] == wish[0]]
+    members.sort(key=lambda r: (chosen[r][1], r))
+    # MPI takes numbers of 32 bits: the group goes by its first rank, and its ranks by their place.
+    part = self._transport.split(None if color is None else members[0], members.index(self.rank))
     self._splits_made += 1
     if part is None:
         return None
-    members = [r for r in range(self.size) if chosen[r, 0] == color]
-    members.sort(key=lambda r: (chosen[r, 1], r))
     leaders = [self._leaders[r] for r in members]
     return type(self)(
         part, leaders, self._calls.settings, f"{self._calls.name}.{self._splits_made}"

@@ -71,6 +71,9 @@ REFUSALS = {
     "algorithm": (ValueError, lambda c: c.allreduce([1.0], algorithm=odd(c, "auto", "best"))),
     "timeout": (ValueError, lambda c: c.barrier(timeout=odd(c, 15, 0))),
     "scalar": (ValueError, lambda c: c.reduce_scatter(odd(c, [1.0], 1.0))),
+    "color": (ValueError, lambda c: c.split(odd(c, 0, 1 << 63))),
+    "color's kind": (TypeError, lambda c: c.split(odd(c, 0, 0.5))),
+    "key": (ValueError, lambda c: c.split(0, odd(c, 0, -(1 << 63) - 1))),
     "shared dtype": (TypeError, lambda c: c.shared_empty(3, odd(c, "f4", "no dtype"))),
     "shared shape": (TypeError, lambda c: c.shared_empty(odd(c, 3, 3.0), "f4")),
 }
@@ -110,6 +113,8 @@ def test_wrong_use_on_one_rank_is_an_error_on_all(world, kind, call):
         (ValueError, "timeout is no time", lambda c: c.barrier(timeout=0)),
         (TypeError, "shared_empty: .*cannot be sent.*got object", lambda c: c.shared_empty(2, "O")),
         (TypeError, "cannot be sent.*got .S5", lambda c: c.shared_empty(2, "S5")),
+        (ValueError, "integers of 64 bits, got color 9223372036854775808 and key 0",
+         lambda c: c.split(1 << 63)),
         (ValueError, "color is negative", lambda c: c.split(-1)),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -243,6 +244,19 @@ def test_split_makes_independent_groups(world):
             assert nobody.allreduce(1, op=cc.SUM) == comm.size - 1
             nobody.close()
         part.close()
+
+    world.run(check)
+
+
+def test_colors_and_keys_may_be_larger_than_mpis(world):
+    def check(comm):
+        colors = [zlib.crc32(b"node %d" % (r // 2)) for r in range(comm.size)]
+        assert colors[0] > 1 << 31
+        part = comm.split(np.uint32(colors[comm.rank]), -comm.rank << 40)
+        members = [r for r in reversed(range(comm.size)) if colors[r] == colors[comm.rank]]
+        assert part.allgather(comm.rank).tolist() == members
+        whole = comm.split((1 << 63) - 1, (-1 << 63) + comm.rank)
+        assert whole.allgather(comm.rank).tolist() == list(range(comm.size))
 
     world.run(check)
 
