@@ -223,35 +223,52 @@ def scatter(
 
 
 def alltoall(
-    transport: Transport, call: Call, send: Array, counts: Sequence[int], algorithm: str
-) -> Array:
-    """Give every rank its part of this rank's array, and return this rank's parts of all arrays."""
+    transport: Transport, call: Call, send: Array, rows: Sequence[int], width: int, algorithm: str
+) -> tuple[Array, int]:
+    """Give every rank its rows of this rank's array.
+
+    Args:
+        transport: the ranks.
+        call: under way, and described.
+        send: flat.
+        rows: for every rank; a row may have no elements.
+        width: elements of a row, equal on all ranks.
+        algorithm: its name.
+
+    Returns:
+        This rank's rows of all arrays, flat, and how many they are.
+    """
     engine = selection.engine_for(call.engine, algorithm)
-    starts = [0, *np.cumsum(counts).tolist()]
-    # What every rank has for every other: the first element, how many, and how many in all.
-    own = np.array([[starts[r], counts[r], starts[-1]] for r in range(transport.size)], np.int64)
+    starts = [0, *np.cumsum(rows).tolist()]
+    # What every rank has for every other: the first row, how many, and how many in all.
+    own = np.array([[starts[r], rows[r], starts[-1]] for r in range(transport.size)], np.int64)
     facts = np.empty((transport.size, 3), np.int64)
     if engine is None:
         call.agree()
         threes = [3] * transport.size
         flat = rotation.alltoall(transport, own.reshape(-1), threes, threes, call.deadline)
-        received = flat.reshape(-1, 3)[:, 1].tolist()
+        received = flat.reshape(-1, 3)[:, 1]
+        counts = [n * width for n in rows]
         result: Array = call.by_messages("alltoall", algorithm, send.nbytes)(
-            send, counts, received, call.deadline
+            send, counts, (width * received).tolist(), call.deadline
         )
-        return result
+        return result, int(received.sum())
     mine = 3 * own.itemsize * transport.rank
-    rows = [(rank, mine, facts[rank]) for rank in range(transport.size)]
-    call.met(engine.publish(own.reshape(-1), rows, call.digest, call.deadline, own.nbytes))
-    joined = np.empty(int(facts[:, 1].sum()), send.dtype)
+    table = [(rank, mine, facts[rank]) for rank in range(transport.size)]
+    call.met(engine.publish(own.reshape(-1), table, call.digest, call.deadline, own.nbytes))
     bounds = [0, *np.cumsum(facts[:, 1]).tolist()]
+    joined = np.empty(bounds[-1] * width, send.dtype)
     wanted = [
-        (rank, int(facts[rank, 0]) * send.itemsize, joined[bounds[rank] : bounds[rank + 1]])
+        (
+            rank,
+            int(facts[rank, 0]) * width * send.itemsize,
+            joined[bounds[rank] * width : bounds[rank + 1] * width],
+        )
         for rank in range(transport.size)
     ]
-    longest = int(facts[:, 2].max()) * send.itemsize
+    longest = int(facts[:, 2].max()) * width * send.itemsize
     call.met(engine.publish(send, wanted, call.digest, call.deadline, longest))
-    return joined
+    return joined, bounds[-1]
 
 
 def barrier(transport: Transport, call: Call, algorithm: str) -> None:

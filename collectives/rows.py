@@ -164,11 +164,10 @@ def alltoall(
         rows = _splits(self, call, loan.host, splits)
         row = loan.host.shape[1:]
         self._describe(call, algorithm, dtype=loan.host.dtype, row=row)
-        counts = [n * math.prod(row) for n in rows]
-        result = operations.alltoall(
-            self._transport, call, arrays.flat(loan.host), counts, algorithm
+        joined, received = operations.alltoall(
+            self._transport, call, arrays.flat(loan.host), rows, math.prod(row), algorithm
         )
-    return loan.give_back(result.reshape(-1, *row) if math.prod(row) else result.reshape(0, *row))
+    return loan.give_back(joined.reshape(received, *row))
 
 
 def _splits(

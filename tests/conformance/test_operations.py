@@ -315,3 +315,16 @@ def test_alltoall_exchanges_rows_between_all_pairs(world, algorithm):
         np.testing.assert_array_equal(even, np.ravel(expected))
 
     world.run(check)
+
+
+@pytest.mark.algorithms("alltoall")
+def test_rows_without_elements_are_counted_by_alltoall(world, algorithm):
+    def check(comm):
+        splits = [comm.rank + 2 * dest for dest in range(comm.size)]
+        result = comm.alltoall(np.empty((sum(splits), 0, 3)), splits=splits, algorithm=algorithm)
+        received = sum(source + 2 * comm.rank for source in range(comm.size))
+        assert result.shape == (received, 0, 3)
+        even = comm.alltoall(np.empty((2 * comm.size, 0), np.float32), algorithm=algorithm)
+        assert (even.shape, even.dtype) == ((2 * comm.size, 0), np.float32)
+
+    world.run(check)
