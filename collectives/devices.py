@@ -7,8 +7,11 @@ that the caller's array does not come from:
 | --- | --- | --- | --- |
 | PyTorch | `__torch_function__` | CPU: shared; else copied | a tensor on the same device |
 | CuPy, Numba, RMM | `__cuda_array_interface__`, or DLPack | copied | a CuPy array, same device |
-| JAX, array API | `__array_namespace__` | CPU: shared; else copied | as theirs, same device |
+| JAX, array API | `__array_namespace__` | CPU: shared; else copied | as theirs, same device (1) |
 | anything else | `__dlpack__`, host memory | shared | a NumPy array |
+
+(1) Where JAX has split an array among several devices, a result of its shape is split likewise; one
+of another shape, which such a split may not fit, is on the default device.
 
 JAX also shows the CUDA interface, but as read-only memory: it goes by its own namespace, so that
 its arrays need no CuPy.
@@ -309,8 +312,11 @@ class _Standard(Foreign):
     def wrap(self, result: npt.NDArray[Any]) -> Any:
         # JAX compiles anew for an array that is bound to a device where there was an unbound one.
         bound = getattr(self._x, "committed", True)
-        namespace = self._x.__array_namespace__()
-        return namespace.asarray(result, device=self._x.device if bound else None)
+        device = self._x.device if bound else None
+        # An array on several devices names how its shape is shared among them as its device.
+        if result.shape != self.shape and not getattr(device, "is_fully_replicated", True):
+            device = None
+        return self._x.__array_namespace__().asarray(result, device=device)
 
     def write(self, result: npt.NDArray[Any]) -> None:
         self._x[...] = self.wrap(result)

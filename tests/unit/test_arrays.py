@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -457,6 +458,31 @@ def test_jax_results_are_bound_to_a_device_only_where_the_array_was(jax):
     bound = jax.device_put(free, jax.devices()[0])
     assert not give(borrow(free), 1).committed
     assert give(borrow(bound), 1).committed
+
+
+def test_results_for_split_jax_arrays_are_split_where_the_shape_is_the_same(jax):
+    code = (
+        "import jax, numpy as np\n"
+        "from jax.sharding import Mesh, NamedSharding, PartitionSpec\n"
+        "from collectives import arrays\n"
+        "mesh = Mesh(np.array(jax.devices()), ('rows',))\n"
+        "for spec in (PartitionSpec('rows'), PartitionSpec()):\n"
+        "    x = jax.device_put(np.arange(6.0), NamedSharding(mesh, spec))\n"
+        "    loan = arrays.borrow(x, operation='reduce_scatter')\n"
+        "    assert loan.host.tolist() == [0, 1, 2, 3, 4, 5]\n"
+        "    for shape in ((6,), (3,), (6, 2)):\n"
+        "        result = loan.give_back(np.ones(shape, x.dtype))\n"
+        "        assert (result.shape, result.dtype) == (shape, x.dtype)\n"
+        "        print(len(result.devices()), result.sharding.is_fully_replicated)\n"
+    )
+    flags = "--xla_force_host_platform_device_count=2"
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    # Split in two: a result of another shape is on one device. Copied to both: so is every result.
+    assert done.stdout.split("\n")[:-1] == ["2 False", *["1 True"] * 2, *["2 True"] * 3]
 
 
 def test_a_jax_array_is_no_out(jax):
