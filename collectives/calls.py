@@ -9,7 +9,7 @@ from numbers import Real
 from types import TracebackType
 from typing import Any
 
-from collectives import board, fingerprint, recorder, selection, settings
+from collectives import board, fingerprint, liveness, recorder, selection, settings
 from collectives.algorithms import hierarchical, node, stages
 from collectives.arrays import Array
 from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError, PeerFailure
@@ -27,6 +27,10 @@ _SAMPLE_EVERY = 64
 # Operations that tell each other how many rows they bring compare their calls even if nothing else
 # is compared.
 _ALWAYS_COMPARED = ("allgather", "allgather_object", "gather", "sparse_allreduce")
+
+# After a failure MPI may take as long to end as an operation may wait, but not less than this: a
+# short limit of operations says nothing about how long the other ranks' programs go on.
+_LEAST_EXIT_SECONDS = 60.0
 
 _NO_FIELDS: Mapping[str, object] = {}
 
@@ -154,8 +158,12 @@ class Calls:
             self.levels = stages.in_shared_memory(self.levels, engine)
 
     def failed(self, operation: str, error: BaseException) -> None:
-        """Close the communicator to later calls: they would meet what is left of this one."""
+        """Close the communicator to later calls: they would meet what is left of this one.
+
+        The end of MPI is one more wait for the others, and gets a limit, too.
+        """
         self.unusable = f"{operation} failed: {type(error).__name__}: {error}"
+        liveness.limit_exit(max(self.settings.timeout, _LEAST_EXIT_SECONDS))
 
     @property
     def where(self) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import math
 import os
 import secrets
 import signal
@@ -26,10 +27,10 @@ import threading
 from dataclasses import dataclass, field
 from types import TracebackType
 
-__all__ = ["Liveness", "create", "limit_exit"]
+__all__ = ["EXIT_SECONDS", "Liveness", "create", "limit_exit"]
 
 # How long MPI may take to end after a rank has died.
-_EXIT_SECONDS = 5
+EXIT_SECONDS = 5
 
 # `struct flock` of 64-bit Linux: type, whence, start, length, process.
 _FLOCK = struct.Struct("hhqqi")
@@ -48,27 +49,32 @@ def create(directory: str = "/dev/shm") -> str:
     return path
 
 
-def limit_exit() -> None:
+def limit_exit(seconds: float = EXIT_SECONDS) -> None:
     """From now on, end this process soon after its program has ended, even if MPI does not.
 
-    For whoever learns that a rank has died. `MPI_Finalize` waits for all ranks; once one has died,
-    it sometimes never returns (Open MPI 5.0.11: in 1 of 40 runs, on busy cores more often). To
-    leave it out would be no better: a rank that goes before the others have ended looks dead to
-    them, too. So the kernel gets an alarm, which goes off also when no Python code runs any more.
+    For whoever learns that a rank has died, or has failed otherwise while others may not have.
+    `MPI_Finalize` waits for all ranks; once one has died, it sometimes never returns (Open MPI
+    5.0.11: in 1 of 40 runs, on busy cores more often). To leave it out would be no better: a rank
+    that goes before the others have ended looks dead to them, too. So the kernel gets an alarm,
+    which goes off also when no Python code runs any more.
+
+    Args:
+        seconds: from the end of the program to the alarm; the shortest limit of all calls holds.
     """
-    _exit_limited.set()
+    global _exit_limit
+    _exit_limit = min(_exit_limit, seconds)
 
 
-_exit_limited = threading.Event()
+_exit_limit = math.inf
 
 
 @atexit.register
 def _set_alarm() -> None:
     # Registered before anything else of ours, so called last: a service that leaves may still learn
     # of a death.
-    if _exit_limited.is_set() and threading.current_thread() is threading.main_thread():
+    if _exit_limit < math.inf and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_EXIT_SECONDS)
+        signal.alarm(math.ceil(_exit_limit))
 
 
 class Liveness:
