@@ -149,11 +149,9 @@ class Batches:
 
     def _start(self) -> None:
         self._threads += start_queue_runners(self._runners, self._coord)
-        try:
-            # Without a graph, only a first element tells the dtypes and shapes of the queue.
-            first = self._count(self._reads[0]())
-        except OutOfRangeError:
-            self._raise_error()
+        # Without a graph, only a first element tells the dtypes and shapes of the queue.
+        first, reads = self._first()
+        if not reads:
             self._ready = FIFOQueue(1, np.float64)
             self._ready.close()
             return
@@ -165,19 +163,28 @@ class Batches:
         def filler(read: Read, waiting: list[Any]) -> Callable[[], None]:
             return lambda: enqueue(waiting.pop() if waiting else self._count(read()))
 
-        others = [filler(read, []) for read in self._reads[1:]]
+        others = [filler(read, []) for read in reads[1:]]
         runners = [
-            QueueRunner(rows, [filler(self._reads[0], [first]), *others]),
+            QueueRunner(rows, [filler(reads[0], [first]), *others]),
             QueueRunner(ready, [lambda: ready.enqueue(dequeue(self._batch_size))]),
         ]
         self._ready = ready
         self._threads += start_queue_runners(runners, self._coord)
 
+    def _first(self) -> tuple[Any, Sequence[Read]]:
+        """Read once; returns what came, and the functions that have not ended by then.
+
+        The first of these is the one that it came from.
+        """
+        for place, read in enumerate(self._reads):
+            try:
+                return self._count(read()), self._reads[place:]
+            except OutOfRangeError:
+                self._raise_error()
+        return None, ()
+
     def _count(self, values: Any) -> Any:
-        rows = 1
-        if self._many:
-            parts = list(values.values()) if isinstance(values, Mapping) else values
-            rows = len(parts[0] if isinstance(parts, (list, tuple)) else parts)
+        rows = _rows_of(values, self._many)
         with self._lock:
             self.rows_read += rows
         return values
@@ -194,6 +201,14 @@ class Batches:
         if error is not None:
             self._raised = error
             raise error
+
+
+def _rows_of(values: Any, many: bool) -> int:
+    """How many rows a call of `read` has returned."""
+    if not many:
+        return 1
+    parts = list(values.values()) if isinstance(values, Mapping) else values
+    return len(parts[0] if isinstance(parts, (list, tuple)) else parts)
 
 
 def _description(values: Any, many: bool) -> tuple[list[Any], list[Any], list[str] | None]:

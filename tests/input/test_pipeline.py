@@ -167,6 +167,16 @@ def test_join_gives_each_function_a_thread():
         assert len(names - {threading.current_thread().name}) == 3
 
 
+@pytest.mark.parametrize("sizes", [(0, 10), (0, 0, 7, 0, 3), (10, 0), (0, 0)])
+@pytest.mark.parametrize("join", [batch_join, shuffle_batch_join])
+def test_functions_without_any_row_do_not_end_the_others(join, sizes):
+    starts = np.cumsum((0, *sizes))
+    reads = [source(range(k, k + n)) for k, n in zip(starts, sizes, strict=False)]
+    options = {"min_after_dequeue": 2} if join is shuffle_batch_join else {}
+    got = batches_of(join(reads, 2, capacity=8, **options))
+    assert sorted(np.concatenate([[], *got]).tolist()) == list(range(sum(sizes)))
+
+
 @pytest.mark.parametrize("after", [0, 1, 17])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_an_exception_reaches_the_consumer(after, threads):
