@@ -172,13 +172,17 @@ class Batches:
         self._threads += start_queue_runners(runners, self._coord)
 
     def _first(self) -> tuple[Any, Sequence[Read]]:
-        """Read once; returns what came, and the functions that have not ended by then.
+        """Read until there are rows; returns them, and the functions that have not ended by then.
 
-        The first of these is the one that it came from.
+        The first of these is the one that the rows came from.
         """
         for place, read in enumerate(self._reads):
             try:
-                return self._count(read()), self._reads[place:]
+                # All records of a read may have been damaged. A column of text without a row does
+                # not say that it is one.
+                while not _rows_of(first := self._count(read()), self._many):
+                    pass
+                return first, self._reads[place:]
             except OutOfRangeError:
                 self._raise_error()
         return None, ()

@@ -472,6 +472,17 @@ def test_csv_skips_and_counts(tmp_path, threads):
     assert +labels == +expected
 
 
+@pytest.mark.parametrize("good", [0, 5])
+def test_csv_begins_behind_lines_that_are_all_damaged(tmp_path, good):
+    path = tmp_path / "names.csv"
+    path.write_text("no second field\n" * 600 + "".join(f"name {k},{k}\n" for k in range(good)))
+    options = {"num_epochs": 1, "shuffle": False, "on_damage": "skip"}
+    with csv_batches(str(path), ["", 0], batch_size=5, **options) as batches:
+        names = [name for text, _ in batches for name in text]
+    assert names == [f"name {k}" for k in range(good)]
+    assert (batches.rows_read, batches.rows_skipped) == (good, 600)
+
+
 def test_csv_of_patterns(shards, tmp_path):
     with read_csv(str(tmp_path / "train-*"), allow_smaller_final_batch=True) as batches:
         labels = np.concatenate([label for _, label in batches])
