@@ -127,7 +127,7 @@ def apply(strategy: Strategy, optimizer: Any, replicas: Sequence[Gradients]) -> 
         return own
 
     own = strategy.ranks.prepared("apply_gradients", local)
-    if strategy.ranks.size > 1:
+    if strategy.ranks.size > 1 or isinstance(optimizer, AveragingOptimizer):
         strategy.optimizers.averaging(optimizer).apply_gradients(own.pairs, examples=own.examples)
     elif own.examples == 0:
         raise ValueError("apply_gradients: no replica has an example, expected at least one")

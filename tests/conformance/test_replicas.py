@@ -115,6 +115,26 @@ def test_a_distributed_optimizer_averages_over_the_replicas_of_all_ranks(world, 
     world.run(check)
 
 
+def test_passes_of_a_distributed_optimizer_are_weighted_by_their_examples(world, count):
+    def check(comm):
+        strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=cpus(count))
+        w = strategy.variable(np.zeros(2), name="w")
+        optimizer = strategies.DistributedOptimizer(
+            strategies.SGD(1.0), comm=comm, backward_passes_per_step=2
+        )
+        for value, rows in ((1.0, 1), (2.0, 3)):
+            gradients = [(np.full(2, value), w)]
+            strategy.apply_gradients(optimizer, gradients, examples=rows)
+        reached = w.value.copy()
+        np.testing.assert_allclose(reached, -1.75, rtol=8 * 2.0**-53)
+        strategy.apply_gradients(optimizer, [(np.ones(2), w)], examples=0)
+        with pytest.raises(ValueError, match="no rank has an example"):
+            strategy.apply_gradients(optimizer, [(np.ones(2), w)], examples=0)
+        np.testing.assert_array_equal(w.value, reached)
+
+    world.run(check)
+
+
 def test_linear_and_ridge_regression_reach_their_closed_form(world, kind):
     batches = make_batches([48]) * 60
     x, y = batches[0]
