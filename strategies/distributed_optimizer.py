@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 
 import collectives as cc
-from strategies import contexts
+from strategies import arrays, contexts
 from strategies.agreement import agree
 from strategies.averaging import Averaging, Leaf, Rule
 from strategies.passes import Passes
 from strategies.resources.variables import Variable
 from strategies.sparse import Rows, in_order
 
-__all__ = ["ArrayOptimizer", "AveragingOptimizer", "DistributedOptimizer"]
+__all__ = ["ArrayOptimizer", "AveragingOptimizer", "DistributedOptimizer", "fitted"]
 
 Pair = tuple[Any, Any]
 
@@ -262,6 +262,25 @@ def _leaf(variable: Any, position: int) -> Leaf:
             f"apply_gradients: variable is no array, got {type(value).__name__} (variable: {name})"
         )
     return Leaf(name, tuple(value.shape), str(value.dtype), value)
+
+
+def fitted(pairs: Iterable[Pair]) -> list[Pair]:
+    """Check gradients, and give them the dtypes of their variables, as averaging does.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: something is no array, or a dtype does not fit.
+    """
+    found = []
+    for position, (gradient, variable) in enumerate(pairs):
+        leaf = _leaf(variable, position)
+        array, dtype = _fitting(gradient, leaf), arrays.dtype_name(leaf.like)
+        if isinstance(array, Rows):
+            array = Rows(array.indices, arrays.astype(array.values, dtype))
+        elif array is not None:
+            array = arrays.astype(array, dtype)
+        found.append((array, variable))
+    return found
 
 
 def _fitting(gradient: Any, leaf: Leaf) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from strategies import reductions
 from strategies.averaging import Rule
-from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer
+from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer, fitted
 from strategies.errors import InvalidArgumentError
 from strategies.sparse import Rows
 
@@ -132,7 +132,7 @@ def apply(strategy: Strategy, optimizer: Any, replicas: Sequence[Gradients]) -> 
     elif own.examples == 0:
         raise ValueError("apply_gradients: no replica has an example, expected at least one")
     else:
-        optimizer.apply_gradients(own.pairs)
+        optimizer.apply_gradients(fitted(own.pairs))
 
 
 def _check_owner(strategy: Strategy, pairs: Sequence[tuple[Any, Any]]) -> None:

@@ -135,6 +135,22 @@ def test_passes_of_a_distributed_optimizer_are_weighted_by_their_examples(world,
     world.run(check)
 
 
+def test_wider_gradients_take_the_dtype_of_their_variable(world, count):
+    def check(comm):
+        strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=cpus(count))
+        w = strategy.variable(np.zeros((2, 1), np.float32), name="w")
+        optimizer = strategies.SGD(1.0)
+        for gradient in (np.ones((2, 1)), [[1], [1]], strategies.Rows([0, 1], np.ones((2, 1)))):
+            strategy.apply_gradients(optimizer, [(gradient, w)])
+        assert w.value.dtype == np.float32
+        np.testing.assert_array_equal(w.value, -3)
+        with pytest.raises(TypeError, match="wrong dtype, expected float32, got complex128"):
+            strategy.apply_gradients(optimizer, [(np.ones((2, 1), complex), w)])
+        np.testing.assert_array_equal(w.value, -3)
+
+    world.run(check)
+
+
 def test_linear_and_ridge_regression_reach_their_closed_form(world, kind):
     batches = make_batches([48]) * 60
     x, y = batches[0]
