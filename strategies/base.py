@@ -327,8 +327,8 @@ class Strategy:
 
         Yields:
             Batches until no replica has any left. One that runs out earlier gets batches of 0 rows,
-            so that collective operations still meet. An error in one process's pipeline is raised
-            on all of them.
+            so that collective operations still meet, and a step in which none has a row is left
+            out. An error in one process's pipeline is raised on all of them.
         """
         context = InputContext(self.ranks.size, self.ranks.rank, self.num_replicas_in_sync)
         return datasets.from_function(dataset_fn(context), self.ranks, len(self.devices))

@@ -116,10 +116,14 @@ def _own_batches(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[A
 
 
 def from_function(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[Any]:
-    """Give each replica of this process the next batch, until no replica anywhere has any."""
+    """Give each replica of this process the next batch, until no replica anywhere has any.
+
+    A step in which none has a row is left out.
+    """
     steps = _steps(batches, count)
-    in_step = steps if ranks.comm is None else sharding.in_step(steps, ranks.comm)
-    return (_for_replicas(step) for step in in_step)
+    comm = ranks.comm
+    used = filter(sharding.has_rows, steps) if comm is None else sharding.in_step(steps, comm)
+    return (_for_replicas(step) for step in used)
 
 
 def _steps(batches: Iterable[Any], count: int) -> Iterator[tuple[Any, ...]]:

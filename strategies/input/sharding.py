@@ -12,7 +12,7 @@ import collectives as cc
 from strategies.agreement import raise_everywhere
 from strategies.structures import leaves, map_leaves
 
-__all__ = ["Uneven", "cut", "cycle_sizes", "even_sizes", "in_step", "rows_of"]
+__all__ = ["Uneven", "cut", "cycle_sizes", "even_sizes", "has_rows", "in_step", "rows_of"]
 
 Uneven = Literal["fewer", "drop", "pad"]
 
@@ -87,6 +87,11 @@ def rows_of(batch: Any) -> int:
     return int(rows.pop()[0])
 
 
+def has_rows(batch: Any) -> bool:
+    """Return whether any array of a batch has a row."""
+    return any(np.shape(leaf)[:1] != (0,) for leaf in leaves(batch))
+
+
 def _rows(leaf: Any) -> Any:
     return leaf if hasattr(leaf, "shape") else np.asarray(leaf)
 
@@ -96,7 +101,8 @@ def in_step(
 ) -> Iterator[Any]:
     """Yield this rank's batches so that all ranks take the same number of steps.
 
-    *Collective* at each step: all ranks iterate, and stop together.
+    *Collective* at each step: all ranks iterate, and stop together. A step in which no rank has a
+    row is left out: a mean over it would be one over nothing.
 
     Args:
         batches: this rank's batches: arrays of shape (n, ...) in any nested structure, which is
@@ -124,18 +130,21 @@ def in_step(
     first: Any = None
     empty: Any = None
     while True:
-        batch, error = None, None
+        batch, error, rows = None, None, False
         try:
             batch = next(iterator, None)
+            rows = batch is not None and has_rows(batch)
         except Exception as caught:
             error = caught
         ready = batch is not None
-        mine = np.array([error is not None, error is None and not ready, ready], np.int8)
-        failed, ended, going = comm.allreduce(mine, op=cc.MAX).tolist()
+        mine = np.array([error is not None, error is None and not ready, ready, rows], np.int8)
+        failed, ended, going, any_rows = comm.allreduce(mine, op=cc.MAX).tolist()
         if failed:
             raise_everywhere(error, comm, "input")
         if not going or (ended and uneven == "drop"):
             return
+        if not any_rows:
+            continue
         if empty is None:
             empty = _empty_like(batch, comm)
         if first is None and uneven == "pad":

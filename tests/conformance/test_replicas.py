@@ -607,6 +607,29 @@ def test_golden_batches_of_two_processes(world):
     world.run(check)
 
 
+def test_there_is_no_step_in_which_nobody_has_a_row(world, count):
+    def check(comm):
+        strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=cpus(count))
+        replicas = comm.size * count
+        if replicas == 1:  # which gets the batches as they are
+            return
+        w = strategy.variable(np.zeros(1), name="w")
+        optimizer = strategies.SGD(1.0)
+
+        def step(x):
+            strategy.apply_gradients(optimizer, [(np.ones(1), w)], examples=len(x))
+
+        # Every process cuts its last row into as many parts as there are replicas.
+        batches = [np.arange(2 * replicas), np.arange(0), np.arange(1)]
+        for x in strategy.distribute_dataset(batches, policy="off"):
+            strategy.run(step, args=(x,))
+        np.testing.assert_allclose(w.value, -(comm.size + 1))
+        own = strategy.distribute_datasets_from_function(lambda context: [np.ones(0)] * 3)
+        assert list(own) == []
+
+    world.run(check)
+
+
 @pytest.mark.parametrize("policy", ["data", "off"])
 def test_every_row_once(world, count, policy):
     def check(comm):

@@ -99,6 +99,16 @@ def test_ranks_that_run_out_end_as_the_user_says(world):
     world.run(run)
 
 
+@pytest.mark.parametrize("uneven", ["fewer", "drop", "pad"])
+def test_a_step_in_which_no_rank_has_a_row_is_left_out(world, uneven):
+    def run(comm):
+        sizes = [0, comm.rank, 0, 1 if comm.rank == 0 else 0, 0]
+        seen = [len(x) for x in sharding.in_step(map(np.ones, sizes), comm, uneven=uneven)]
+        assert seen == ([comm.rank] if comm.size > 1 else []) + [sizes[3]]
+
+    world.run(run)
+
+
 @pytest.mark.parametrize(("uneven", "steps"), [("fewer", 1), ("drop", 0), ("pad", 1)])
 def test_a_rank_without_any_batch_learns_their_form(world, uneven, steps):
     def run(comm):
