@@ -329,9 +329,16 @@ class Strategy:
             Batches until no replica has any left. One that runs out earlier gets batches of 0 rows,
             so that collective operations still meet, and a step in which none has a row is left
             out. An error in one process's pipeline is raised on all of them.
+
+        Raises:
+            Exception: what `dataset_fn` raised, on all processes.
         """
         context = InputContext(self.ranks.size, self.ranks.rank, self.num_replicas_in_sync)
-        return datasets.from_function(dataset_fn(context), self.ranks, len(self.devices))
+        self.ranks.begin()
+        batches = self.ranks.prepared(
+            "distribute_datasets_from_function", lambda: dataset_fn(context)
+        )
+        return datasets.from_function(batches, self.ranks, len(self.devices))
 
     def distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]

@@ -173,6 +173,23 @@ def test_an_error_in_one_ranks_input_is_raised_on_all_in_the_same_step(world, ki
     world.run(check)
 
 
+def test_an_error_of_a_function_that_makes_batches_is_raised_on_all(world):
+    def check(comm):
+        strategy = strategies.MultiWorkerMirroredStrategy(comm)
+
+        def dataset_fn(context):
+            if context.input_pipeline_id == comm.size - 1:
+                raise InvalidArgumentError("no files for this rank")
+            return [np.ones(1)]
+
+        for _ in range(2):
+            with pytest.raises(InvalidArgumentError, match="no files for this rank"):
+                next(strategy.distribute_datasets_from_function(dataset_fn))
+        assert strategy.reduce("sum", 1) == comm.size
+
+    world.run(check)
+
+
 def test_global_batches_are_shared_without_loss(world):
     def check(comm):
         strategy = strategies.MultiWorkerMirroredStrategy(comm)
