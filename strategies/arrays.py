@@ -79,7 +79,8 @@ def astype(array: Any, name: str) -> Any:
 
 def wide(array: Any) -> Any:
     """Return an array in the dtype of its arithmetic: float32 for a 16-bit one, else itself."""
-    return astype(array, COMPUTE[dtype_name(array)])
+    name = dtype_name(array)
+    return astype(array, COMPUTE.get(name, name))
 
 
 def full(like: Any, number: float, name: str) -> Any:

@@ -18,6 +18,7 @@ import optax
 from jax.experimental import io_callback
 
 import collectives as cc
+from strategies.arrays import COMPUTE
 from strategies.averaging import Averaging, Leaf, Rule
 from strategies.passes import Contribution
 
@@ -30,7 +31,7 @@ class PassesState(NamedTuple):
     Attributes:
         count: passes since the last update, int32.
         examples: their rows, float32.
-        sums: gradients added up, like the parameters.
+        sums: gradients added up, like the parameters, but float32 where these are of 16 bits.
         inner: state of the wrapped transformation.
     """
 
@@ -75,26 +76,32 @@ def _with_passes(inner: Any, average: _Average, wanted: int) -> Any:
     """Add up the gradients of `wanted` passes, and make no updates before."""
 
     def init(params: Any) -> PassesState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _wide(p)), params)
         return PassesState(jnp.int32(0), jnp.float32(0), zeros, inner.init(params))
 
     def update(
         updates: Any, state: PassesState, params: Any = None, *, examples: Any = None, **extra: Any
     ) -> tuple[Any, PassesState]:
-        if examples is not None:
-            updates = jax.tree.map(lambda g: _weighted(g, examples), updates)
-        rows = state.examples + (0 if examples is None else examples)
-        sums = jax.tree.map(lambda s, g: s + g.astype(s.dtype), state.sums, updates)
+        told = examples is not None
+        rows = state.examples + (examples if told else 0)
+        weight = examples if told else 1
+        sums = jax.tree.map(
+            lambda s, g: s + _weighted(g.astype(s.dtype), weight), state.sums, updates
+        )
         count = state.count + 1
+        # Sums over examples would not fit 16 bits.
+        divisor = jnp.where(rows == 0, 1, rows) if told else 1
+        likes = updates if params is None else params
 
         def enough() -> tuple[Any, PassesState]:
-            gradients = average(sums, None if examples is None else rows, wanted)
+            whole = jax.tree.map(lambda s, p: (s / divisor).astype(p.dtype), sums, likes)
+            gradients = average(whole, rows if told else None, wanted)
             made, changed = inner.update(gradients, state.inner, params, **extra)
             zeros = jax.tree.map(jnp.zeros_like, sums)
             return made, PassesState(jnp.int32(0), jnp.float32(0), zeros, changed)
 
         def not_yet() -> tuple[Any, PassesState]:
-            nothing = jax.tree.map(jnp.zeros_like, sums)
+            nothing = jax.tree.map(jnp.zeros_like, likes)
             return nothing, PassesState(count, rows, sums, state.inner)
 
         if isinstance(count, jax.core.Tracer):
@@ -110,6 +117,11 @@ def _weighted(gradient: Any, examples: Any) -> Any:
     return jnp.where(examples == 0, 0, gradient * examples).astype(gradient.dtype)
 
 
+def _wide(array: Any) -> Any:
+    """Return in which dtype gradients of a parameter are added up."""
+    return COMPUTE.get(str(array.dtype), array.dtype)
+
+
 class _Average:
     """Averages trees of arrays, inside and outside of compiled programs."""
 
@@ -120,7 +132,7 @@ class _Average:
         """Return the same tree with the averages of all ranks.
 
         Args:
-            updates: arrays; those of one pass are means, those of several are sums.
+            updates: arrays; sums of the passes, or means if examples are told.
             examples: rows, a number or a scalar array; or None.
             passes: how many were added up.
         """
@@ -152,7 +164,7 @@ class _Average:
             for name, host in zip(names, hosts, strict=True)
         ]
         gradients = [None] * len(hosts) if examples == 0 else hosts
-        weight = 1.0 if examples is None or passes > 1 else examples
+        weight = 1.0 if examples is None else examples
         averaged = self._averaging.average(
             leaves, Contribution(gradients, weight, examples, passes, error)
         )

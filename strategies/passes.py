@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import array_api_compat
 import numpy as np
 
-from strategies.sparse import Rows
+from strategies import arrays
+from strategies.sparse import Rows, in_order
 
 __all__ = ["Contribution", "Passes"]
 
@@ -18,7 +19,8 @@ class Contribution(NamedTuple):
     """What one rank brings to a step.
 
     Attributes:
-        gradients: for each leaf an array of its shape, `Rows`, or None.
+        gradients: for each leaf an array of its shape, `Rows`, or None; those of several passes
+            are float32 where they were of 16 bits, so that they are rounded once.
         weight: what they are multiplied by to be sums over the examples.
         examples: rows of all passes; None if they were not told.
         passes: how many backward passes were added up.
@@ -82,7 +84,10 @@ class Passes:
         self.count += count
         if self.count < self._wanted:
             return None
-        given = Contribution(self._sums, 1.0, self._examples, self.count, self._error)
+        # Sums over examples would not fit a bucket of 16 bits, means do.
+        weight = self._examples or 1
+        gradients = [_over(total, weight) for total in self._sums]
+        given = Contribution(gradients, weight, self._examples, self.count, self._error)
         self.clear()
         return given
 
@@ -103,11 +108,19 @@ def _plus(total: Any, gradient: Any, weight: float) -> Any:
     if gradient is None:
         return total
     if isinstance(gradient, Rows):
-        gradient = Rows(gradient.indices, gradient.values * weight)
+        gradient = Rows(gradient.indices, arrays.wide(gradient.values) * weight)
         if total is None:
             return gradient
         join = array_api_compat.array_namespace(gradient.values).concat
         indices = np.concatenate([total.indices, gradient.indices])
         return Rows(indices, join([total.values, gradient.values]))
-    weighted = gradient * weight
+    weighted = arrays.wide(gradient) * weight
     return weighted if total is None else total + weighted
+
+
+def _over(total: Any, number: float) -> Any:
+    """Divide a sum; rows of one index are added up before they are rounded."""
+    if isinstance(total, Rows):
+        rows = in_order(total, "apply_gradients", "all passes")
+        return Rows(rows.indices, _over(rows.values, number))
+    return total if total is None or number == 1 else total / number

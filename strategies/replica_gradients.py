@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import array_api_compat
 import numpy as np
 
-from strategies import reductions
+from strategies import arrays, reductions
+from strategies.arrays import COMPUTE
 from strategies.averaging import Rule
 from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer, fitted
 from strategies.errors import InvalidArgumentError
@@ -157,22 +158,19 @@ def _mean(column: list[Any], weights: list[int], name: str) -> Any:
         return None
     if any(isinstance(gradient, Rows) for gradient in column):
         return _mean_rows(column, weights, name)
-    arrays = [
-        reductions.as_array(gradient, "apply_gradients")
-        for gradient in column
+    given = [
+        (reductions.as_array(gradient, "apply_gradients"), weight)
+        for gradient, weight in zip(column, weights, strict=True)
         if gradient is not None
     ]
-    if any(array.shape != arrays[0].shape for array in arrays):
+    first = given[0][0]
+    if any(array.shape != first.shape for array, _ in given):
         raise InvalidArgumentError(
             f"apply_gradients: the replicas' gradients have different shapes, got "
-            f"{', '.join(str(tuple(array.shape)) for array in arrays)} (variable: {name})"
+            f"{', '.join(str(tuple(array.shape)) for array, _ in given)} (variable: {name})"
         )
-    parts = [
-        reductions.as_array(gradient, "apply_gradients") * weight
-        for gradient, weight in zip(column, weights, strict=True)
-        if gradient is not None and weight
-    ]
-    return reductions.add(parts) / sum(weights) if parts else arrays[0]
+    parts = [arrays.wide(array) * weight for array, weight in given if weight]
+    return _narrow(reductions.add(parts) / sum(weights), first) if parts else first
 
 
 def _mean_rows(column: list[Any], weights: list[int], name: str) -> Rows:
@@ -186,8 +184,15 @@ def _mean_rows(column: list[Any], weights: list[int], name: str) -> Rows:
     counted = [(g, weight) for g, weight in given if weight] or [(given[0][0], 0)]
     join = array_api_compat.array_namespace(counted[0][0].values).concat
     scales = [weight / max(1, sum(weights)) for _, weight in counted]
-    values = [g.values * scale for (g, _), scale in zip(counted, scales, strict=True)]
-    return Rows(np.concatenate([g.indices for g, _ in counted]), join(values))
+    values = [arrays.wide(g.values) * scale for (g, _), scale in zip(counted, scales, strict=True)]
+    mean = _narrow(join(values), counted[0][0].values)
+    return Rows(np.concatenate([g.indices for g, _ in counted]), mean)
+
+
+def _narrow(mean: Any, like: Any) -> Any:
+    """Round what was computed in 32 bits, if it was of 16."""
+    name = arrays.dtype_name(like)
+    return mean if COMPUTE.get(name, name) == name else arrays.astype(mean, name)
 
 
 def _weight(gradients: Gradients) -> int:

@@ -135,6 +135,27 @@ def test_passes_with_examples_are_a_mean_over_all_rows(world):
     world.run(check)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_passes_of_16_bits_are_weighted_in_32(world, dtype, sparse):
+    def check(comm):
+        w = strategies.Variable(np.zeros((2, 1), dtype), name="w")
+        optimizer = strategies.DistributedOptimizer(
+            strategies.SGD(1.0), comm=comm, backward_passes_per_step=600
+        )
+        gradient = np.full((2, 1), 100, dtype)
+        if sparse:
+            gradient = strategies.Rows([0, 1], gradient)
+        for _ in range(600):
+            # Too large a sum for float16; in bfloat16 it would not grow after 256 passes.
+            optimizer.apply_gradients([(gradient, w)], examples=1000)
+        # Rounded by the weight of the rank, by the mean and by the update.
+        bound = 100 * 3 * ml_dtypes.finfo(dtype).eps if comm.size > 1 else 0
+        np.testing.assert_allclose(w.value.astype(float), -100, rtol=0, atol=bound)
+
+    world.run(check)
+
+
 def test_an_error_of_any_pass_is_raised_on_all_ranks_by_the_last_one(world):
     def check(comm):
         optimizer = strategies.DistributedOptimizer(

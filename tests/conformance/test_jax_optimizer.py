@@ -140,6 +140,26 @@ def test_passes_add_up_before_ranks_communicate(world, compiled, examples):
     world.run(check)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_passes_of_16_bits_are_weighted_in_32(world, compiled, dtype):
+    def check(comm):
+        tx = strategies.DistributedOptimizer(
+            optax.sgd(1.0, 0.5), comm=comm, backward_passes_per_step=8
+        )
+        update = compiled(lambda g, s: tx.update(g, s, examples=1000))
+        state = tx.init([jnp.zeros(2, dtype)])
+        assert state.sums[0].dtype == jnp.float32
+        for value in (101, 99, 101, 99, 101, 99, 101, 99):
+            # The sum is 800,000: no number of float16.
+            (change,), state = update([jnp.full(2, value, dtype)], state)
+        assert change.dtype == dtype
+        # Rounded by the weight of the rank and by the mean.
+        bound = 100 * 2 * float(jnp.finfo(dtype).eps) if comm.size > 1 else 0
+        np.testing.assert_allclose(np.asarray(change, float), -100, rtol=0, atol=bound)
+
+    world.run(check)
+
+
 def test_clipping_compression_and_large_gradients(world, compiled):
     def check(comm):
         # Some MiB, so that JAX copies them in its own threads.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -224,3 +225,21 @@ def test_gradients_of_a_few_rows_are_averaged_over_replicas():
     with pytest.raises(ValueError, match="sparse on some replicas and dense on others"):
         strategy.run(step, (["rows", "dense"],))
     assert table.value[:, 0].tolist() == [-1.25, -0.5, -0.75, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_gradients_of_16_bits_are_averaged_in_32(dtype, sparse):
+    strategy = strategies.MirroredStrategy(cpus(3))
+    w = strategy.variable(np.zeros((3, 1), dtype), name="w")
+    optimizer = strategies.SGD(1.0)
+
+    def step():
+        gradient = np.full((1 if sparse else 3, 1), 100 + replica_id(), dtype)
+        if sparse:
+            gradient = strategies.Rows([replica_id()], gradient)
+        strategy.apply_gradients(optimizer, [(gradient, w)], examples=1001)
+
+    strategy.run(step)
+    mean = [[100 / 3], [101 / 3], [102 / 3]] if sparse else 101
+    np.testing.assert_array_equal(w.value, np.broadcast_to(-np.array(mean), (3, 1)).astype(dtype))
