@@ -74,8 +74,9 @@ def as_array(operation: str, index: int, value: Any, dtype: DType, *, copy: bool
     if array.dtype != dtype:
         # Arrays say what they are; Python's numbers and lists of them take the queue's dtype.
         exact = isinstance(value, (np.ndarray, np.generic))
-        fits = array.size == 0 or (not exact and np.can_cast(array.dtype, dtype, "same_kind"))
-        if not fits:
+        whole = array.dtype.kind in "iu" and dtype.kind in "iu"  # whether they fit is seen below
+        kind = whole or np.can_cast(array.dtype, dtype, "same_kind")
+        if array.size and (exact or not kind):
             raise InvalidArgumentError(
                 f"{operation}: dtype of component {index}, expected {dtype}, got {array.dtype}"
             )

@@ -216,6 +216,13 @@ def test_wrong_number_of_components(values):
         (F32, [[1.0], [1.0, 2.0]]),
         ("int32", 1.5),
         ("int32", 2**40),
+        ("uint8", -1),
+        ("uint8", 256),
+        ("uint8", np.int64(1)),
+        ("uint64", -1),
+        ("uint64", 2**64),
+        ("uint64", [2**63, -1]),
+        ("int64", 2**63),
         ("int32", np.array([1.0])),
         (str, 1.0),
         (str, b"bytes"),
@@ -231,6 +238,16 @@ def test_wrong_type(dtype, value, shapes):
     with pytest.raises(InvalidArgumentError):
         queue.enqueue_many((np.array([value]) if isinstance(value, np.generic) else [value],))
     assert queue.size() == 0
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int64"])
+def test_whole_numbers_take_the_dtype(dtype):
+    most = int(np.iinfo(dtype).max)
+    queue = FIFOQueue(5, dtype, [()])
+    queue.enqueue(5)
+    queue.enqueue_many(([most, most],))
+    row = queue.dequeue_many(3)
+    assert (row.tolist(), row.dtype) == ([5, most, most], dtype)
 
 
 def test_empty_lists_take_the_dtype():
