@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,17 +46,21 @@ def shared_files(
         num_epochs: after so many the queue is closed; None to go on for ever.
         shuffle: whether to shuffle the names anew in each epoch; epochs are never mixed.
         seed: of the shuffling; None for a different order each time.
-        capacity: of the queue.
+        capacity: of the queue; negative for no limit, if the epochs have an end.
 
     Raises:
         InvalidArgumentError: another task meant other files or another way to go through them.
         UnavailableError: the task cannot be reached.
-        ValueError: no files, or `num_epochs` below 1.
+        ValueError: no files, `num_epochs` below 1, or neither an end nor a limit.
     """
     if isinstance(files, str) or not len(files):
         raise ValueError(f"shared_files: expected a sequence of file names, got {files!r}")
     if num_epochs is not None and num_epochs < 1:
         raise ValueError(f"shared_files: num_epochs must be at least 1 or None, got {num_epochs}")
+    if num_epochs is None and capacity < 0:
+        raise ValueError(
+            f"shared_files: an endless line needs a capacity, expected at least 1, got {capacity}"
+        )
     description = {
         "files": [str(file) for file in files],
         "num_epochs": num_epochs,
@@ -87,19 +92,24 @@ def _make(description: Mapping[str, Any], name: str) -> _Files:
     order = np.random.default_rng(description["seed"])
     left = description["num_epochs"]
 
-    def next_epoch() -> None:
+    def fill() -> None:
+        """Enqueue epochs, until one waits for room; whoever makes that goes on."""
         nonlocal left
-        if left == 0:
-            queue.engine.submit(Close())
-            return
-        left = left and left - 1
-        epoch = names[order.permutation(len(names))] if description["shuffle"] else names
-        attempt = Enqueue((epoch,), len(epoch))
-        # What is in the line of a queue that is closed or reset ends here.
-        attempt.on_done = lambda: None if attempt.error else next_epoch()
-        queue.engine.submit(attempt)
+        while left != 0:
+            left = left and left - 1
+            epoch = names[order.permutation(len(names))] if description["shuffle"] else names
+            attempt = Enqueue((epoch,), len(epoch))
+            queue.engine.submit(attempt)
+            if queue.engine.when_done(attempt, partial(go_on, attempt)) or attempt.error:
+                return
+        queue.engine.submit(Close())
 
-    next_epoch()
+    def go_on(attempt: Enqueue) -> None:
+        # What is in the line of a queue that is closed or reset ends here.
+        if attempt.error is None:
+            fill()
+
+    fill()
     return _Files(queue, dict(description))
 
 

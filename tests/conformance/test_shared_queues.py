@@ -552,6 +552,21 @@ def test_epochs_of_a_shared_line_are_shuffled_and_not_mixed(world):
     world.run(run)
 
 
+def test_a_line_of_files_holds_many_epochs(world):
+    def run(comm):
+        with Service(comm) as service:
+            options = {"service": service, "num_epochs": None}
+            many = shared_files(["f"], shared_name="many", capacity=5000, **options)
+            assert many.size() == 5000
+            with pytest.raises(ValueError, match="an endless line needs a capacity"):
+                shared_files(["f"], shared_name="endless", capacity=-1, **options)
+            options["num_epochs"] = 5000
+            all_of_them = shared_files(["f"], shared_name="all", capacity=-1, **options)
+            assert (all_of_them.size(), all_of_them.is_closed()) == (5000, True)
+
+    world.run(run)
+
+
 def test_wrong_use_is_refused_before_any_message(world):
     def run(comm):
         with Service(comm) as service:
