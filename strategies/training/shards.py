@@ -19,7 +19,7 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from strategies import errors
+from strategies import arrays, errors
 from strategies.training import durable
 from strategies.training.manifest import DTYPES, MAX_NDIM, TensorEntry, checksum
 
@@ -34,11 +34,13 @@ _WORDS = {"bool": "BOOL", "complex64": "C64", "bfloat16": "BF16"}
 def as_arrays(tensors: Mapping[str, npt.ArrayLike]) -> dict[str, npt.NDArray[Any]]:
     """Give the tensors as arrays that a file can hold: C order, native bytes; copied if need be.
 
+    Tensors of PyTorch in host memory are taken without their history.
+
     Raises:
         InvalidArgumentError: a name or dtype that the file format has no room for, or an array
             that is not in host memory.
     """
-    arrays = {}
+    found = {}
     for name, value in tensors.items():
         if not isinstance(name, str) or name in ("", "__metadata__") or not _is_text(name):
             raise errors.InvalidArgumentError(
@@ -46,8 +48,9 @@ def as_arrays(tensors: Mapping[str, npt.ArrayLike]) -> dict[str, npt.NDArray[Any
                 f"got {name!r}"
             )
         try:
-            array = np.asarray(value, order="C")
-        except (TypeError, ValueError) as error:
+            view = arrays.host(value)
+            array = np.asarray(value if view is None else view, order="C")
+        except (TypeError, ValueError, RuntimeError) as error:  # the last: of PyTorch
             raise errors.InvalidArgumentError(
                 f"save: {error} (tensor: {name}). Copy device arrays to the host first"
             ) from error
@@ -56,8 +59,8 @@ def as_arrays(tensors: Mapping[str, npt.ArrayLike]) -> dict[str, npt.NDArray[Any
                 f"save: unsupported array, expected at most {MAX_NDIM} dimensions of "
                 f"{', '.join(DTYPES)}, got {array.ndim} of {array.dtype} (tensor: {name})"
             )
-        arrays[name] = array.astype(DTYPES[array.dtype.name], copy=False)
-    return arrays
+        found[name] = array.astype(DTYPES[array.dtype.name], copy=False)
+    return found
 
 
 def as_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

@@ -47,6 +47,25 @@ def test_layout_and_byte_order_of_what_is_saved_do_not_matter(tmp_path):
         assert array.dtype.isnative
 
 
+def test_tensors_of_pytorch_in_host_memory_are_saved_as_they_are(tmp_path):
+    torch = pytest.importorskip("torch")
+    tensors = {
+        "bfloat16": torch.tensor([[1.5, -2.0], [0.0, 3.0]], dtype=torch.bfloat16).T,
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "whole": torch.arange(3),
+    }
+    checkpoint.save(tmp_path, tensors, step=1)
+    found = checkpoint.restore(tmp_path).tensors
+    assert found["bfloat16"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(found["bfloat16"].astype(float), [[1.5, 0], [-2, 3]])
+    np.testing.assert_array_equal(found["parameter"], [1, 1, 1])
+    np.testing.assert_array_equal(found["whole"], [0, 1, 2])
+    with pytest.raises(errors.InvalidArgumentError, match="tensor: rows"):
+        checkpoint.save(tmp_path, {"rows": torch.eye(3).to_sparse()}, step=2)
+    with pytest.raises(errors.InvalidArgumentError, match="host first"):
+        checkpoint.save(tmp_path, {"far": torch.ones(3, device="meta")}, step=2)
+
+
 def test_no_tensors_and_no_metadata(tmp_path):
     checkpoint.save(tmp_path, {}, step=3)
     found = checkpoint.restore(tmp_path)
