@@ -139,6 +139,14 @@ def test_resume_goes_on_with_another_number_of_ranks(tmp_path):
     assert accuracy_of(again.stdout) == accuracy_of(result.stdout)
 
 
+def test_the_main_job_wants_an_epoch(tmp_path):
+    arguments = ["--data-dir", tmp_path / "data", "--output-dir", tmp_path / "out", "--epochs", 0]
+    result = mpirun(1, TRAIN, *arguments, timeout=100)
+    assert result.status == 2
+    assert "--epochs: expected at least 1, got 0" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_signal_of_the_batch_system_leaves_a_checkpoint_to_go_on_from(tmp_path):
     arguments = ["--data-dir", str(tmp_path / "data"), "--output-dir", str(tmp_path / "out")]
     command = [mpirun_path(), "-np", "2", sys.executable, str(TRAIN), *arguments]
