@@ -33,6 +33,7 @@ __all__ = [
     "check",
     "combine",
     "prepare",
+    "quiet",
     "work_dtype",
 ]
 
