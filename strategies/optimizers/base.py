@@ -37,7 +37,7 @@ class Optimizer(abc.ABC):
         counted: whether the formula needs to know how often a variable was changed.
 
     Attributes:
-        step: number of calls of `apply_gradients` so far that had a gradient.
+        step: number of calls of `apply_gradients` so far.
     """
 
     _given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
@@ -93,8 +93,7 @@ class Optimizer(abc.ABC):
             grads_and_vars: (gradient, variable) pairs. A variable is an array (float16, bfloat16,
                 float32 or float64) of NumPy, CuPy or PyTorch, or an object with a `name` and a
                 `value` that is one. A gradient has its shape and dtype, is `Rows` of those, or is
-                None, which leaves the variable and its slots as they are. A call with no other
-                gradients is no step: nothing but the step would be in its state.
+                None, which leaves the variable and its slots as they are.
 
         Raises:
             ValueError: a shape or dtype differs, also from the slot, an index is out of range, or
@@ -106,8 +105,6 @@ class Optimizer(abc.ABC):
         gradients.check_slots(pairs, self._slots, self._loaded, self._name)
         rate = self._rate()
         changes = [(pair, self._slots_of(pair)) for pair in pairs if pair.gradient is not None]
-        if not changes:
-            return
         for pair, slots in changes:
             updates = 0
             if self._updates is not None:
