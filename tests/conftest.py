@@ -15,18 +15,9 @@ import pytest
 import inprocess
 from collectives.communicator import from_mpi
 from collectives.selection import ALGORITHMS
-from collectives.settings import Settings
 
 WORLD_SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))
 UNDER_MPI = os.environ.get("UNISONO_TEST_WORLD") == "mpi"
-
-# Seconds that a rank waits for another one in a test; far above what any of them needs.
-TIMEOUT = 20.0
-
-
-def world_settings(shared):
-    """Settings for tests: short waits, with or without shared memory."""
-    return Settings(timeout=TIMEOUT, shared_memory="/dev/shm" if shared else None)
 
 
 class ThreadWorld(NamedTuple):
@@ -47,7 +38,7 @@ class ThreadWorld(NamedTuple):
 
     def run(self, function):
         """Call `function(comm)` on every rank; returns this process's results."""
-        settings = world_settings(self.shared)
+        settings = inprocess.world_settings(self.shared)
         return inprocess.run_ranks(self.size, function, self.mode, settings=settings)
 
 
@@ -73,7 +64,7 @@ class MpiWorld(NamedTuple):
         """Call `function(comm)` on this rank."""
         from mpi4py import MPI
 
-        comm = from_mpi(MPI.COMM_WORLD, world_settings(self.shared))
+        comm = from_mpi(MPI.COMM_WORLD, inprocess.world_settings(self.shared))
         result = function(comm)
         comm.close()
         return [result]

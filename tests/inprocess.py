@@ -24,6 +24,15 @@ from collectives.transport import Transport
 MODES = ("eager", "synchronous")
 
 
+# Seconds that a rank waits for another one in a test; far above what any of them needs.
+TIMEOUT = 20.0
+
+
+def world_settings(shared):
+    """Settings for tests: short waits, with or without shared memory."""
+    return Settings(timeout=TIMEOUT, shared_memory="/dev/shm" if shared else None)
+
+
 def memory_of(array):
     """View an array's bytes; those of a device as an MPI does that takes device memory: at once."""
     if not isinstance(array, DeviceBuffer):

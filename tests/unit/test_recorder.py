@@ -19,7 +19,6 @@ from collectives import board, recorder
 from collectives.board import Board
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.recorder import Recorder, default_directory
-from conftest import world_settings
 from launcher import run
 
 LIMIT = 20.0
@@ -177,7 +176,7 @@ def test_a_record_that_cannot_be_written_hides_no_timeout(installed, monkeypatch
         return last_words(comm, CollectiveTimeout) if comm.rank == 0 else late(comm)
 
     monkeypatch.setattr(recorder, "_everything", everything)
-    said = inprocess.run_ranks(2, check, settings=world_settings(shared))[0]
+    said = inprocess.run_ranks(2, check, settings=inprocess.world_settings(shared))[0]
     assert "since barrier failed: CollectiveTimeout" in said
     assert "no flight record: nobody can write this" in caplog.text
 
@@ -191,7 +190,7 @@ def test_ctrl_c_while_records_are_written_leaves_no_communicator_open(monkeypatc
         return last_words(comm, KeyboardInterrupt) if comm.rank == 0 else late(comm)
 
     monkeypatch.setattr(recorder, "write", interrupted)
-    said = inprocess.run_ranks(2, check, settings=world_settings(shared))[0]
+    said = inprocess.run_ranks(2, check, settings=inprocess.world_settings(shared))[0]
     assert "since barrier failed: CollectiveTimeout" in said
 
 
