@@ -27,10 +27,10 @@ import threading
 from dataclasses import dataclass, field
 from types import TracebackType
 
-__all__ = ["EXIT_SECONDS", "Liveness", "create", "limit_exit"]
+__all__ = ["Liveness", "create", "limit_exit"]
 
 # How long MPI may take to end after a rank has died.
-EXIT_SECONDS = 5
+_EXIT_SECONDS = 5
 
 # `struct flock` of 64-bit Linux: type, whence, start, length, process.
 _FLOCK = struct.Struct("hhqqi")
@@ -49,7 +49,7 @@ def create(directory: str = "/dev/shm") -> str:
     return path
 
 
-def limit_exit(seconds: float = EXIT_SECONDS) -> None:
+def limit_exit(seconds: float = _EXIT_SECONDS) -> None:
     """From now on, end this process soon after its program has ended, even if MPI does not.
 
     For whoever learns that a rank has died, or has failed otherwise while others may not have.

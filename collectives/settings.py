@@ -4,7 +4,7 @@
 | --- | --- | --- | --- |
 | `UNISONO_TIMEOUT` | seconds > 0 | 600 | how long one operation may wait for another rank |
 | `UNISONO_STALL_WARNING` | seconds > 0 | 60 | after how long a wait is reported in the log |
-| `UNISONO_CHECK` | off, sample, always | always | compare the ranks' calls before moving data |
+| `UNISONO_CHECK` | off, sample, always | always | compare calls first; the strictest counts |
 | `UNISONO_SHARED_MEMORY` | directory, or off | /dev/shm | where ranks of a node meet |
 | `UNISONO_RECORDER_DIR` | directory | unisono-recorder-JOB | where flight records go |
 | `UNISONO_ABORT_ON_EXCEPTION` | 0 or 1 | 1 | an uncaught exception on one rank ends the whole job |

@@ -17,10 +17,7 @@ from typing import Protocol
 
 from collectives.arrays import Array
 from collectives.buffers import DeviceBuffer
-from collectives.errors import (
-    CollectiveError,
-    CollectiveTimeout,
-)
+from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.mail import Mail
 
 __all__ = ["Deadline", "Message", "Transport", "this_thread"]
