@@ -32,8 +32,6 @@ from strategies.training import durable, manifest, shards
 __all__ = ["Checkpoint", "Draft", "latest", "prepare", "restore", "save", "write"]
 
 _log = logging.getLogger(__name__)
-# A directory name of 15 digits at most sorts, prints and fits in JSON numbers everywhere.
-MAX_STEP = 10**15
 _DIRECTORY_NAME = re.compile(r"(?:\.old-)?step-(\d{6,15})")
 
 # Exactly our own names: the directory may hold other people's files.
@@ -159,9 +157,10 @@ def prepare(
     """
     for name, value, low in (("step", step, 0), ("keep", keep, 1)):
         right = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if not right or not low <= value < MAX_STEP:
+        if not right or not low <= value < manifest.MAX_STEP:
             raise errors.InvalidArgumentError(
-                f"save: bad {name}, expected an integer in {low}..{MAX_STEP - 1}, got {value!r}"
+                f"save: bad {name}, expected an integer in {low}..{manifest.MAX_STEP - 1}, "
+                f"got {value!r}"
             )
     arrays = shards.as_arrays(tensors)
     return Draft(arrays, int(step), manifest.json_copy(metadata), int(keep), world_size)
@@ -174,10 +173,16 @@ def write(draft: Draft, root: Path) -> Path:
     with durable.explained("save", final):
         _recover(root)
         others = _complete(root)
+        sequence = 1 + max((plan.sequence for _, plan in others), default=0)
+        if sequence >= manifest.MAX_SEQUENCE:
+            raise errors.FailedPreconditionError(
+                f"save: a checkpoint here takes the last place in the order of writing, expected "
+                f"room for a later one (directory: {root}). Save to another directory"
+            )
         try:
             # The pointer is written before the checkpoint gets its name, because a disk may fill
             # up here but not in a rename.
-            _fill(part, draft, sequence=1 + max((plan.sequence for _, plan in others), default=0))
+            _fill(part, draft, sequence=sequence)
             durable.write_file(pointer, f"{final.name}\n".encode())
             if os.path.lexists(final):
                 durable.rename(final, root / f".old-{final.name}")

@@ -39,6 +39,8 @@ from strategies.training.durable import explained
 __all__ = [
     "DTYPES",
     "MAX_NDIM",
+    "MAX_SEQUENCE",
+    "MAX_STEP",
     "NAME",
     "Manifest",
     "TensorEntry",
@@ -55,6 +57,12 @@ CHECKSUM = "crc32"
 MAX_BYTES = 64 << 20
 # NumPy 1 stops here; without a limit, the product of the extents could be made to take hours.
 MAX_NDIM = 32
+# A directory name of 15 digits at most sorts, prints and fits in JSON numbers everywhere.
+MAX_STEP = 10**15
+# The first place in the order of writing that a manifest cannot hold; the last one leaves no later.
+MAX_SEQUENCE = 1 << 63
+# Bytes of which NumPy can make an array, where it takes an extent of 0 for 1.
+_MAX_NBYTES = int(np.iinfo(np.intp).max)
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -197,8 +205,8 @@ def _decode(data: bytes, path: Path) -> Manifest:
             raise ValueError(f"expected an object, got {type(body).__name__}")
         if isinstance(body.get("schema"), int) and body["schema"] > SCHEMA:
             raise errors.FailedPreconditionError(
-                f"restore: manifest has schema {body['schema']}, this library reads up to "
-                f"{SCHEMA} (file: {path}). Update the library"
+                f"restore: manifest has schema {str(body['schema'])[:50]}, this library reads "
+                f"up to {SCHEMA} (file: {path}). Update the library"
             )
         seal = body.pop("self_checksum", None)
         if seal != checksum(_canonical(body)):
@@ -212,15 +220,16 @@ def _decode(data: bytes, path: Path) -> Manifest:
 
 
 def _checked(body: dict[str, Any]) -> Manifest:
-    if body["schema"] != SCHEMA or body["checksum"] != CHECKSUM:
-        raise ValueError(f"unknown schema {body['schema']!r} or checksum {body['checksum']!r}")
+    schema = _count(body["schema"], "schema")
+    if schema != SCHEMA or body["checksum"] != CHECKSUM:
+        raise ValueError(f"unknown schema {schema} or checksum {body['checksum']!r}")
     if not isinstance(body["metadata"], dict):
         raise TypeError("metadata: expected an object")
     files = {name: _count(nbytes, f"length of {name}") for name, nbytes in body["files"].items()}
     tensors = {name: _entry(name, entry, files) for name, entry in body["tensors"].items()}
     return Manifest(
-        step=_count(body["step"], "step"),
-        sequence=_count(body["sequence"], "sequence"),
+        step=_count(body["step"], "step", MAX_STEP),
+        sequence=_count(body["sequence"], "sequence", MAX_SEQUENCE),
         world_size=_count(body["world_size"], "world_size"),
         files=files,
         tensors=tensors,
@@ -235,6 +244,9 @@ def _entry(name: str, entry: dict[str, Any], files: dict[str, int]) -> TensorEnt
     shape = tuple(_count(extent, f"shape of {name}") for extent in extents)
     if entry["dtype"] not in DTYPES or entry["file"] not in files:
         raise ValueError(f"{name}: unknown dtype {entry['dtype']!r} or file {entry['file']!r}")
+    room = math.prod(extent or 1 for extent in shape) * DTYPES[entry["dtype"]].itemsize
+    if room > _MAX_NBYTES:  # also where an extent of 0 makes it empty
+        raise ValueError(f"shape of {name}: no array can have it, got {list(shape)}")
     result = TensorEntry(
         entry["file"], shape, entry["dtype"], _count(entry["checksum"], f"checksum of {name}")
     )
@@ -243,7 +255,7 @@ def _entry(name: str, entry: dict[str, Any], files: dict[str, int]) -> TensorEnt
     return result
 
 
-def _count(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{what}: expected an integer in 0..2^63, got {str(value)[:50]}")
+def _count(value: Any, what: str, end: int = 1 << 63) -> int:
+    if type(value) is not int or not 0 <= value < end:
+        raise ValueError(f"{what}: expected an integer in 0..{end - 1}, got {str(value)[:50]}")
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 import tracemalloc
 import zlib
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from checkpoint_samples import SHARD, assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as some
 
 from strategies import errors
 from strategies.training import checkpoint
@@ -141,12 +144,14 @@ def rename_file(name):
         set_in("files", []),
         set_in("step", -1),
         set_in("step", "1"),
+        set_in("step", 10**15),
         set_in("sequence", None),
         set_in("world_size", 1.5),
         set_in("metadata", None),
         set_in("checksum", "md5"),
         set_in("schema", 0),
         set_in("schema", "1"),
+        set_in("schema", True),
         lambda body: body.pop("step"),
         lambda body: body.clear(),
     ],
@@ -186,6 +191,75 @@ def test_the_number_of_dimensions_is_bounded(tmp_path):
     forge(path, set_in("tensors", "w", "shape", [1] * 33))
     with pytest.raises(errors.DataLossError, match="at most 32 extents"):
         checkpoint.restore(path)
+
+
+def forge_empty_tensor(path, shape, dtype="float32"):
+    """Let manifest and file agree on one tensor without elements, whatever its shape."""
+    word = {"float32": "F32", "bfloat16": "BF16", "bool": "BOOL"}[dtype]
+    header = {"w": {"dtype": word, "shape": shape, "data_offsets": [0, 0]}}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (path / SHARD).write_bytes(len(text).to_bytes(8, "little") + text)
+
+    def change(body):
+        body["files"] = {SHARD: 8 + len(text)}
+        body["tensors"] = {"w": {"file": SHARD, "shape": shape, "dtype": dtype, "checksum": 0}}
+
+    forge(path, change)
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 62], [1 << 62, 0], [1 << 31, 0, 1 << 31], [0, 1 << 61]])
+def test_an_empty_array_that_cannot_be_made(tmp_path, shape):
+    path = checkpoint.save(tmp_path, {}, step=1)
+    forge_empty_tensor(path, shape)
+    with pytest.raises(errors.DataLossError, match=r"shape of w: no array can have it.*manifest"):
+        checkpoint.restore(path)
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_the_largest_empty_array(tmp_path):
+    path = checkpoint.save(tmp_path, {}, step=1)
+    forge_empty_tensor(path, [0, (1 << 61) - 1])
+    assert checkpoint.restore(path).tensors["w"].shape == (0, (1 << 61) - 1)
+
+
+NUMBERS = some.sampled_from(
+    [0, 1, 3, -1, True, None, 1.0, 1e308, "1", [], 10**15, 1 << 31, 1 << 62, (1 << 63) - 1,
+     1 << 63, 1 << 64, 10**4000]
+)  # fmt: skip
+EXTENTS = some.sampled_from([0, 1, 2, 1 << 31, 1 << 61, 1 << 62, (1 << 63) - 1, 1 << 63, 1 << 64])
+FIELDS = some.sampled_from(["step", "sequence", "world_size", "schema", "checksum", "metadata"])
+
+
+@given(
+    some.lists(EXTENTS | NUMBERS, max_size=4),
+    some.sampled_from(["float32", "bfloat16", "bool"]),
+    some.dictionaries(FIELDS, NUMBERS, max_size=1),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_number_leads_to_another_error(shape, dtype, others):
+    with tempfile.TemporaryDirectory() as name:
+        path = checkpoint.save(name, {}, step=1)
+        forge_empty_tensor(path, shape, dtype)
+        forge(path, lambda body: body.update(others))
+        with contextlib.suppress(errors.DataLossError, errors.FailedPreconditionError):
+            assert list(checkpoint.restore(path).tensors["w"].shape) == shape
+        checkpoint.latest(name)
+        if others.get("sequence") != LAST_PLACE:
+            path = checkpoint.save(name, {}, step=2)
+            assert checkpoint.restore(name).path == path
+
+
+LAST_PLACE = (1 << 63) - 1
+
+
+def test_the_last_place_in_the_order_of_writing_leaves_no_later_one(tmp_path):
+    path = checkpoint.save(tmp_path, {}, step=1)
+    forge(path, set_in("sequence", LAST_PLACE))
+    with pytest.raises(errors.FailedPreconditionError, match="last place in the order of writing"):
+        checkpoint.save(tmp_path, {}, step=2)
+    assert checkpoint.restore(tmp_path).path == path
+    assert checkpoint.save(tmp_path / "other", {}, step=2).exists()
 
 
 def test_a_manifest_of_later_versions_says_so(tmp_path):
