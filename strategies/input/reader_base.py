@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
@@ -180,7 +181,7 @@ class Reader(ABC, Generic[Value]):
             values.keys() != self.state_dict().keys()
             or values["reader"] != type(self).__name__
             or not (work is None or isinstance(work, str))
-            or not all(type(count) is int and count >= 0 for count in counts)
+            or not all(type(count) is int and 0 <= count <= sys.maxsize for count in counts)
         ):
             raise InvalidArgumentError(
                 f"load_state_dict: could not parse state of a {type(self).__name__}, "
@@ -231,7 +232,7 @@ class Reader(ABC, Generic[Value]):
             if self._records is None:
                 self._records = self._opened(self._work)
             # What precedes an exception stays in the list.
-            pairs.extend(itertools.islice(self._records, count))
+            pairs.extend(itertools.islice(self._records, min(count, sys.maxsize)))
             if not pairs:
                 self._end()
         except OpError as error:

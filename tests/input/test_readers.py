@@ -6,6 +6,7 @@ import gc
 import gzip
 import json
 import os
+import sys
 import threading
 import tracemalloc
 import zlib
@@ -512,6 +513,8 @@ def test_a_position_in_a_file_that_has_changed(tmp_path):
         {"work": 7},
         {"records": -1},
         {"records": 1.0},
+        {"records": sys.maxsize + 1},
+        {"produced": 10**30},
         {"produced": None},
         {"skipped": True},
         {"more": 1},
@@ -528,6 +531,15 @@ def test_what_is_no_state(tmp_path, change):
         assert reader.num_records_produced() == 0
         with pytest.raises(OutOfRangeError):
             reader.read(queue)
+
+
+def test_a_position_and_a_count_as_great_as_can_be(tmp_path):
+    queue = names_queue(write(tmp_path / "file", b"a\nb\n"))
+    reader = TextLineReader()
+    assert reader.read_up_to(queue, 1 << 70)[1] == ["a", "b"]
+    reader.load_state_dict({**reader.state_dict(), "records": sys.maxsize})
+    with pytest.raises(DataLossError, match=f"expected at least {sys.maxsize}, got 2"):
+        reader.read(queue)
 
 
 def test_an_interrupted_read_loses_nothing(tmp_path):
