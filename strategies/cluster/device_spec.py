@@ -10,6 +10,7 @@ __all__ = ["DeviceSpec"]
 
 _JOB = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _TYPE = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _KNOWN = ("CPU", "GPU")
 
 
@@ -55,33 +56,37 @@ class DeviceSpec:
 
         Args:
             text: parts such as job:ps, replica:0, task:1, device:GPU:0, cpu:0 and gpu in any order,
-                with / between them; "" for any device. Of two parts for a job, replica or task the
-                last one counts.
+                with / between them and none of them twice; "" for any device.
 
         Raises:
-            ValueError: it is no such name, or has two types of devices.
-            TypeError: it is no text.
+            ValueError: it is not such a name, or has two parts for the same thing.
+            TypeError: it is not a text.
         """
         if not isinstance(text, str):
             raise TypeError(f"device: expected a text such as /job:ps/task:0/cpu:0, got {text!r}")
+        parts = text.removeprefix("/")
+        said: set[str] = set()
         found: dict[str, Any] = {}
-        for part in text.strip("/").split("/") if text.strip("/") else ():
-            for field, value in _read(part, text).items():
-                if field == "device_type" and field in found:
-                    raise ValueError(f"device: multiple device types are not allowed, got {text!r}")
-                found[field] = value
+        for part in parts.split("/") if parts else ():
+            thing, fields = _read(part, text)
+            if thing in said:
+                raise ValueError(
+                    f"device: more than one {thing}, expected each part once, got {text!r}"
+                )
+            said.add(thing)
+            found |= fields
         return cls(**found)
 
     def to_string(self) -> str:
-        """Return the name; parts that may be any are left out, but for the index of a type."""
+        """Return the name; what may be any is left out, or "*" if half of a part is known."""
         parts = []
         for field in ("job", "replica", "task"):
             value = getattr(self, field)
             if value is not None:
                 parts.append(f"/{field}:{value}")
-        if self.device_type is not None:
+        if self.device_type is not None or self.device_index is not None:
             index = "*" if self.device_index is None else self.device_index
-            parts.append(f"/device:{self.device_type}:{index}")
+            parts.append(f"/device:{self.device_type or '*'}:{index}")
         return "".join(parts)
 
     def make_merged_spec(self, other: DeviceSpec) -> DeviceSpec:
@@ -105,20 +110,22 @@ def _canonical(kind: str) -> str:
     return kind.upper() if kind.upper() in _KNOWN else kind
 
 
-def _read(part: str, text: str) -> dict[str, Any]:
-    """Return the fields of one part of a name."""
-    key, _, value = part.partition(":")
-    if key == "job" and value:
-        return {"job": value}
+def _read(part: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Return what one part of a name is about, and its fields."""
+    key, colon, value = part.partition(":")
+    if key == "job":
+        if not _JOB.fullmatch(value):
+            raise ValueError(f"device: not the name of a job, got {value!r} (device: {text})")
+        return key, {key: value}
     if key in ("replica", "task"):
-        return {key: _number(value, text)}
+        return key, {key: _number(value, text)}
     if key == "device":
         kind, colon, index = value.partition(":")
-        if kind and colon:
-            return {**_kind(kind), "device_index": None if index == "*" else _number(index, text)}
-        raise ValueError(f"device: expected device:TYPE:INDEX, got {part!r} (device: {text})")
+        if not kind or not colon:
+            raise ValueError(f"device: expected device:TYPE:INDEX, got {part!r} (device: {text})")
+        return key, {**_kind(kind), "device_index": _index(index, text)}
     if key.upper() in _KNOWN:
-        return {**_kind(key), "device_index": _number(value, text) if value not in "*" else None}
+        return "device", {**_kind(key), "device_index": _index(value if colon else "*", text)}
     raise ValueError(
         f"device: unknown attribute {key!r}, expected job replica task device cpu gpu "
         f"(device: {text})"
@@ -129,9 +136,15 @@ def _kind(kind: str) -> dict[str, Any]:
     return {} if kind == "*" else {"device_type": kind}
 
 
+def _index(value: str, text: str) -> int | None:
+    return None if value == "*" else _number(value, text)
+
+
 def _number(value: str, text: str) -> int:
-    if not (value.isascii() and value.isdecimal()):
-        raise ValueError(f"device: expected a number >= 0, got {value!r} (device: {text})")
+    if not _NUMBER.fullmatch(value):
+        raise ValueError(
+            f"device: expected a number >= 0 of at most 18 digits, got {value!r} (device: {text})"
+        )
     return int(value)
 
 

@@ -32,8 +32,7 @@ parse = DeviceSpec.from_string
         ("/device:GPU:*", "/device:GPU:*"),
         ("/device:*:*", ""),
         ("/device:Foo:1", "/device:Foo:1"),
-        ("/job:a/job:b", "/job:b"),
-        ("/task:1/task:2", "/task:2"),
+        ("/device:*:1", "/device:*:1"),
     ],
 )
 def test_names_are_read_in_any_form_and_written_in_one(text, canonical):
@@ -44,13 +43,22 @@ def test_names_are_read_in_any_form_and_written_in_one(text, canonical):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("/cpu:0/gpu:1", "multiple device types are not allowed"),
-        ("/device:CPU:0/device:Foo:0", "multiple device types are not allowed"),
+        ("/cpu:0/gpu:1", "more than one device, expected each part once"),
+        ("/device:CPU:0/device:Foo:0", "more than one device"),
+        ("/device:*:*/cpu:0", "more than one device"),
+        ("/job:a/job:b", "more than one job, .* got '/job:a/job:b'"),
+        ("/task:1/task:1", "more than one task"),
+        ("/replica:0/task:1/replica:0", "more than one replica"),
+        ("/job:pscpu:0/task:12/job:worker", "not the name of a job, got 'pscpu:0'"),
+        ("/job:a/task:1/", "unknown attribute ''"),
+        ("/gpu:", "expected a number >= 0 .* got ''"),
+        ("/task:" + "9" * 5000, "at most 18 digits"),
         ("/moon:1", "unknown attribute 'moon'"),
-        ("/job:", "unknown attribute|name of a job"),
-        ("//", "^$"),
+        ("/job:", r"not the name of a job, got '' \(device: /job:\)"),
+        ("job", "not the name of a job, got ''"),
+        ("//", "unknown attribute ''"),
         ("/job:a//task:1", "unknown attribute ''"),
-        ("/job:j/task:bar", "expected a number >= 0, got 'bar'"),
+        ("/job:j/task:bar", "expected a number >= 0 .* got 'bar'"),
         ("/replica:x", "got 'x'"),
         ("/task:-1", "got '-1'"),
         ("/device:GPU", "expected device:TYPE:INDEX"),
@@ -61,9 +69,6 @@ def test_names_are_read_in_any_form_and_written_in_one(text, canonical):
     ],
 )
 def test_what_is_no_name_is_refused(text, message):
-    if message == "^$":
-        assert parse(text) == DeviceSpec()
-        return
     with pytest.raises(ValueError, match=message):
         parse(text)
 

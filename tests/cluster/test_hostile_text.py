@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 
 from hypothesis import given, settings
@@ -48,6 +49,33 @@ def test_tf_config(config):
         TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)}).master()
 
 
+PART = some.sampled_from(
+    ["job:ps", "job:worker", "job:", "job", "job:ps:0", "replica:0", "task:12", "task:1a", "cpu:0",
+     "CPU", "gpu:*", "gpu:", "device:Foo:3", "device:*:1", "device:GPU", ""]
+)  # fmt: skip
+WELL_FORMED = re.compile(
+    r"(?:(?P<job>job:[a-z]+)|(?P<replica>replica:\d+)|(?P<task>task:\d+)"
+    r"|(?P<device>device:(?:[A-Za-z]+|\*):(?:\d+|\*)|[cg]pu(?::(?:\d+|\*))?))",
+    re.IGNORECASE | re.ASCII,
+)
+
+
+@given(some.lists(PART, min_size=1, max_size=5))
+@settings(max_examples=500, deadline=None)
+def test_a_device_has_well_formed_parts_none_of_them_twice(parts):
+    text = "/" + "/".join(parts)
+    matches = [WELL_FORMED.fullmatch(part) for part in parts]
+    things = [match.lastgroup for match in matches if match]
+    good = text == "/" or (all(matches) and len(set(things)) == len(parts))
+    try:
+        spec = DeviceSpec.from_string(text)
+    except ValueError:
+        assert not good
+    else:
+        assert good
+        assert DeviceSpec.from_string(str(spec)) == spec
+
+
 NUMBER = some.none() | some.integers(0, 99)
 
 
@@ -60,6 +88,6 @@ NUMBER = some.none() | some.integers(0, 99)
 )
 @settings(deadline=None)
 def test_names_of_devices_come_back(job, replica, task, kind, index):
-    spec = DeviceSpec(job, replica, task, kind, index if kind else None)
+    spec = DeviceSpec(job, replica, task, kind, index)
     assert DeviceSpec.from_string(str(spec)) == spec
     assert DeviceSpec().make_merged_spec(spec) == spec == spec.make_merged_spec(DeviceSpec())
