@@ -134,7 +134,8 @@ class Optimizer(abc.ABC):
             `step`, and for every slot `<name of the slot>/<name or position of the variable>`:
             shape of the variable, float32 (float64 for a float64 variable), a NumPy array for a
             variable in host memory, else of the variable's kind. If the formula needs it,
-            `updates/<name or position>`: how often the variable was changed.
+            `updates/<name or position>`: how often the variable was changed. Where no step had a
+            gradient, so that there are no slots yet, `variables`: 0.
         """
         counts = {f"{state.UPDATES}/{key}": n for key, n in (self._updates or {}).items()}
         slots = {
@@ -142,7 +143,8 @@ class Optimizer(abc.ABC):
             for key, slots in self._slots.items()
             for kind, slot in zip(self._kinds, slots, strict=True)
         }
-        return {"step": self.step, **counts, **slots}
+        none = {state.VARIABLES: 0} if self.step and self._kinds and not slots else {}
+        return {"step": self.step, **none, **counts, **slots}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state, as given by `state_dict`; what was there before is forgotten.

@@ -8,10 +8,14 @@ from typing import Any, NamedTuple
 
 from strategies import arrays
 
-__all__ = ["UPDATES", "State", "parse"]
+__all__ = ["UPDATES", "VARIABLES", "State", "parse"]
 
 UPDATES = "updates"
 """Stands where a slot's name stands, before how often the variable was changed."""
+
+VARIABLES = "variables"
+"""The number of variables with slots, 0: there where no step had a gradient, as the only sign that
+none is missing."""
 
 
 class State(NamedTuple):
@@ -26,7 +30,8 @@ def parse(state: Mapping[str, Any], kinds: Sequence[str], counted: bool, operati
     """Take a state dict apart.
 
     Args:
-        state: `step`, `<kind>/<variable>` for each slot, `updates/<variable>`.
+        state: `step`, `<kind>/<variable>` for each slot, `updates/<variable>`; or `step` and
+            `variables` where there are no slots yet.
         kinds: names of the slots that each variable has.
         counted: whether each has `updates`.
         operation: beginning of a message.
@@ -42,7 +47,7 @@ def parse(state: Mapping[str, Any], kinds: Sequence[str], counted: bool, operati
     found: dict[str, dict[str, Any]] = {}
     for name, value in state.items():
         kind, _, key = name.partition("/")
-        if name == "step":
+        if name == "step" or (known and name == VARIABLES):
             continue
         if kind not in known or not key:
             raise ValueError(
@@ -57,9 +62,14 @@ def parse(state: Mapping[str, Any], kinds: Sequence[str], counted: bool, operati
                 f"{operation}: incomplete state, expected {expected}, "
                 f"got {', '.join(values)} (variable: {key})"
             )
-    if known and step and not found:
+    if known and step and not found and VARIABLES not in state:
         raise ValueError(
             f"{operation}: incomplete state of step {step}, expected {expected}, got {list(state)}"
+        )
+    if VARIABLES in state and _count(state[VARIABLES], VARIABLES, operation) != len(found):
+        raise ValueError(
+            f"{operation}: incomplete state, expected the slots of {state[VARIABLES]} variables, "
+            f"got those of {len(found)}"
         )
     slots = {key: [values[kind] for kind in kinds] for key, values in found.items()}
     updates = {key: values[UPDATES] for key, values in found.items()} if counted else {}

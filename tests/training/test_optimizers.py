@@ -284,6 +284,33 @@ def test_how_often_a_variable_was_changed_is_a_count(updates):
         Adam().load_state_dict({**ADAM_STATE, "updates/w": updates})
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_state_of_steps_without_any_gradient(name, tmp_path):
+    made = [MAKERS[name](lambda step: 0.1 / (1 + step)) for _ in range(3)]
+    for optimizer in made[:2]:
+        optimizer.apply_gradients([(None, np.ones(2))])
+        optimizer.apply_gradients([])
+    checkpoint.save(tmp_path, made[1].state_dict(), step=2)
+    made[2].load_state_dict(checkpoint.restore(tmp_path).tensors)
+    assert made[2].step == 2
+    results = []
+    for optimizer in (made[0], made[2]):
+        variable = np.ones(2)
+        optimizer.apply_gradients([(np.ones(2), variable)])
+        assert "variables" not in optimizer.state_dict()
+        results.append(variable)
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"step": 2, "variables": 1}, {"step": 2, "variables": -1}, {**ADAM_STATE, "variables": 0}],
+)
+def test_the_slots_of_all_variables_have_to_be_there(state):
+    with pytest.raises(ValueError, match=r"Adam: .*variables"):
+        Adam().load_state_dict(state)
+
+
 def test_state_of_a_variable_whose_name_is_a_path():
     variable = Variable(np.ones(2), name="block/1/weights")
     optimizer = Adam()
