@@ -173,7 +173,16 @@ class Shard:
     def _left(self, worker: int) -> None:
         log.info("%s: worker on task %d has left", self.name, worker)
         del self._members[worker]
-        self._waiting.pop(worker, None)
+        # One of its threads may wait for gradients that it has pushed while another one left.
+        pushes = [push for push in (*self._waiting.values(), *self._held) if push.worker == worker]
+        for push in pushes:
+            push.work.fail(
+                FailedPreconditionError(
+                    f"push: the worker has left before its gradients were applied, which nobody "
+                    f"will do now (worker: task {worker})"
+                )
+            )
+            self._withdraw(push.work)
         self._go_on()
 
     def push(self, work: Work) -> None:
@@ -308,10 +317,14 @@ class Shard:
         """End a request if it waits: with an error, or because nobody wants an answer."""
         if error is not None:
             work.fail(self._explained(work, error))  # does nothing if it was answered
-        self._waiting = {w: push for w, push in self._waiting.items() if push.work is not work}
-        self._held = [push for push in self._held if push.work is not work]
+        self._withdraw(work)
         for worker in [w for w, membership in self._members.items() if membership is work]:
             self._left(worker)
+
+    def _withdraw(self, work: Work) -> None:
+        """Forget the gradients that came with a request, if they still wait."""
+        self._waiting = {w: push for w, push in self._waiting.items() if push.work is not work}
+        self._held = [push for push in self._held if push.work is not work]
 
     def _explained(self, work: Work, error: OpError) -> OpError:
         """Say what a request has waited for until its time was over."""

@@ -420,7 +420,9 @@ class ParameterServerStrategy(Strategy):
     def leave(self) -> None:
         """Contribute no more gradients: others do not wait for this worker from now on.
 
-        The end of the server's block does so, too. Harmless when repeated.
+        The end of the server's block does so, too. Harmless when repeated. Gradients that another
+        thread has pushed and that wait for those of others are not applied: its `apply_gradients`
+        raises `FailedPreconditionError`.
         """
         self._client.leave()
 

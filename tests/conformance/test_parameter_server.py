@@ -231,6 +231,62 @@ def test_who_has_left_is_not_waited_for(strategy, server):
     assert strategy.reports()[0].version == 1 + workers.size
 
 
+def leave_while_a_push_waits(strategy, server, variable):
+    """Push in a thread, leave when that is under way, and return what the push has raised."""
+    sent = threading.Semaphore(0)
+    caught = []
+    start = strategy.service.start
+
+    def counted(place, operation, *rest):
+        number = start(place, operation, *rest)
+        if operation == "push":
+            sent.release()
+        return number
+
+    def push():
+        try:
+            strategy.apply_gradients(strategy.optimizer, [(np.ones(1), variable)])
+        except OpError as error:
+            caught.append(error)
+
+    strategy.service.start = counted
+    thread = threading.Thread(target=push)
+    thread.start()
+    for _ in server.cluster.ranks_of("ps"):
+        assert sent.acquire(timeout=LIMIT)
+    strategy.leave()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+    del strategy.service.start
+    return caught
+
+
+# The chief of a warm-up makes no step, so that the others' gradients are held.
+@pytest.mark.parametrize("options", [{"synchronous": True}, {"warmup_steps": 10}])
+def test_a_worker_that_leaves_ends_its_own_push(world, options):
+    @scenario(timeout=None, **options)
+    def body(strategy, server):
+        w = strategy.variable(np.zeros(1))
+        if not training(server):
+            return
+        workers = server.cluster.workers
+        last = workers.size - 1
+        if workers.rank == last > 0:
+            (error,) = leave_while_a_push_waits(strategy, server, w)
+            assert isinstance(error, FailedPreconditionError)
+            task = server.cluster.comm.rank
+            assert "the worker has left before its gradients were applied" in error.message
+            assert f"(worker: task {task})" in error.message
+        workers.barrier()
+        if workers.rank < last and strategy.synchronous:
+            strategy.apply_gradients(strategy.optimizer, [(np.full(1, 2.0), w)])
+        workers.barrier()
+        strategy.pull()  # nobody has waited for it, and what it pushed does not count
+        assert w.value[0] == (-2 if last and strategy.synchronous else 0)
+
+    body(world)
+
+
 @scenario(synchronous=True, timeout=0.3)
 def test_a_wait_for_others_ends_and_names_them(strategy, server):
     w = strategy.variable(np.zeros(1))
