@@ -15,10 +15,13 @@
 | `UNISONO_NETWORK_LINK` | as above | tuned | cost of messages between nodes |
 
 Read by `strategies`: `UNISONO_CLUSTER`, such as `ps:2,worker:*`, the jobs of a cluster's ranks.
+
+A variable that begins with `UNISONO_` and is none of those is most likely a slip: `init` warns.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Mapping
@@ -27,10 +30,23 @@ from typing import Literal, get_args
 
 from collectives import links
 
-__all__ = ["Check", "CudaAware", "Settings", "from_environment"]
+__all__ = ["VARIABLES", "Check", "CudaAware", "Settings", "from_environment", "slips"]
 
 Check = Literal["off", "sample", "always"]
 CudaAware = Literal["auto", "on", "off"]
+
+VARIABLES = (
+    "UNISONO_ABORT_ON_EXCEPTION", "UNISONO_CHECK", "UNISONO_CLUSTER", "UNISONO_CUDA_AWARE",
+    "UNISONO_MPI_SETTINGS", "UNISONO_NETWORK_LINK", "UNISONO_NODE_LINK", "UNISONO_RECORDER_DIR",
+    "UNISONO_SHARED_MEMORY", "UNISONO_STALL_WARNING", "UNISONO_TIMEOUT", "UNISONO_TUNED",
+)  # fmt: skip
+"""What the packages read."""
+
+# Of slurm/train.sbatch, which the processes that it starts inherit, and of the tests.
+_OTHERS = (
+    "UNISONO_CHECKOUT", "UNISONO_DAMAGED_FILES", "UNISONO_PROGRAM", "UNISONO_REQUIRE",
+    "UNISONO_TEST_WORLD", "UNISONO_VENV",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,24 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
         network_link=_link(env, "UNISONO_NETWORK_LINK"),
         cuda_aware=_cuda_aware(env),
     )
+
+
+def slips(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence about every variable that is called as ours are and that nothing reads."""
+    unknown = sorted(
+        name
+        for name in environ
+        if name.startswith("UNISONO_") and name not in (*VARIABLES, *_OTHERS)
+    )
+    return [f"settings: {name} is not read, expected {_nearest(name)}" for name in unknown]
+
+
+def _nearest(name: str) -> str:
+    """Return the variables that may have been meant."""
+    # What all have in common would make all of them similar.
+    short = {known.removeprefix("UNISONO_"): known for known in VARIABLES}
+    near = difflib.get_close_matches(name.removeprefix("UNISONO_").upper(), short, n=1)
+    return short[near[0]] if near else f"one of {' '.join(VARIABLES)}"
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from collectives import launch, recorder, settings
+from collectives import crowding, launch, recorder, settings
 from collectives.communicator import Communicator, from_mpi
 
 __all__ = [
@@ -48,6 +50,8 @@ __all__ = [
     "sparse_allreduce",
 ]
 
+log = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -59,6 +63,8 @@ def init() -> Communicator:
 
     *Collective* at the first call; later calls return the same object. The launch is checked (see
     `collectives.launch`), and from here on an uncaught exception on one rank ends the whole job.
+    Rank 0 warns of environment variables that look like ours and that nothing reads, one rank of
+    each node of more threads than cores (see `collectives.crowding`).
 
     Raises:
         LaunchError: a launcher started several processes, but MPI sees one; or there is no MPI
@@ -74,6 +80,9 @@ def init() -> Communicator:
         recorder.install(_world.rank, _world.size, configuration.recorder_dir)
         if configuration.abort_on_exception:
             launch.abort_on_exception(mpi_world)
+        warnings = settings.slips(os.environ) if _world.rank == 0 else []
+        for text in filter(None, [*warnings, crowding.find(mpi_world, os.environ)]):
+            log.warning("[%d/%d] %s", _world.rank, _world.size, text)
     return _world
 
 

@@ -82,6 +82,7 @@ COLLECTIVES = [
         "point_to_point",
     },
     {
+        "crowding",
         "launch",
         "world",
         "__init__",
@@ -111,6 +112,7 @@ MAY_IMPORT = {
         "collectives.algorithms.native",
         "collectives.awareness",  # asks the library whether it takes device memory
         "collectives.communicator",
+        "collectives.crowding",
         "collectives.launch",
         "collectives.mail",
         "collectives.information",  # asks the library for its version

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from collectives import settings
+from launcher import ROOT
 
 
 def test_without_variables_the_defaults_hold():
@@ -52,5 +53,37 @@ def test_a_value_that_cannot_be_used_is_named(variable, value, expected):
 def test_the_table_of_the_module_lists_every_variable():
     source = Path(settings.__file__).read_text()
     listed = set(re.findall(r"^\| `(UNISONO_\w+)`", source, re.MULTILINE))
-    used = set(re.findall(r'"(UNISONO_\w+)"', source))
-    assert listed == used
+    read = set(
+        re.findall(r'[(,] ?"(UNISONO_\w+)", default|env(?:, |.get\()"(UNISONO_\w+)"', source)
+    )
+    assert listed == {first or second for first, second in read}
+    assert listed | {"UNISONO_CLUSTER"} == set(settings.VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("UNISONO_TIMOUT", "UNISONO_TIMEOUT"),
+        ("UNISONO_SHAREDMEMORY", "UNISONO_SHARED_MEMORY"),
+        ("UNISONO_timeout", "UNISONO_TIMEOUT"),
+        ("UNISONO_NETWORK", "UNISONO_NETWORK_LINK"),
+        ("UNISONO_CHEKC", "UNISONO_CHECK"),
+    ],
+)
+def test_a_variable_that_nothing_reads_is_named_with_the_nearest_that_is(name, meant):
+    (text,) = settings.slips({name: "1", "UNISONO_CHECK": "off", "UNISON": "", "PATH": "/bin"})
+    assert text == f"settings: {name} is not read, expected {meant}"
+
+
+def test_a_variable_that_is_near_to_none_is_told_all_of_them():
+    (text,) = settings.slips({"UNISONO_XYZZY": "1"})
+    assert all(variable in text for variable in settings.VARIABLES)
+
+
+def test_variables_of_batch_scripts_and_tests_are_no_slips():
+    files = [*(ROOT / "slurm").iterdir(), *(ROOT / "tests").rglob("*.py"), ROOT / "Makefile"]
+    tests = Path(__file__)
+    texts = [file.read_text() for file in files if file.is_file() and file != tests]
+    named = {name for text in texts for name in re.findall(r"UNISONO_[A-Z_]*[A-Z]", text)}
+    assert {"UNISONO_REQUIRE", "UNISONO_PROGRAM", "UNISONO_CLUSTER"} <= named
+    assert settings.slips(dict.fromkeys(named, "1")) == []
