@@ -122,3 +122,8 @@ __all__ = [
     "size",
     "sparse_allreduce",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return what is public, without the modules that it comes from."""
+    return __all__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -144,6 +145,10 @@ def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, 
 
     function.__name__ = function.__qualname__ = method.__name__
     function.__doc__ = method.__doc__
+    # For help(), editors and notebooks: the method's, without `self`.
+    signature = inspect.signature(method)
+    own = list(signature.parameters.values())[1:]
+    vars(function)["__signature__"] = signature.replace(parameters=own)
     return function
 
 

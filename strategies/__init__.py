@@ -238,3 +238,8 @@ __all__ = [
     "string_input_producer",
     "use_gpus",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return what is public, without the modules that it comes from."""
+    return __all__

@@ -6,9 +6,11 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import pydoc
 
 import pytest
 
+import collectives as cc
 from requirements import require
 from test_floors import modules
 
@@ -42,6 +44,27 @@ def test_all_lists_what_the_module_defines(name):
         and (inspect.isfunction(thing) or inspect.isclass(thing))
     }  # fmt: skip
     assert own <= set(exported), f"{name} defines {own - set(exported)} beside __all__"
+
+
+@pytest.mark.parametrize("package", ["collectives", "strategies"])
+def test_dir_shows_what_is_public(package):
+    module = importlib.import_module(package)
+    assert dir(module) == sorted(module.__all__)
+
+
+def test_functions_of_the_world_have_the_signatures_of_the_methods():
+    functions = [name for name in cc.__all__ if hasattr(cc.Communicator, name)]
+    functions = [name for name in functions if inspect.isfunction(getattr(cc.Communicator, name))]
+    assert len(functions) >= 28
+    for name in functions:
+        function, method = getattr(cc, name), getattr(cc.Communicator, name)
+        _, *parameters = inspect.signature(method).parameters.values()
+        expected = inspect.signature(method).replace(parameters=parameters)
+        assert inspect.signature(function) == expected, name
+        assert inspect.getdoc(function) == inspect.getdoc(method)
+    text = pydoc.plain(pydoc.render_doc(cc.allreduce))
+    assert "allreduce(x: 'Any', *, op:" in text
+    assert "compression: 'Compression | None' = NONE" in text
 
 
 @pytest.mark.parametrize("package", ["collectives", "strategies"])
