@@ -26,7 +26,7 @@ import numpy as np
 
 from collectives import arrays, groups, layouts, reduction, views
 from collectives.arrays import Array
-from collectives.compression import NONE, Compression
+from collectives.compression import NONE, Compression, chosen
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.places import Bucket, Places
 from collectives.reduction import MEAN, Op
@@ -56,7 +56,7 @@ def plan_buckets(
     like: Sequence[Any],
     *,
     op: Op = MEAN,
-    compression: Compression = NONE,
+    compression: Compression | None = NONE,
     bucket_bytes: int | None = None,
     first_bucket_bytes: int | None = None,
     timeout: float | None = None,
@@ -79,7 +79,8 @@ def plan_buckets(
         names: of the single arrays, for errors; their numbers if None.
 
     Raises:
-        TypeError: there is no such dtype, or the op is not defined for it; bytes are no integer.
+        TypeError: there is no such dtype, or the op is not defined for it; this is not a
+            compression; bytes are not an integer.
         ValueError: an option is out of range.
         MismatchError: ranks differ in number, shapes or dtypes, or in the options; on all ranks.
 
@@ -94,6 +95,7 @@ def plan_buckets(
         (True, [0.0, 0.0, 0.0])
     """
     with self._calls.enter("plan_buckets", timeout) as call:
+        compression = chosen(compression, call.operation)
         kinds = [views.kind_of(x, operation=call.operation) for x in like]
         for dtype in {kind.dtype for kind in kinds}:
             reduction.check(op, dtype, operation=call.operation)

@@ -29,7 +29,7 @@ from collectives import (
 from collectives.arrays import Borrowed
 from collectives.calls import Call, Calls
 from collectives.channel import Channel, open_channel
-from collectives.compression import NONE, Compression
+from collectives.compression import NONE, Compression, chosen
 from collectives.mpi import MpiTransport
 from collectives.on_devices import OnDevices
 from collectives.reduction import MEAN, Op
@@ -143,7 +143,7 @@ class Communicator:
         op: Op = MEAN,
         out: Any = None,
         algorithm: str = "auto",
-        compression: Compression = NONE,
+        compression: Compression | None = NONE,
         name: str | None = None,
         timeout: float | None = None,
     ) -> Any:
@@ -160,7 +160,8 @@ class Communicator:
             algorithm: "auto", "node", "ring", "tree", "halving", "hierarchical" or "native".
             compression: `FP16` or `BF16` let float32 and float64 arrays travel as 16 bits wherever
                 they travel as messages: rounded once, summed in float32, and the result rounded
-                once, however many ranks there are. `on("network")` is for those between nodes.
+                once, however many ranks there are. `on("network")` is for those between nodes. None
+                is `NONE`.
             name: of the array, for compression with feedback.
             timeout: seconds.
 
@@ -169,7 +170,7 @@ class Communicator:
             on all ranks (with "native" as far as the MPI library does so).
 
         Raises:
-            TypeError: the op is not defined for the dtype.
+            TypeError: the op is not defined for the dtype, or this is not a compression.
             ValueError: unknown algorithm, or `out` does not fit.
             MismatchError: ranks differ in operation, op, dtype, shape or options; on all ranks. Or
                 another rank's arguments are wrong.
@@ -190,6 +191,7 @@ class Communicator:
         if done is not NEW:
             return done
         with self._calls.enter("allreduce", timeout) as call:
+            compression = chosen(compression, call.operation)
             if there := self._on_devices.lend(x, out):
                 reduction.check(op, there.dtype, operation="allreduce")
                 codec = compression.codec(there.dtype, op, network=self.num_nodes > 1, name=name)
@@ -308,7 +310,8 @@ class Communicator:
         """Give every rank the root's array.
 
         Args:
-            x: shape (...); on the other ranks any array of the same shape and dtype.
+            x: shape (...); on the other ranks any array of the same shape and dtype, such as
+                `np.empty(shape, dtype)`.
             root: whose array.
             out: where to put the result, may be `x` itself; shape and dtype of `x`.
             algorithm: "auto", "node", "tree", "ring", "hierarchical" or "native".
@@ -318,6 +321,7 @@ class Communicator:
             `out`, or a new array; the root's bits.
 
         Raises:
+            TypeError: `x` is None. What only the root knows is for `broadcast_object`.
             ValueError: no such root, or `out` does not fit.
             CollectiveTimeout: as `allreduce`.
 
@@ -327,6 +331,12 @@ class Communicator:
         if done is not NEW:
             return done
         with self._calls.enter("broadcast", timeout) as call:
+            if x is None:  # what users of mpi4py pass on the other ranks
+                raise TypeError(
+                    "broadcast: x is None, expected an array on every rank. Where the root's is "
+                    "to go, pass one of its shape and dtype, such as np.empty(shape, dtype), or "
+                    "use broadcast_object, which sends what only the root knows"
+                )
             if there := self._on_devices.lend(x, out):
                 self._check_root(call, root)
                 facts = {"dtype": there.dtype, "shape": there.shape, "root": root}

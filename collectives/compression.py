@@ -41,7 +41,7 @@ import numpy as np
 from collectives.arrays import Array
 from collectives.reduction import MEAN, SUM, Op
 
-__all__ = ["BF16", "FP16", "NONE", "Codec", "Compression", "Residuals", "Where"]
+__all__ = ["BF16", "FP16", "NONE", "Codec", "Compression", "Residuals", "Where", "chosen"]
 
 Where = Literal["everywhere", "network"]
 
@@ -173,6 +173,8 @@ class Compression:
         residuals: where rounding errors are kept, or None if they are forgotten.
 
     Example:
+        >>> FP16.on("network")
+        FP16.on('network')
         >>> str(FP16.on("network"))
         'float16 on network'
     """
@@ -180,6 +182,12 @@ class Compression:
     dtype: np.dtype[Any] | None
     where: Where = "everywhere"
     residuals: Residuals | None = None
+
+    def __repr__(self) -> str:
+        """Return what makes it, as a program has it."""
+        where = "" if self.where == "everywhere" else f".on({self.where!r})"
+        feedback = "" if self.residuals is None else ".with_feedback()"
+        return f"{_NAMES[self.dtype]}{where}{feedback}"
 
     def __str__(self) -> str:
         """Return the words by which ranks compare what they mean."""
@@ -249,3 +257,20 @@ class Compression:
 NONE = Compression(None)
 FP16 = Compression(np.dtype(np.float16))
 BF16 = Compression(np.dtype(ml_dtypes.bfloat16))
+_NAMES = {NONE.dtype: "NONE", FP16.dtype: "FP16", BF16.dtype: "BF16"}
+
+
+def chosen(given: Compression | None, operation: str) -> Compression:
+    """Return the compression that a caller means, `NONE` for None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if given is None:
+        return NONE
+    if not isinstance(given, Compression):
+        raise TypeError(
+            f"{operation}: not a compression, expected NONE, FP16, BF16 or what their methods "
+            f"return, got {given!r}"
+        )
+    return given

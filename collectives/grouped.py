@@ -27,7 +27,7 @@ import numpy as np
 from collectives import arrays, layouts, reduction
 from collectives.arrays import Array, Borrowed
 from collectives.calls import Call
-from collectives.compression import NONE, Compression
+from collectives.compression import NONE, Compression, chosen
 from collectives.layouts import Stage
 from collectives.reduction import MEAN, Op
 
@@ -109,7 +109,7 @@ def grouped_allreduce(
     xs: Sequence[Any],
     *,
     op: Op = MEAN,
-    compression: Compression = NONE,
+    compression: Compression | None = NONE,
     timeout: float | None = None,
 ) -> list[Any]:
     """Reduce many arrays at once, as if `allreduce` were called for each.
@@ -128,13 +128,14 @@ def grouped_allreduce(
         views of one piece of memory, which serves later calls when all of them are gone.
 
     Raises:
-        TypeError: the op is not defined for a dtype.
+        TypeError: the op is not defined for a dtype, or this is not a compression.
         MismatchError: ranks differ in number, shapes or dtypes; on all ranks.
 
     Cost: two copies of all arrays beside the reduction, in shared memory through the cache; memory
         for one list of results is kept.
     """
     with self._calls.enter("grouped_allreduce", timeout) as call:
+        compression = chosen(compression, call.operation)
         loans = [_lent(x, call.operation) for x in xs]
         hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
         kinds = tuple([(host.shape, host.dtype) for host in hosts])

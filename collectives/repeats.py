@@ -76,11 +76,13 @@ class Repeats:
         self._known: dict[tuple[object, ...], Any] = {}
 
     def allreduce(
-        self, x: Any, op: Op, out: Any, algorithm: str, compression: Compression,
+        self, x: Any, op: Op, out: Any, algorithm: str, compression: Compression | None,
         timeout: float | None,
     ) -> Any:  # fmt: skip
         """Reduce as an earlier call did."""
-        if self._engine is None or type(x) is not np.ndarray or compression is not NONE:
+        if self._engine is None or type(x) is not np.ndarray:
+            return NEW
+        if compression is not NONE and compression is not None:
             return NEW
         try:
             result = _result(x, out, timeout)

@@ -42,7 +42,7 @@ def DistributedOptimizer(
     named_parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
     comm: cc.Communicator | None = None,
     op: Any = cc.MEAN,
-    compression: cc.Compression = cc.NONE,
+    compression: cc.Compression | None = cc.NONE,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     gradient_predivide_factor: float = 1.0,
@@ -65,7 +65,7 @@ def DistributedOptimizer(
         comm: the ranks; the whole job if None.
         op: MEAN or SUM over the ranks.
         compression: how gradients travel, as for `Communicator.allreduce`; with feedback, every
-            bucket has its residual.
+            bucket has its residual. None is `cc.NONE`.
         backward_passes_per_step: how many passes this rank adds up, without communication, before
             it updates anything.
         average_aggregated_gradients: divide what was added up by the number of passes; as it is,
@@ -95,7 +95,7 @@ def DistributedOptimizer(
     comm = cc.init() if comm is None else comm
     rule = Rule(
         op=op,
-        compression=compression,
+        compression=cc.NONE if compression is None else compression,
         backward_passes_per_step=backward_passes_per_step,
         gradient_predivide_factor=gradient_predivide_factor,
         average_aggregated_gradients=average_aggregated_gradients,

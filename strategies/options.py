@@ -21,7 +21,7 @@ class CommunicationOptions:
         bytes_per_pack: many arrays travel as packs of somewhat more than so many bytes each; 0 for
             all in one.
         compression: `cc.FP16` or `cc.BF16` for gradients and for `all_reduce` in a replica; what
-            `strategy.reduce`, `gather` and variables exchange is never rounded.
+            `strategy.reduce`, `gather` and variables exchange is never rounded. None is `cc.NONE`.
         timeout: seconds that ranks wait for each other, wherever replicas meet and at the end of
             `run`; None for the setting. Past it there is a `cc.CollectiveTimeout`.
         algorithm: of the all-reduce; arrays travel one by one if it is not "auto".
@@ -35,11 +35,13 @@ class CommunicationOptions:
     """
 
     bytes_per_pack: int = 0
-    compression: cc.Compression = cc.NONE
+    compression: cc.Compression | None = cc.NONE
     timeout: float | None = None
     algorithm: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.compression is None:  # as other libraries say it
+            object.__setattr__(self, "compression", cc.NONE)
         if operator.index(self.bytes_per_pack) < 0:
             raise ValueError(
                 f"CommunicationOptions: bytes_per_pack is no size, expected >= 0, got "

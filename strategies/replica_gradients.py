@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import array_api_compat
 import numpy as np
 
+import collectives as cc
 from strategies import arrays, reductions
 from strategies.arrays import COMPUTE
 from strategies.averaging import Rule
@@ -92,7 +93,8 @@ class Optimizers:
             assert ranks.comm is not None
             options = ranks.options
             rule = Rule(
-                compression=options.compression, bucket_bytes=options.bytes_per_pack or None
+                compression=options.compression or cc.NONE,
+                bucket_bytes=options.bytes_per_pack or None,
             )
             updates: Any = _Updates(self._strategy, optimizer)
             self._made[id(optimizer)] = AveragingOptimizer(updates, ranks.comm, rule)

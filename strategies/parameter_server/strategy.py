@@ -69,6 +69,7 @@ class ParameterServerStrategy(Strategy):
         compression: how gradients travel to the ps tasks: `cc.FP16` or `cc.BF16` halve the bytes of
             float32, `cc.BF16.with_feedback()` adds what rounding has left over to the next gradient
             of the variable (not of `Rows`). They are summed and applied in their own dtype.
+            None is `cc.NONE`, here and for values.
         value_compression: how values travel from there. The ps tasks keep all digits.
         timeout: seconds that a gradient may wait for those of other workers, or for the end of the
             warm-up; None for any time.
@@ -101,11 +102,13 @@ class ParameterServerStrategy(Strategy):
         partitioner: Partitioner | None = None,
         choice: Callable[[Placeable], int] | None = None,
         devices: Sequence[str] | None = None,
-        compression: cc.Compression = cc.NONE,
-        value_compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
+        value_compression: cc.Compression | None = cc.NONE,
         timeout: float | None = 600.0,
         shared_name: str = "parameters",
     ) -> None:
+        compression = cc.NONE if compression is None else compression
+        value_compression = cc.NONE if value_compression is None else value_compression
         self.cluster = server.cluster
         self.variables: dict[str, ServedVariable] = {}
         self.synchronous = synchronous

@@ -62,8 +62,10 @@ def act(
         raise InvalidArgumentError(text) from error
 
 
-def compressed(array: Array, compression: cc.Compression, name: str | None = None) -> Array:
+def compressed(array: Array, compression: cc.Compression | None, name: str | None = None) -> Array:
     """Return an array rounded to 16 bits, or itself if it is none that is rounded."""
+    if compression is None:
+        return array
     codec = compression.codec(array.dtype, cc.SUM, network=False, name=name)
     if codec is None:
         return array

@@ -82,13 +82,13 @@ def spread(rows: Array, places: npt.NDArray[Any], shape: tuple[int, ...]) -> Arr
     return found
 
 
-def packing(compression: cc.Compression, operation: str) -> dict[str, Any]:
+def packing(compression: cc.Compression | None, operation: str) -> dict[str, Any]:
     """Return the options of an action whose arrays are rounded on their way.
 
     Raises:
         ValueError: only between nodes, which is not known here.
     """
-    if compression.dtype is None:
+    if compression is None or compression.dtype is None:
         return {}
     if compression.where != "everywhere":
         raise ValueError(
@@ -102,7 +102,7 @@ def stepping(
     most_stale: int | None,
     scale_stale: bool,
     learning_rate: float | None,
-    compression: cc.Compression,
+    compression: cc.Compression | None,
 ) -> dict[str, Any]:
     """Return the options that all gradients of a step have."""
     rate = None if learning_rate is None else number("apply_gradients", "rate", learning_rate)
@@ -116,14 +116,14 @@ def gradient_item(
     gradient: npt.ArrayLike | Rows,
     seen: int | None,
     options: Mapping[str, Any],
-    compression: cc.Compression,
+    compression: cc.Compression | None,
 ) -> Item:
     """Return what is to be done with the variable at a place, given its gradient."""
     sparse = isinstance(gradient, Rows)
     values = gradient.values if isinstance(gradient, Rows) else gradient
     array = host_array(values, "apply_gradients", place.name)
     # Rows are others in every step: what rounding leaves over would come to the wrong ones.
-    if sparse and compression.residuals is not None:
+    if sparse and compression is not None and compression.residuals is not None:
         compression = cc.Compression(compression.dtype)
     given = [actions.compressed(array, compression, place.name)]
     if isinstance(gradient, Rows):

@@ -75,7 +75,7 @@ class PartitionedVariable:
         return all(part.is_initialized() for part in self.parts)
 
     def read(
-        self, *, compression: cc.Compression = cc.NONE, timeout: float | None = None
+        self, *, compression: cc.Compression | None = cc.NONE, timeout: float | None = None
     ) -> Reading:
         """Return the whole value, and the version of each part."""
         options = packing(compression, "read")
@@ -87,7 +87,7 @@ class PartitionedVariable:
         start: int,
         stop: int,
         *,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> Reading:
         """Return the rows from `start` to before `stop`; only they travel."""
@@ -108,7 +108,7 @@ class PartitionedVariable:
         self,
         indices: npt.ArrayLike,
         *,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> Reading:
         """Return the rows of these indices, of any shape: an embedding look-up.
@@ -175,7 +175,7 @@ class PartitionedVariable:
         most_stale: int | None = None,
         scale_stale: bool = False,
         learning_rate: float | None = None,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> Update:
         """Let the optimizers of the parts make a step; see `SharedVariable.apply_gradients`.
@@ -207,7 +207,7 @@ class PartitionedVariable:
         gradient: npt.ArrayLike | Rows,
         seen: Sequence[int | None] | None,
         options: dict[str, Any],
-        compression: cc.Compression,
+        compression: cc.Compression | None,
     ) -> list[Item | None]:
         """Return what is to be done with each part, None where it is nothing."""
         versions = [None] * len(self.parts) if seen is None else list(seen)

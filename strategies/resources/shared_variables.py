@@ -97,7 +97,7 @@ class SharedVariable:
         return not is_missing(self.service, self.place)
 
     def read(
-        self, *, compression: cc.Compression = cc.NONE, timeout: float | None = None
+        self, *, compression: cc.Compression | None = cc.NONE, timeout: float | None = None
     ) -> Reading:
         """Return value and version.
 
@@ -113,7 +113,7 @@ class SharedVariable:
         start: int,
         stop: int,
         *,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> Reading:
         """Return the rows from `start` to before `stop`; only they travel."""
@@ -129,7 +129,7 @@ class SharedVariable:
         self,
         indices: npt.ArrayLike,
         *,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> Reading:
         """Return the rows of these indices, of any shape; only they travel, each of them once.
@@ -147,7 +147,7 @@ class SharedVariable:
         self,
         value: npt.ArrayLike,
         *,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> int:
         """Set the value, and return the new version."""
@@ -157,7 +157,7 @@ class SharedVariable:
         self,
         delta: npt.ArrayLike,
         *,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> int:
         """Add to the value, and return the new version."""
@@ -167,7 +167,7 @@ class SharedVariable:
         self,
         delta: npt.ArrayLike,
         *,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> int:
         """Subtract from the value, and return the new version."""
@@ -178,7 +178,7 @@ class SharedVariable:
         indices: npt.ArrayLike,
         rows: npt.ArrayLike,
         *,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> int:
         """Add rows at indices, shape (k,), those of one index summed; return the new version."""
@@ -189,7 +189,7 @@ class SharedVariable:
         indices: npt.ArrayLike,
         rows: npt.ArrayLike,
         *,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> int:
         """Subtract rows at indices, as `scatter_add` adds them."""
@@ -200,7 +200,7 @@ class SharedVariable:
         indices: npt.ArrayLike,
         rows: npt.ArrayLike,
         *,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> int:
         """Set rows at indices, the last one of an index; return the new version."""
@@ -214,7 +214,7 @@ class SharedVariable:
         most_stale: int | None = None,
         scale_stale: bool = False,
         learning_rate: float | None = None,
-        compression: cc.Compression = cc.NONE,
+        compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
     ) -> Update:
         """Let the optimizer that lives beside the variable make a step.
@@ -251,7 +251,7 @@ class SharedVariable:
         self,
         operation: str,
         given: Sequence[Any],
-        compression: cc.Compression,
+        compression: cc.Compression | None,
         timeout: float | None,
     ) -> int:
         *indices, values = [host_array(each, operation, self.name) for each in given]

@@ -34,7 +34,7 @@ AnyVariable = SharedVariable | PartitionedVariable
 def read_all(
     variables: Sequence[AnyVariable],
     *,
-    compression: cc.Compression = cc.NONE,
+    compression: cc.Compression | None = cc.NONE,
     timeout: float | None = None,
 ) -> list[Reading]:
     """Read several variables by one message to each task.
@@ -73,7 +73,7 @@ def apply_all(
     most_stale: int | None = None,
     scale_stale: bool = False,
     learning_rate: float | None = None,
-    compression: cc.Compression = cc.NONE,
+    compression: cc.Compression | None = cc.NONE,
     timeout: float | None = None,
 ) -> list[Update | None]:
     """Let the optimizers of several variables make a step, by one message to each task.

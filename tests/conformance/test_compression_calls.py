@@ -42,6 +42,31 @@ def test_other_dtypes_travel_as_they_are(world):
     world.run(check)
 
 
+def test_none_is_no_compression_and_anything_else_is_refused(world):
+    def check(comm):
+        x = np.array([1 + 2.0**-20, -3.0], np.float32)
+        for _ in range(3):  # the second and third time as a repeated call
+            np.testing.assert_array_equal(comm.allreduce(x, compression=None), x)
+        np.testing.assert_array_equal(comm.allreduce_async(x, compression=None).wait(), x)
+        (one,) = comm.grouped_allreduce([x], compression=None)
+        np.testing.assert_array_equal(one, x)
+        with comm.plan_buckets([x], compression=None) as buckets:
+            np.testing.assert_array_equal(buckets.allreduce([x])[0], x)
+        # It agrees with the ranks that say so in the other way.
+        compression = None if comm.rank == 1 else cc.NONE
+        np.testing.assert_array_equal(comm.allreduce(x, compression=compression), x)
+        words = "not a compression, expected NONE, FP16, BF16 .*, got 'fp16'"
+        for call in (
+            lambda: comm.allreduce(x, compression="fp16"),
+            lambda: comm.grouped_allreduce([x], compression="fp16"),
+            lambda: comm.plan_buckets([x], compression="fp16"),
+        ):
+            with pytest.raises(TypeError, match=words):
+                call()
+
+    world.run(check)
+
+
 def test_another_compression_on_one_rank_is_an_error_on_all(world):
     def check(comm):
         if comm.size == 1:

@@ -230,6 +230,18 @@ def test_compression_keeps_what_rounding_leaves_over(world):
     world.run(check)
 
 
+def test_a_compression_of_none_rounds_nothing(world):
+    def check(comm):
+        w = np.zeros(2, np.float32)
+        optimizer = strategies.DistributedOptimizer(
+            strategies.SGD(1.0), comm=comm, compression=None if comm.rank == 0 else cc.NONE
+        )
+        optimizer.apply_gradients([(np.full(2, 1 + 2.0**-20, np.float32), w)])
+        np.testing.assert_array_equal(w, np.float32(-1 - 2.0**-20))
+
+    world.run(check)
+
+
 def test_dtypes_stay_and_wider_gradients_are_rounded(world):
     def check(comm):
         for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):

@@ -127,6 +127,24 @@ def test_wrong_use_on_all_ranks_says_what_was_expected(world, kind, words, call)
     world.run(check)
 
 
+@pytest.mark.parametrize("count", [3, 5000])
+def test_a_broadcast_of_none_on_the_other_ranks_says_what_to_pass(world, count):
+    def check(comm):
+        x = np.arange(float(count)) if comm.rank == 0 else None
+        for call in (comm.broadcast, lambda x: comm.broadcast_async(x).wait()):
+            error = raised(lambda call=call: call(x))
+            if comm.size == 1:
+                assert error is None
+                continue
+            assert isinstance(error, cc.MismatchError if comm.rank == 0 else TypeError)
+            for words in ("x is None", "np.empty(shape, dtype)", "use broadcast_object"):
+                assert words in str(error)
+        same = np.empty(count) if comm.rank else x
+        np.testing.assert_array_equal(comm.broadcast(same), np.arange(float(count)))
+
+    world.run(check)
+
+
 def test_a_rank_that_does_not_come_is_named_and_ends_the_communicator(world):
     def check(comm):
         pair = comm.split(0 if comm.rank < 2 else None)

@@ -215,12 +215,13 @@ def test_a_state_is_not_loaded_between_gradients_of_one_update(strategy, server)
     [
         # 1 + 2^-9 lies between two bfloat16, nearer to 1.
         (cc.NONE, [1 + 2**-9, 2 + 2**-8, 3 + 3 * 2**-9, 4 + 2**-7]),
+        (None, [1 + 2**-9, 2 + 2**-8, 3 + 3 * 2**-9, 4 + 2**-7]),
         (cc.BF16, [1, 2, 3, 4]),
         (cc.FP16, [1 + 2**-9, 2 + 2**-8, 3 + 3 * 2**-9, 4 + 2**-7]),
         # What is left over adds up to half of the step between two, and then to more.
         (cc.BF16.with_feedback, [1, 2, 3 + 2**-7, 4 + 2**-7]),
     ],
-    ids=["none", "bfloat16", "float16", "feedback"],
+    ids=["NONE", "none", "bfloat16", "float16", "feedback"],
 )
 def test_gradients_travel_as_16_bits(world, compression, sums):
     def run(comm):
@@ -230,6 +231,7 @@ def test_gradients_travel_as_16_bits(world, compression, sums):
                 strategies.SGD(1.0),
                 synchronous=True,
                 compression=compression() if callable(compression) else compression,
+                value_compression=None,
                 partitioner=lambda shape, dtype: [2],
             )
             w = strategy.variable(np.zeros(40_000, np.float32), name="w")

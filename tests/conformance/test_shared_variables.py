@@ -323,6 +323,9 @@ def values_travel_as_16_bits_on_request(make):
         v.assign(np.zeros(4, F32))
         v.apply_gradients(value[:4], compression=compression)
         np.testing.assert_array_equal(v.read().value, -rounded)
+        v.assign(np.zeros(4, F32), compression=None)
+        v.apply_gradients(value, compression=None)
+        np.testing.assert_array_equal(v.read(compression=None).value, -value)
     whole = make(np.arange(3), name="integers")
     assert whole.read(compression=cc.FP16).value.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="everywhere or not at all"):

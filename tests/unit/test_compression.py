@@ -56,6 +56,17 @@ def test_ranks_tell_compressions_apart_by_their_words():
     assert len({*words, FP16.with_feedback(), FP16.with_feedback()}) == 7
 
 
+def test_a_compression_is_shown_as_it_is_written():
+    feedback = FP16.with_feedback()
+    assert repr([NONE, FP16, BF16]) == "[NONE, FP16, BF16]"
+    assert repr(feedback) == "FP16.with_feedback()"
+    assert repr(BF16.on("network")) == "BF16.on('network')"
+    assert repr(feedback.on("network")) == "FP16.on('network').with_feedback()"
+    assert repr(feedback.on("network").on("everywhere")) == repr(feedback)
+    for scheme in (NONE, FP16, BF16, NONE.on("network"), BF16.on("network")):
+        assert eval(repr(scheme)) == scheme
+
+
 def test_feedback_needs_something_to_round_a_name_and_a_sum():
     with pytest.raises(ValueError, match="NONE rounds nothing"):
         NONE.with_feedback()

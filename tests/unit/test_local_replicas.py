@@ -182,6 +182,9 @@ def test_options_of_a_call_go_over_those_of_the_strategy():
     earlier = strategies.CommunicationOptions(bytes_per_pack=8, timeout=5)
     later = strategies.CommunicationOptions(compression=cc.FP16, timeout=7)
     assert later.over(earlier) == strategies.CommunicationOptions(8, cc.FP16, 7)
+    none = strategies.CommunicationOptions(compression=None)
+    assert none.compression is cc.NONE
+    assert none.over(later) == later
     with pytest.raises(ValueError, match="bytes_per_pack is no size, expected >= 0, got -1"):
         strategies.CommunicationOptions(bytes_per_pack=-1)
     with pytest.raises(ValueError, match="timeout is no time"):
