@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import statistics
 import sys
 import time
@@ -56,6 +54,15 @@ BATCH_SECONDS = 2e-4
 ROW_SECONDS = 0.5
 _FEWEST, _MOST = 5, 200
 _TURNS = 5
+
+# A plan takes 0.4 us for 8 bytes and 3.6 us for so many (`docs/benchmarks`), a call 3 us more.
+SMALL_BYTES = 64 << 10
+_HINT = (
+    "small arrays that are reduced again and again are faster through a plan: "
+    "comm.plan_allreduce, here --through plan"
+)
+
+_COLUMNS = ("bytes", "median us", "p99 us", "max us", "algbw GB/s", "busbw GB/s")
 
 _Call = Callable[[], object]
 
@@ -105,6 +112,12 @@ class Options:
                 f"{self.algorithm}"
             )
 
+    @property
+    def wastes_a_plan(self) -> bool:
+        """Whether some of the calls would be faster through a plan."""
+        plannable = (self.operation, self.algorithm, self.through) == ("allreduce", "auto", "call")
+        return plannable and min(self.sizes) <= SMALL_BYTES
+
 
 def run(options: Options, to_json: Path | None = None, to_plot: Path | None = None) -> int:
     """Measure and print a table on rank 0; *collective* over the world.
@@ -137,10 +150,12 @@ def run(options: Options, to_json: Path | None = None, to_plot: Path | None = No
 def _table(
     comm: cc.Communicator, options: Options, to_json: Path | None, to_plot: Path | None
 ) -> int:
-    facts = {**information.gather_facts(comm), "machine": _machine()}
+    facts = {**information.gather_facts(comm), "machine": information.machine(comm)}
+    names = {peer: peers.name(peer) for peer in options.peers}
+    heads = [*_COLUMNS, *(f"x {name}" for name in names.values()), "error"]
     rows = []
     if comm.rank == 0:
-        print(_heading(options, facts), flush=True)
+        print(_heading(options, facts, heads), flush=True)
     for nbytes in options.sizes:
         try:
             rows.append(measure(comm, options, nbytes))
@@ -149,14 +164,17 @@ def _table(
                 print(error, file=sys.stderr, flush=True)
             return 2
         if comm.rank == 0:
-            print(_line(rows[-1]), flush=True)
+            print(_line(rows[-1], heads), flush=True)
     if comm.rank == 0:
+        if options.wastes_a_plan:
+            print(_HINT, flush=True)
         if to_json is not None:
             chosen = {k: v for k, v in vars(options).items() if k != "sizes"}
-            to_json.write_text(json.dumps({**chosen, "facts": facts, "rows": rows}, indent=1))
+            known = {"names": names, "facts": facts, "rows": rows}
+            to_json.write_text(json.dumps({**chosen, **known}, indent=1))
         if to_plot is not None:
             title = f"{options.operation} {options.dtype}, {comm.size} ranks"
-            figure.draw(title, rows, bus_factor(options.operation, comm.size), to_plot)
+            figure.draw(title, rows, names, bus_factor(options.operation, comm.size), to_plot)
     return 0
 
 
@@ -277,32 +295,20 @@ def _error(got: Any, right: exact.Exact | None) -> float:
     return float(difference / np.abs(right.values).max())
 
 
-def _machine() -> str:
-    """Describe the processor that this process runs on."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    models = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]
-    model = models[0] if models else platform.machine()
-    return (
-        f"{model}, {len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.release()}"
-    )
-
-
-def _heading(options: Options, facts: dict[str, Any]) -> str:
+def _heading(options: Options, facts: dict[str, Any], heads: Sequence[str]) -> str:
     what = f"{options.operation} {options.dtype}, {options.algorithm}, through {options.through}"
     where = f"{facts['ranks']} ranks, {len(facts['nodes'])} nodes; {facts['machine']}"
-    columns = ["bytes", "median us", "p99 us", "max us", "algbw GB/s", "busbw GB/s"]
-    columns += [f"x {peer}" for peer in options.peers]
-    return f"{what}\n{where}\n{facts['mpi_library']}\n" + "  ".join(
-        f"{column:>10}" for column in [*columns, "error"]
-    )
+    return f"{what}\n{where}\n{facts['mpi_library']}\n{_aligned(heads, heads)}"
 
 
-def _line(row: dict[str, Any]) -> str:
-    cells = [f"{quantities.size_text(row['bytes']):>10}"]
-    cells += [f"{1e6 * row[name]:10.2f}" for name in ("median", "p99", "max")]
-    cells += [f"{row[name] / 1e9:10.3f}" for name in ("algbw", "busbw")]
-    cells += [f"{ratio:10.2f}" for ratio in row["ratios"].values()]
-    return "  ".join([*cells, f"{row['error']:10.1e}"])
+def _line(row: dict[str, Any], heads: Sequence[str]) -> str:
+    cells = [quantities.size_text(row["bytes"])]
+    cells += [f"{1e6 * row[name]:.2f}" for name in ("median", "p99", "max")]
+    cells += [f"{row[name] / 1e9:.3f}" for name in ("algbw", "busbw")]
+    cells += [f"{ratio:.2f}" for ratio in row["ratios"].values()]
+    return _aligned([*cells, f"{row['error']:.1e}"], heads)
+
+
+def _aligned(cells: Sequence[str], heads: Sequence[str]) -> str:
+    pairs = zip(cells, heads, strict=True)
+    return "  ".join(cell.rjust(max(10, len(head))) for cell, head in pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,22 @@ def is_possible() -> bool:
     return True
 
 
-def draw(title: str, rows: Sequence[dict[str, Any]], bus_factor: float, path: Path) -> None:
-    """Draw the rows of `benchmark.measure` into a file; its ending decides about the format."""
+def draw(
+    title: str,
+    rows: Sequence[dict[str, Any]],
+    names: Mapping[str, str],
+    bus_factor: float,
+    path: Path,
+) -> None:
+    """Draw the rows of `benchmark.measure` into a file; its ending decides about the format.
+
+    Args:
+        title: above the picture.
+        rows: at least one.
+        names: of the peers, for people.
+        bus_factor: busbw / algbw.
+        path: of the file.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -31,7 +45,7 @@ def draw(title: str, rows: Sequence[dict[str, Any]], bus_factor: float, path: Pa
     nbytes = np.array([row["bytes"] for row in rows])
     ours = np.array([row["median"] for row in rows])
     lines = {"unisono": ours}
-    lines |= {peer: np.array([row["peers"][peer] for row in rows]) for peer in rows[0]["peers"]}
+    lines |= {name: np.array([row["peers"][peer] for row in rows]) for peer, name in names.items()}
     for name, seconds in lines.items():
         left.loglog(nbytes, 1e6 * seconds, "o-", label=name)
         right.semilogx(nbytes, nbytes * bus_factor / seconds / 1e9, "o-", label=name)

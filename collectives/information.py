@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib import metadata, util
+from pathlib import Path
 from typing import Any
 
 import collectives as cc
 from collectives import awareness, launch, links
 
-__all__ = ["gather_facts", "table", "thread_level", "versions"]
+__all__ = ["gather_facts", "library_name", "machine", "table", "thread_level", "versions"]
 
 # Import name of a package -> names of the distributions that may bring it.
 _PACKAGES = {
@@ -72,6 +74,33 @@ def versions() -> dict[str, str]:
         **{name: _version(name) or "absent" for name in ("numpy", "mpi4py", "numba")},
         "MPI library": _library(),
     }
+
+
+def library_name() -> str:
+    """Return the name and version of the MPI library, such as "Open MPI 5.0.11"."""
+    # "Open MPI v5.0.11, package: ...", "MPICH Version:      4.3.2"
+    return re.sub(r"(\s+Version\s*:)?\s+v?(?=\d)", " ", _library().partition(",")[0])
+
+
+def machine(comm: cc.Communicator) -> str:
+    """Describe the processor of rank 0's node, and the cores there that ranks run on; *collective*.
+
+    Where ranks are bound, one rank alone may run on few of the cores that all of them use.
+    """
+    everywhere = comm.allgather_object((comm.node_rank, os.sched_getaffinity(0)))
+    here = [cores for node, cores in everywhere if node == 0]
+    cores, each = len(set().union(*here)), min(map(len, here))
+    bound = "" if each == cores else f" ({each} for a rank)"
+    return f"{_processor()}, {cores} cores{bound}, {platform.system()} {platform.release()}"
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    models = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]
+    return models[0] if models else platform.machine()
 
 
 def thread_level() -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from collectives import launch, settings, world
+from collectives import information, launch, settings, world
 from collectives.arrays import Array
 
-__all__ = ["PEERS", "close", "gloo", "missing", "native"]
+__all__ = ["PEERS", "close", "gloo", "missing", "name", "native"]
 
 Call = Callable[[], object]
 
@@ -141,6 +141,11 @@ PEERS: dict[str, Callable[[str, Array, Sequence[int], int], Call]] = {
     "native": native,
     "gloo": gloo,
 }
+
+
+def name(peer: str) -> str:
+    """Return the name of a peer for people, such as "Open MPI 5.0.11" or "Gloo"."""
+    return information.library_name() if peer == "native" else peer.capitalize()
 
 
 def close() -> None:

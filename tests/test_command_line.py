@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 
 import pytest
 
-from collectives import benchmark, quantities, selection, tuned
+from collectives import benchmark, information, quantities, selection, tuned
 from collectives.links import DEFAULT, Link, Machine
 from launcher import ROOT, mpirun, run
 
@@ -181,6 +183,63 @@ def test_bench_measures_every_operation(operation, tmp_path):
         assert row["ratios"]["native"] == pytest.approx(row["peers"]["native"] / row["median"])
         reduces = operation in ("allreduce", "reduce", "reduce_scatter")
         assert row["error"] <= (1e-6 if reduces else 0)
+
+
+BOUND_BENCH = """
+import os, sys
+from mpi4py import MPI
+os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[MPI.COMM_WORLD.rank]})
+from collectives import __main__
+sys.exit(__main__.main(["bench", "--sizes", "8,64K", "--json", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be shared out")
+def test_bench_counts_the_cores_of_all_ranks_that_are_bound(tmp_path):
+    program = tmp_path / "bound.py"
+    program.write_text(BOUND_BENCH)
+    result = mpirun(2, program, tmp_path / "figures.json")
+    assert result.status == 0, result.stderr
+    assert ", 2 cores (1 for a rank), " in result.stdout
+    facts = json.loads((tmp_path / "figures.json").read_text())["facts"]
+    assert ", 2 cores (1 for a rank), " in facts["machine"]
+
+
+def test_bench_names_its_peer_and_recommends_plans_for_small_arrays(tmp_path):
+    file = tmp_path / "figures.json"
+    result = mpirun(2, *COMMAND, "bench", "--sizes", "8,1M", "--json", file)
+    assert result.status == 0, result.stderr
+    figures = json.loads(file.read_text())
+    name = figures["names"]["native"]
+    assert re.fullmatch(r"(Open MPI|MPICH) \d+\.\d+.*", name)
+    heads = next(line for line in result.stdout.splitlines() if "median us" in line)
+    assert f"  x {name}  " in heads
+    rows = result.stdout.splitlines()[4:6]
+    assert {len(row) for row in rows} == {len(heads)}
+    assert result.stdout.count("faster through a plan") == 1
+    for other in (["--sizes", "1M"], ["--sizes", "8", "--through", "plan"], ["reduce"]):
+        size = [] if "--sizes" in other else ["--sizes", "8"]
+        result = mpirun(2, *COMMAND, "bench", *other, *size)
+        assert result.status == 0, result.stderr
+        assert "through a plan" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("Open MPI v5.0.11, package: Open MPI user@localhost", "Open MPI 5.0.11"),
+        ("Open MPI v5.1.0rc2", "Open MPI 5.1.0rc2"),
+        ("MPICH Version:      4.3.2", "MPICH 4.3.2"),
+        ("MVAPICH Version      :\t3.0", "MVAPICH 3.0"),
+        (
+            "Intel(R) MPI Library 2021.14 for Linux* OS",
+            "Intel(R) MPI Library 2021.14 for Linux* OS",
+        ),
+    ],
+)
+def test_the_name_of_an_mpi_library(monkeypatch, said, name):
+    monkeypatch.setattr(information, "_library", lambda: said)
+    assert information.library_name() == name
 
 
 @pytest.mark.parametrize(
