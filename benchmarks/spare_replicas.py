@@ -165,7 +165,7 @@ def train(comm, spare: int, options, seed: int) -> tuple[float, float]:
     """Train once; returns seconds and steps until 96 %."""
     from spare_replicas import backward, make_network, my_batches
 
-    from digits import Network, accuracy, load
+    from common.digits import Network, accuracy, load
 
     drawn = delays(options.steps, comm.size, options.median / 1000, seed)
     with strategies.SpareReplicaStrategy(comm.size - spare, comm=comm) as strategy:

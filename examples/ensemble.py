@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from digits import Network, accuracy, load
+from common.digits import Network, accuracy, load
 
 
 def members(folder: str) -> list[Network]:

@@ -21,7 +21,7 @@ from ensemble import members
 
 import collectives as cc
 import strategies
-from digits import DIGITS, PIXELS, Network, accuracy, load
+from common.digits import DIGITS, PIXELS, Network, accuracy, load
 from strategies.errors import CancelledError, DeadlineExceededError, OutOfRangeError
 
 

@@ -19,7 +19,7 @@ from mpi4py.futures import MPICommExecutor
 from safetensors.numpy import save_file
 
 import collectives as cc
-from digits import Network, accuracy, load
+from common.digits import Network, accuracy, load
 
 BEST = 3
 

@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 import strategies
-from digits import Network, accuracy, batches, cross_entropy, load
+from common.digits import Network, accuracy, batches, cross_entropy, load
 from strategies.parameter_server import Record
 
 BATCH = 50

@@ -20,8 +20,8 @@ import argparse
 import numpy as np
 
 import collectives as cc
-import comparison
-from digits import DIGITS, batches, cross_entropy, load
+from common import comparison
+from common.digits import DIGITS, batches, cross_entropy, load
 from strategies import model_parallel
 
 STEPS, WIDTH = 8, 8  # rows of an image, and pixels in a row

@@ -17,7 +17,7 @@ import numpy as np
 
 import collectives as cc
 import strategies
-from digits import Network, accuracy, batches, cross_entropy, load
+from common.digits import Network, accuracy, batches, cross_entropy, load
 
 
 def main() -> None:

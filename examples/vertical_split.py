@@ -15,8 +15,8 @@ import argparse
 import numpy as np
 
 import collectives as cc
-import comparison
-from digits import DIGITS, PIXELS, batches, cross_entropy, load
+from common import comparison
+from common.digits import DIGITS, PIXELS, batches, cross_entropy, load
 from strategies import model_parallel
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,21 @@ def test_help_says_what_a_program_does(name):
     assert result.status == 0, result
     assert "usage:" in result.stdout
     assert result.stderr == ""
+
+
+def test_every_file_beside_the_shared_ones_is_a_program():
+    files = list(EXAMPLES.glob("*.py"))
+    assert {file.stem for file in files} > set(NAMES)
+    for file in files:
+        assert '__name__ == "__main__"' in file.read_text(), file
+
+
+def test_a_program_is_copied_with_the_folder_that_it_imports(tmp_path):
+    shutil.copy(EXAMPLES / "vertical_split.py", tmp_path)
+    shutil.copytree(EXAMPLES / "common", tmp_path / "common")
+    result = run([sys.executable, "vertical_split.py", "--help"], timeout=60, cwd=tmp_path)
+    assert result.status == 0, result
+    assert "usage:" in result.stdout
 
 
 def facts(result):
