@@ -166,7 +166,7 @@ def _table(
         if comm.rank == 0:
             print(_line(rows[-1], heads), flush=True)
     if comm.rank == 0:
-        if options.wastes_a_plan:
+        if options.wastes_a_plan and comm.num_nodes == 1:
             print(_HINT, flush=True)
         if to_json is not None:
             chosen = {k: v for k, v in vars(options).items() if k != "sizes"}

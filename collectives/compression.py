@@ -187,7 +187,8 @@ class Compression:
         """Return what makes it, as a program has it."""
         where = "" if self.where == "everywhere" else f".on({self.where!r})"
         feedback = "" if self.residuals is None else ".with_feedback()"
-        return f"{_NAMES[self.dtype]}{where}{feedback}"
+        name = _NAMES.get(self.dtype, f"Compression({self.dtype!r})")
+        return f"{name}{where}{feedback}"
 
     def __str__(self) -> str:
         """Return the words by which ranks compare what they mean."""

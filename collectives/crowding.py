@@ -8,6 +8,7 @@ other: `examples/pipelined_rnn.py` took over 100 s so, and 13 s with one thread 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,7 @@ def threads(environ: Mapping[str, str], cores: int) -> int:
     """
     # OpenMP takes a list, for regions inside regions.
     told = [environ.get(name, "").partition(",")[0].strip() for name in _VARIABLES]
-    numbers = [int(text) for text in told if text.isascii() and text.isdecimal()]
+    numbers = [int(text) for text in told if re.fullmatch("[0-9]{1,9}", text)]
     return max((number for number in numbers if number > 0), default=cores)
 
 

@@ -33,6 +33,7 @@ CORES = len(os.sched_getaffinity(0))
         ({"OMP_NUM_THREADS": ""}, 8),
         ({"OMP_NUM_THREADS": "0"}, 8),
         ({"MKL_NUM_THREADS": "all"}, 8),
+        ({"MKL_NUM_THREADS": "9" * 5000}, 8),
     ],
 )
 def test_the_variables_decide_and_else_there_is_a_thread_for_each_core(environ, expected):
