@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from collectives import (
     topology,
     tuned,
 )
-from collectives.arrays import Borrowed
+from collectives.arrays import Array, Borrowed
 from collectives.calls import Call, Calls
 from collectives.channel import Channel, open_channel
 from collectives.compression import NONE, Compression, chosen
@@ -35,10 +35,12 @@ from collectives.on_devices import OnDevices
 from collectives.reduction import MEAN, Op
 from collectives.repeats import NEW, Repeats
 from collectives.requests import Progress, asynchronous
+from collectives.signatures import A, Compressing, Detachable, Numbers, Reducing, Waiting
 from collectives.transport import Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from typing_extensions import Unpack
 
 __all__ = ["Communicator", "from_mpi"]
 
@@ -136,6 +138,18 @@ class Communicator:
         """Number of nodes that the group spans."""
         return self._nodes.num_nodes
 
+    @overload
+    def allreduce(
+        self, x: Numbers, *, out: None = None, **options: Unpack[Compressing]
+    ) -> Array: ...
+    @overload
+    def allreduce(
+        self, x: Detachable[A], *, out: None = None, **options: Unpack[Compressing]
+    ) -> A: ...
+    @overload
+    def allreduce(self, x: A, *, out: None = None, **options: Unpack[Compressing]) -> A: ...
+    @overload
+    def allreduce(self, x: object, *, out: A, **options: Unpack[Compressing]) -> A: ...
     def allreduce(
         self,
         x: Any,
@@ -212,6 +226,22 @@ class Communicator:
             self._repeats.note_allreduce(call, x, result, op, algorithm, compression)
         return loan.give_back(arrays.stored(flat, result))
 
+    @overload
+    def reduce(
+        self, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[Reducing]
+    ) -> Array | None: ...
+    @overload
+    def reduce(
+        self, x: Detachable[A], root: int = 0, *, out: None = None, **options: Unpack[Reducing]
+    ) -> A | None: ...
+    @overload
+    def reduce(
+        self, x: A, root: int = 0, *, out: None = None, **options: Unpack[Reducing]
+    ) -> A | None: ...
+    @overload
+    def reduce(
+        self, x: object, root: int = 0, *, out: A, **options: Unpack[Reducing]
+    ) -> A | None: ...
     def reduce(
         self,
         x: Any,
@@ -253,6 +283,12 @@ class Communicator:
             self._repeats.note_reduce(call, x, root, op, algorithm)
         return loan.give_back(arrays.stored(flat, result))
 
+    @overload
+    def reduce_scatter(self, x: Numbers, **options: Unpack[Reducing]) -> Array: ...
+    @overload
+    def reduce_scatter(self, x: Detachable[A], **options: Unpack[Reducing]) -> A: ...
+    @overload
+    def reduce_scatter(self, x: A, **options: Unpack[Reducing]) -> A: ...
     def reduce_scatter(
         self,
         x: Any,
@@ -298,6 +334,20 @@ class Communicator:
             self._repeats.note_reduce_scatter(call, x, bounds, result, op, algorithm)
         return loan.give_back(result)
 
+    @overload
+    def broadcast(
+        self, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+    ) -> Array: ...
+    @overload
+    def broadcast(
+        self, x: Detachable[A], root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+    ) -> A: ...
+    @overload
+    def broadcast(
+        self, x: A, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+    ) -> A: ...
+    @overload
+    def broadcast(self, x: object, root: int = 0, *, out: A, **options: Unpack[Waiting]) -> A: ...
     def broadcast(
         self,
         x: Any,

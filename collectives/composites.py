@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from collectives import arrays, fingerprint, operations, reduction
 from collectives.arrays import Array
 from collectives.calls import Call
 from collectives.reduction import MEAN, SUM, Op
+from collectives.signatures import A, Detachable, Numbers
 
 if TYPE_CHECKING:
     from collectives.communicator import Communicator
@@ -61,6 +62,36 @@ def allgather_object(self: Communicator, obj: T, *, timeout: float | None = None
     return [pickle.loads(joined[end - length : end].data) for end, length in parts]
 
 
+@overload
+def sparse_allreduce(
+    self: Communicator,
+    indices: Any,
+    values: Numbers,
+    *,
+    num_rows: int | None = None,
+    op: Op = MEAN,
+    timeout: float | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def sparse_allreduce(
+    self: Communicator,
+    indices: Any,
+    values: Detachable[A],
+    *,
+    num_rows: int | None = None,
+    op: Op = MEAN,
+    timeout: float | None = None,
+) -> tuple[Array, A]: ...
+@overload
+def sparse_allreduce(
+    self: Communicator,
+    indices: Any,
+    values: A,
+    *,
+    num_rows: int | None = None,
+    op: Op = MEAN,
+    timeout: float | None = None,
+) -> tuple[Array, A]: ...
 def sparse_allreduce(
     self: Communicator,
     indices: Any,

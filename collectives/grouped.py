@@ -20,7 +20,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from collectives.calls import Call
 from collectives.compression import NONE, Compression, chosen
 from collectives.layouts import Stage
 from collectives.reduction import MEAN, Op
+from collectives.signatures import A, Detachable, Numbers
 
 if TYPE_CHECKING:
     from collectives.algorithms.node import Engine, Work
@@ -104,6 +105,33 @@ class Groupings:
         return results
 
 
+@overload
+def grouped_allreduce(
+    self: Communicator,
+    xs: Sequence[Numbers],
+    *,
+    op: Op = MEAN,
+    compression: Compression = NONE,
+    timeout: float | None = None,
+) -> list[Array]: ...
+@overload
+def grouped_allreduce(
+    self: Communicator,
+    xs: Sequence[Detachable[A]],
+    *,
+    op: Op = MEAN,
+    compression: Compression = NONE,
+    timeout: float | None = None,
+) -> list[A]: ...
+@overload
+def grouped_allreduce(
+    self: Communicator,
+    xs: Sequence[A],
+    *,
+    op: Op = MEAN,
+    compression: Compression = NONE,
+    timeout: float | None = None,
+) -> list[A]: ...
 def grouped_allreduce(
     self: Communicator,
     xs: Sequence[Any],

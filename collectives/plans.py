@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Generic
 
 from collectives import fingerprint, operations
 from collectives.arrays import Array, address
@@ -10,11 +10,12 @@ from collectives.calls import Call, Calls
 from collectives.errors import MismatchError
 from collectives.reduction import Op
 from collectives.resolved import Resolved
+from collectives.signatures import A
 
 __all__ = ["Plan"]
 
 
-class Plan:
+class Plan(Generic[A]):
     """Reduces one array in place, again and again; made by `Communicator.plan_allreduce`.
 
     Calling it is *collective*, and one of the communicator's calls: all ranks make the same calls
@@ -38,7 +39,7 @@ class Plan:
                  "array")  # fmt: skip
 
     def __init__(
-        self, calls: Calls, call: Call, array: Any, flat: Array, op: Op, timeout: float | None
+        self, calls: Calls, call: Call, array: A, flat: Array, op: Op, timeout: float | None
     ) -> None:
         self.array = array
         self._flat = flat
@@ -55,7 +56,7 @@ class Plan:
             self._kernel = work.kernel
             self._address = address(work.block)
 
-    def __call__(self) -> Any:
+    def __call__(self) -> A:
         """Reduce the array over all ranks, in place, and return it."""
         if self._kernel is None:
             return self._by_messages()
@@ -79,7 +80,7 @@ class Plan:
         finally:
             self._calls.end(record, failure)
 
-    def _by_messages(self) -> Any:
+    def _by_messages(self) -> A:
         flat = self._flat
         with self._calls.enter("allreduce", self._timeout) as call:
             facts = {

@@ -22,7 +22,7 @@ import operator
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from collectives import arrays
 from collectives.arrays import Array
 from collectives.calls import Calls
 from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.signatures import A
 from collectives.transport import Deadline, Message, Transport
 
 if TYPE_CHECKING:
@@ -92,6 +93,12 @@ def send(self: Communicator, x: Any, dest: int, *, timeout: float | None = None)
         self._direct.send(arrays.borrow(x, operation="send").host, dest, deadline)
 
 
+@overload
+def recv(
+    self: Communicator, source: int, *, out: None = None, timeout: float | None = None
+) -> Array: ...
+@overload
+def recv(self: Communicator, source: int, *, out: A, timeout: float | None = None) -> A: ...
 def recv(self: Communicator, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
     """Receive the next array that another rank sends to this one.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -14,13 +13,26 @@ from collectives import arrays, composites, operations, topology
 from collectives.arrays import Array
 from collectives.calls import Call
 from collectives.repeats import NEW
+from collectives.signatures import A, Detachable, Numbers, Splits, Splitting, Waiting
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from collectives.communicator import Communicator
 
 __all__ = ["allgather", "alltoall", "gather", "scatter"]
 
 
+@overload
+def gather(
+    self: Communicator, x: Numbers, root: int = 0, **options: Unpack[Waiting]
+) -> Array | None: ...
+@overload
+def gather(
+    self: Communicator, x: Detachable[A], root: int = 0, **options: Unpack[Waiting]
+) -> A | None: ...
+@overload
+def gather(self: Communicator, x: A, root: int = 0, **options: Unpack[Waiting]) -> A | None: ...
 def gather(
     self: Communicator,
     x: Any,
@@ -60,6 +72,12 @@ def gather(
     return None if result is None else loan.give_back(result.reshape(sum(rows), *row))
 
 
+@overload
+def allgather(self: Communicator, x: Numbers, **options: Unpack[Waiting]) -> Array: ...
+@overload
+def allgather(self: Communicator, x: Detachable[A], **options: Unpack[Waiting]) -> A: ...
+@overload
+def allgather(self: Communicator, x: A, **options: Unpack[Waiting]) -> A: ...
 def allgather(
     self: Communicator, x: Any, *, algorithm: str = "auto", timeout: float | None = None
 ) -> Any:
@@ -88,12 +106,25 @@ def allgather(
     return loan.give_back(result.reshape(sum(rows), *row))
 
 
+@overload
+def scatter(
+    self: Communicator,
+    x: Numbers | Array | None,
+    root: int = 0,
+    **options: Unpack[Splitting],
+) -> Array: ...
+@overload
+def scatter(
+    self: Communicator, x: Detachable[A], root: int = 0, **options: Unpack[Splitting]
+) -> A | Array: ...
+@overload
+def scatter(self: Communicator, x: A, root: int = 0, **options: Unpack[Splitting]) -> A | Array: ...
 def scatter(
     self: Communicator,
     x: Any,
     root: int = 0,
     *,
-    splits: Sequence[int] | None = None,
+    splits: Splits | None = None,
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
@@ -131,11 +162,17 @@ def scatter(
     return result if loan is None else loan.give_back(result)
 
 
+@overload
+def alltoall(self: Communicator, x: Numbers, **options: Unpack[Splitting]) -> Array: ...
+@overload
+def alltoall(self: Communicator, x: Detachable[A], **options: Unpack[Splitting]) -> A: ...
+@overload
+def alltoall(self: Communicator, x: A, **options: Unpack[Splitting]) -> A: ...
 def alltoall(
     self: Communicator,
     x: Any,
     *,
-    splits: Sequence[int] | None = None,
+    splits: Splits | None = None,
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
@@ -170,9 +207,7 @@ def alltoall(
     return loan.give_back(joined.reshape(received, *row))
 
 
-def _splits(
-    self: Communicator, call: Call, array: Array, splits: Sequence[int] | None
-) -> list[int]:
+def _splits(self: Communicator, call: Call, array: Array, splits: Splits | None) -> list[int]:
     """Return the rows of an array for every rank."""
     if array.ndim == 0:
         raise ValueError(f"{call.operation}: a scalar has no rows, expected shape (n, ...)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from collectives import arrays, views
 from collectives.arrays import Array
 from collectives.plans import Plan
 from collectives.reduction import MEAN, Op
+from collectives.signatures import A
 
 if TYPE_CHECKING:
     from collectives.communicator import Communicator
@@ -60,8 +61,8 @@ def shared_empty(
 
 
 def plan_allreduce(
-    self: Communicator, x: Any, *, op: Op = MEAN, timeout: float | None = None
-) -> Plan:
+    self: Communicator, x: A, *, op: Op = MEAN, timeout: float | None = None
+) -> Plan[A]:
     """Resolve an all-reduce in place once, for a call that is made at every step.
 
     *Collective*: all ranks, as `allreduce`. Arguments and errors as `allreduce(x, out=x)`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 
 import numpy as np
 
@@ -15,6 +15,12 @@ from strategies.averaging import Averaging, Leaf, Rule
 from strategies.passes import Passes
 from strategies.resources.variables import Variable
 from strategies.sparse import Rows, in_order
+
+if TYPE_CHECKING:
+    import optax
+    from typing_extensions import Unpack
+
+    from strategies.torch import TorchOptimizer
 
 __all__ = ["ArrayOptimizer", "AveragingOptimizer", "DistributedOptimizer", "fitted"]
 
@@ -36,6 +42,52 @@ class ArrayOptimizer(Protocol):
         """Take over what `state_dict` returned."""
 
 
+class _OfParameters(Protocol):
+    """An optimizer of PyTorch, as far as its type goes."""
+
+    param_groups: list[dict[str, Any]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None: ...
+
+
+class _OfTrees(Protocol):
+    """A transformation of Optax, as far as its type goes."""
+
+    @property
+    def init(self) -> Callable[[Any], Any]: ...
+
+    @property
+    def update(self) -> Callable[..., Any]: ...
+
+
+class _Options(TypedDict, total=False):
+    """The options of `DistributedOptimizer`, for its overloads."""
+
+    named_parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | None
+    comm: cc.Communicator | None
+    op: Any
+    compression: cc.Compression
+    backward_passes_per_step: int
+    average_aggregated_gradients: bool
+    gradient_predivide_factor: float
+    clip_global_norm: float | None
+    sparse_as_dense: bool
+    bucket_bytes: int | None
+    overlap: bool
+
+
+@overload
+def DistributedOptimizer(
+    optimizer: ArrayOptimizer, **options: Unpack[_Options]
+) -> AveragingOptimizer: ...
+@overload
+def DistributedOptimizer(
+    optimizer: _OfParameters, **options: Unpack[_Options]
+) -> TorchOptimizer: ...
+@overload
+def DistributedOptimizer(
+    optimizer: _OfTrees, **options: Unpack[_Options]
+) -> optax.GradientTransformationExtraArgs: ...
 def DistributedOptimizer(
     optimizer: Any,
     *,

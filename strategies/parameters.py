@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -14,11 +14,21 @@ from strategies.agreement import agree
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
+P = TypeVar("P")  # parameters, or whatever holds a state
+
 # What a value in a state may be beside arrays and containers: written as JSON, which keeps all
 # bits of a float.
 _SCALARS = (bool, int, float, str, type(None))
 
 
+@overload
+def broadcast_parameters(
+    parameters: Iterator[P], root: int = 0, *, comm: cc.Communicator | None = None
+) -> list[P]: ...
+@overload
+def broadcast_parameters(
+    parameters: P, root: int = 0, *, comm: cc.Communicator | None = None
+) -> P: ...
 def broadcast_parameters(
     parameters: Any, root: int = 0, *, comm: cc.Communicator | None = None
 ) -> Any:
@@ -67,8 +77,8 @@ def broadcast_parameters(
 
 
 def broadcast_optimizer_state(
-    optimizer: Any, root: int = 0, *, comm: cc.Communicator | None = None
-) -> Any:
+    optimizer: P, root: int = 0, *, comm: cc.Communicator | None = None
+) -> P:
     """Give every rank the state of one rank's optimizer, also where only that one has a state.
 
     *Collective*. Options such as the learning rate are part of the state.
@@ -89,7 +99,8 @@ def broadcast_optimizer_state(
         ValueError: no such root; or a rank cannot load the state; on all ranks.
         MismatchError: ranks differ in the kind of the optimizer; on all ranks.
     """
-    if not callable(getattr(optimizer, "state_dict", None)):
+    stateful: Any = optimizer
+    if not callable(getattr(stateful, "state_dict", None)):
         return broadcast_parameters(optimizer, root, comm=comm)
     say = "broadcast_optimizer_state"
     comm = cc.init() if comm is None else comm
@@ -98,7 +109,7 @@ def broadcast_optimizer_state(
     try:
         _check_root(root, comm, say)
         if comm.rank == root:
-            text = json.dumps(_written(optimizer.state_dict(), arrays, "state"))
+            text = json.dumps(_written(stateful.state_dict(), arrays, "state"))
     except Exception as caught:
         error = caught
     agree(comm, say, [f"root {root}", f"kind {type(optimizer).__qualname__}"], error)
@@ -114,7 +125,7 @@ def broadcast_optimizer_state(
     state = _read(written, next_array)
     if comm.rank != root:
         try:
-            optimizer.load_state_dict(state)
+            stateful.load_state_dict(state)
         except Exception as caught:
             error = caught
     agree(comm, say, [], error)

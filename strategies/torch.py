@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,13 @@ from strategies.early import Early
 from strategies.passes import Contribution, Passes
 from strategies.sparse import Rows
 from strategies.torch_parameters import Names, leaf, parameters_of
+
+if TYPE_CHECKING:
+    # For type checkers it is an optimizer of any class, since it has the attributes of the one that
+    # it holds and takes its place: `optimizer = DistributedOptimizer(optimizer)`.
+    _Optimizer: Any
+else:
+    _Optimizer = torch.optim.Optimizer
 
 __all__ = ["TorchOptimizer", "wrap"]
 
@@ -33,7 +40,7 @@ def wrap(
     return TorchOptimizer(optimizer, names, comm, rule)
 
 
-class TorchOptimizer(torch.optim.Optimizer):
+class TorchOptimizer(_Optimizer):
     """An optimizer of PyTorch whose steps apply the gradients of all ranks.
 
     Made by `DistributedOptimizer`. It holds the optimizer that it was made of, and shows that one's

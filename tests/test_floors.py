@@ -36,6 +36,7 @@ COLLECTIVES = [
         "mpi",
         "segment",
         "shared_arrays",
+        "signatures",
         "liveness",
         "tuned",
     },
