@@ -133,7 +133,7 @@ def run(options: Options, to_json: Path | None = None, to_plot: Path | None = No
     comm = cc.init()
     absent = peers.missing(options.peers)
     if comm.rank == 0 and to_plot is not None and not figure.is_possible():
-        absent = "a plot needs matplotlib: pip install unisono[plot]"
+        absent = "a plot needs matplotlib: pip install matplotlib"
     absent = max(comm.allgather_object(absent))  # any rank's
     if absent:
         if comm.rank == 0:

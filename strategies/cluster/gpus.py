@@ -196,7 +196,7 @@ def _cupy() -> Any:
     except ImportError as error:
         raise RuntimeError(
             "limit_gpu_memory: GPU memory is taken through CuPy, which is not installed: "
-            "`pip install unisono[cuda12]` or `unisono[cuda13]`"
+            "`pip install cupy-cuda12x`, or `cupy-cuda13x` for CUDA 13"
         ) from error
     if not cupy.cuda.is_available():
         raise RuntimeError("limit_gpu_memory: CuPy finds no CUDA device")

@@ -124,7 +124,7 @@ def loss_curve(path_jsonl: str | os.PathLike[str], path_png: str | os.PathLike[s
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "loss_curve: matplotlib is missing; install it by pip install 'unisono[plot]'"
+            "loss_curve: matplotlib is missing; install it by `pip install matplotlib`"
         ) from error
     lines = read_metrics(path_jsonl)
     names = list(dict.fromkeys(name for fields in lines for name in fields if "loss" in name))

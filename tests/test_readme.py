@@ -1,0 +1,60 @@
+"""What the README promises to a stranger: its program runs as pasted, and packages are found."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from launcher import ROOT, mpirun, run
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_first_program_runs_as_pasted_and_prints_what_is_shown(tmp_path):
+    begin = README.index("A whole program, `first.py`:")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README[begin:], re.MULTILINE | re.DOTALL)
+    (_, program), (_, command), (_, output) = blocks[:3]
+    (tmp_path / "first.py").write_text(program)
+    assert command.strip() == "mpirun -np 2 python first.py"
+    result = mpirun(2, "first.py", cwd=tmp_path, timeout=120, PYTHONPATH=str(ROOT))
+    assert result.status == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == output.splitlines()
+
+
+def test_no_text_names_a_package_that_no_index_has():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    files = listed.stdout.splitlines() or pytest.skip("not a checkout")
+    advice = "pip install " + "unisono"
+    assert [
+        f for f in files if f.endswith((".py", ".md")) and advice in (ROOT / f).read_text()
+    ] == []
+
+
+def test_the_project_is_no_module_and_says_what_to_import():
+    result = run([sys.executable, "-c", "import unisono"], timeout=60)
+    assert "ImportError" in result.stderr
+    assert "import collectives as cc" in result.stderr
+    assert "import strategies" in result.stderr
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "unisono.py"):
+        shutil.copy(ROOT / name, checkout)
+    for name in ("collectives", "strategies"):
+        shutil.copytree(ROOT / name, checkout / name)
+    code = f"import setuptools.build_meta as b; b.build_editable({str(tmp_path)!r})"
+    result = run([sys.executable, "-c", code], cwd=checkout, timeout=120)
+    assert result.status == 0, result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as built:
+        (path,) = (name for name in built.namelist() if ".dist-info/" not in name)
+        assert path.endswith(".pth")
+        assert built.read(path).decode().strip() == str(checkout)
