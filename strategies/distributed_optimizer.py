@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from strategies.torch import TorchOptimizer
 
-__all__ = ["ArrayOptimizer", "AveragingOptimizer", "DistributedOptimizer", "fitted"]
+__all__ = ["ArrayOptimizer", "AveragingOptimizer", "DistributedOptimizer", "Options", "fitted"]
 
 Pair = tuple[Any, Any]
 
@@ -60,7 +60,7 @@ class _OfTrees(Protocol):
     def update(self) -> Callable[..., Any]: ...
 
 
-class _Options(TypedDict, total=False):
+class Options(TypedDict, total=False):
     """The options of `DistributedOptimizer`, for its overloads."""
 
     named_parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | None
@@ -78,15 +78,15 @@ class _Options(TypedDict, total=False):
 
 @overload
 def DistributedOptimizer(
-    optimizer: ArrayOptimizer, **options: Unpack[_Options]
+    optimizer: ArrayOptimizer, **options: Unpack[Options]
 ) -> AveragingOptimizer: ...
 @overload
 def DistributedOptimizer(
-    optimizer: _OfParameters, **options: Unpack[_Options]
+    optimizer: _OfParameters, **options: Unpack[Options]
 ) -> TorchOptimizer: ...
 @overload
 def DistributedOptimizer(
-    optimizer: _OfTrees, **options: Unpack[_Options]
+    optimizer: _OfTrees, **options: Unpack[Options]
 ) -> optax.GradientTransformationExtraArgs: ...
 def DistributedOptimizer(
     optimizer: Any,

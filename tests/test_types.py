@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import sys
 import textwrap
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from collectives import signatures
+from collectives.communicator import Communicator
 from launcher import ROOT, run
 from requirements import require
+from strategies import distributed_optimizer
 
 # As much of these libraries as the signatures look at, for a machine that has none of them.
 STUBS = {
@@ -195,3 +199,27 @@ def test_the_same_with_pytorch_itself(tmp_path):
         require("torch", "torch is not installed")
     others = {name: text for name, text in STUBS.items() if not name.startswith("torch")}
     check(tmp_path, {"of_others.py": LIBRARIES}, others)
+
+
+def keywords(function) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"out"}
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (Communicator.allreduce, signatures.Compressing),
+        (Communicator.reduce, signatures.Reducing),
+        (Communicator.reduce_scatter, signatures.Reducing),
+        (Communicator.broadcast, signatures.Waiting),
+        (Communicator.gather, signatures.Waiting),
+        (Communicator.allgather, signatures.Waiting),
+        (Communicator.scatter, signatures.Splitting),
+        (Communicator.alltoall, signatures.Splitting),
+        (distributed_optimizer.DistributedOptimizer, distributed_optimizer.Options),
+    ],
+    ids=lambda thing: thing.__name__,
+)
+def test_checkers_are_told_of_every_option(function, options):
+    assert keywords(function) == set(options.__annotations__)
