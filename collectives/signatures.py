@@ -1,13 +1,11 @@
 """What type checkers are told of operations: the kind of array that goes in comes out.
 
-====================================  ==================================================
-given                                 returned
-====================================  ==================================================
-array of NumPy, JAX, CuPy and so on   the same kind, the dtype included
-tensor or parameter of PyTorch        a tensor, without a gradient
-number, nested sequence of numbers    a NumPy array
-anything, with `out=`                 what was given as `out=`
-====================================  ==================================================
+| given | returned |
+| --- | --- |
+| array of NumPy, JAX, CuPy and so on | the same kind, the dtype included |
+| tensor or parameter of PyTorch | a tensor, without a gradient |
+| number, nested sequence of numbers | a NumPy array |
+| anything, with `out=` | what was given as `out=` |
 
 Every operation has an overload for each line that it can meet. Their options are the same in all of
 them, and stand here; asynchronous twins and functions of the package follow by their decorators.
@@ -39,7 +37,7 @@ __all__ = [
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
 
-# A float counts as a complex number for type checkers, and so does an int.
+# For type checkers a float counts as a complex number, and so does an int.
 Numbers = complex | np.generic | Sequence[Any]
 
 # The rows for every rank.

@@ -61,7 +61,7 @@ class _OfTrees(Protocol):
 
 
 class Options(TypedDict, total=False):
-    """The options of `DistributedOptimizer`, for its overloads."""
+    """The options of `DistributedOptimizer`, which all of its overloads have."""
 
     named_parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | None
     comm: cc.Communicator | None
@@ -135,8 +135,8 @@ def DistributedOptimizer(
             lost, unless `synchronize` was called before.
 
     Returns:
-        An optimizer of the kind that was given: `AveragingOptimizer`, an object that is a
-        `torch.optim.Optimizer`, or a `GradientTransformation`.
+        An optimizer of the kind that was given: `AveragingOptimizer`, a `TorchOptimizer`, which is
+        a `torch.optim.Optimizer`, or a `GradientTransformation`.
 
     Raises:
         TypeError: there is no such kind of optimizer; on all ranks.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 
 import pytest
 
+import launcher
 from launcher import ROOT, mpirun
 from requirements import require
 
@@ -35,6 +37,14 @@ def test_every_row_of_the_tables(subject, request):
     result = mpirun(2, "tests/other_libraries.py", subject, timeout=110)
     assert result.status == 0, result.stdout + result.stderr
     assert int(result.stdout.split()[0]) > 15
+
+
+def test_torchrun_starts_worlds_of_one_rank():
+    assert "**Not\n`torchrun`**" in PAGE
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+    text = "import collectives as cc; print(cc.init().size)"
+    result = launcher.run([sys.executable, "-c", text], timeout=60, **torchrun)
+    assert result.stdout.strip() == "1", result.stderr
 
 
 @pytest.mark.usefixtures("needs_torch")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 
+import numpy as np
 import pytest
 
 from launcher import ROOT, mpirun, run
@@ -24,6 +25,12 @@ def test_the_first_program_runs_as_pasted_and_prints_what_is_shown(tmp_path):
     result = mpirun(2, "first.py", cwd=tmp_path, timeout=120, PYTHONPATH=str(ROOT))
     assert result.status == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == output.splitlines()
+    # As the text after it says: what one process would find with the rows of both ranks.
+    draws = [np.random.default_rng(rank) for rank in range(2)]
+    x = np.concatenate([rng.normal(size=(1000, 3)) for rng in draws])
+    noise = np.concatenate([rng.normal(size=1000) for rng in draws])
+    weights = np.linalg.lstsq(x, x @ [1.0, -2.0, 0.5] + noise, rcond=None)[0]
+    assert str(weights.round(4)) in output
 
 
 def test_no_text_names_a_package_that_no_index_has():
