@@ -111,7 +111,7 @@ def grouped_allreduce(
     xs: Sequence[Numbers],
     *,
     op: Op = MEAN,
-    compression: Compression = NONE,
+    compression: Compression | None = NONE,
     timeout: float | None = None,
 ) -> list[Array]: ...
 @overload
@@ -120,7 +120,7 @@ def grouped_allreduce(
     xs: Sequence[Detachable[A]],
     *,
     op: Op = MEAN,
-    compression: Compression = NONE,
+    compression: Compression | None = NONE,
     timeout: float | None = None,
 ) -> list[A]: ...
 @overload
@@ -129,7 +129,7 @@ def grouped_allreduce(
     xs: Sequence[A],
     *,
     op: Op = MEAN,
-    compression: Compression = NONE,
+    compression: Compression | None = NONE,
     timeout: float | None = None,
 ) -> list[A]: ...
 def grouped_allreduce(

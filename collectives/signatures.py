@@ -73,5 +73,5 @@ class Reducing(Waiting, total=False):
 class Compressing(Reducing, total=False):
     """Options of a reduction that may round."""
 
-    compression: Compression
+    compression: Compression | None
     name: str | None

@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 from strategies import errors, schedules
+from strategies.alike import check_alike
 from strategies.base import Strategy
 from strategies.central_storage import CentralStorageStrategy
 from strategies.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
@@ -195,6 +196,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "byte_size",
+    "check_alike",
     "clip_by_global_norm",
     "clip_by_norm",
     "clip_by_value",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
 import collectives as cc
 from strategies.errors import OpError
 
-__all__ = ["agree", "raise_everywhere"]
+__all__ = ["agree", "first_difference", "raise_everywhere"]
 
 
 def raise_everywhere(error: Exception | None, comm: cc.Communicator, what: str) -> NoReturn:
@@ -54,8 +54,24 @@ def _report(error: Exception) -> tuple[type[Exception], str]:
     return RuntimeError, f"{kind.__name__}: {error}"
 
 
+def first_difference(what: str, told: Sequence[Sequence[Any]]) -> str | None:
+    """Say in what a rank differs from rank 0, given the facts of all; None if in nothing."""
+    first, *others = told
+    for rank, facts in enumerate(others, start=1):
+        for here, there in itertools.zip_longest(first, facts, fillvalue="nothing"):
+            if here != there:
+                return (
+                    f"{what}: ranks differ, {here} on rank 0, {there} on rank {rank} of {len(told)}"
+                )
+    return None
+
+
 def agree(
-    comm: cc.Communicator, what: str, facts: Sequence[str], error: Exception | None = None
+    comm: cc.Communicator,
+    what: str,
+    facts: Sequence[Any],
+    error: Exception | None = None,
+    explain: Callable[[str, Sequence[Sequence[Any]]], str | None] = first_difference,
 ) -> None:
     """Compare what all ranks mean, and raise this rank's error on all if it has one.
 
@@ -64,24 +80,18 @@ def agree(
     Args:
         comm: the ranks.
         what: the operation, for errors.
-        facts: lines of text that must be the same on all ranks.
+        facts: lines of text, or tuples of text, that must be the same on all ranks.
         error: why this rank has no facts.
+        explain: says of the facts of all ranks in what they differ.
 
     Raises:
         MismatchError: the facts differ; on all ranks, names the first difference.
         Exception: as `raise_everywhere`.
     """
-    digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=16).digest()
+    digest = hashlib.blake2b("\n".join(map(str, facts)).encode(), digest_size=16).digest()
     row = np.frombuffer(bytes([error is not None]) + digest, np.uint8)
     rows = comm.allgather(row[np.newaxis])
     if rows[:, 0].any():
         raise_everywhere(error, comm, what)
-    if (rows == rows[0]).all():
-        return
-    first, *others = comm.allgather_object(list(facts))
-    for rank, lines in enumerate(others, start=1):
-        for here, there in itertools.zip_longest(first, lines, fillvalue="nothing"):
-            if here != there:
-                raise cc.MismatchError(
-                    f"{what}: ranks differ, {here} on rank 0, {there} on rank {rank} of {comm.size}"
-                )
+    if not (rows == rows[0]).all():
+        raise cc.MismatchError(explain(what, comm.allgather_object(list(facts))))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import array_api_compat
@@ -14,6 +16,7 @@ __all__ = [
     "COMPUTE",
     "astype",
     "beside",
+    "bits",
     "copy",
     "dtype_name",
     "full",
@@ -32,6 +35,9 @@ COMPUTE = {
 }
 """dtype of a variable -> dtype of its slots and of the arithmetic."""
 
+# Bytes of a device array that are on the host at a time: enough to reach the rate of the bus.
+_SLICE_BYTES = 64 << 20
+
 _CPU, _CPU_PINNED = 1, 3  # DLPack's device types whose memory the processor reads
 
 
@@ -49,6 +55,39 @@ def host(array: Any) -> npt.NDArray[Any] | None:
         bits = tensor.view(array_api_compat.array_namespace(tensor).int16).numpy()
         return np.asarray(bits.view(ml_dtypes.bfloat16))
     return np.asarray(tensor.numpy())
+
+
+def bits(array: Any) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the memory of an array of any library, in the order of its elements.
+
+    Yields:
+        Arrays of shape (n,) in host memory, views where the array is there already.
+
+    Raises:
+        TypeError: its elements are objects.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        # By its own views, since NumPy does not know all dtypes of PyTorch.
+        dense = array.detach()
+        parts = [dense]
+        if dense.is_sparse:
+            dense = dense.coalesce()
+            parts = [dense.indices(), dense.values()]
+        for part in parts:
+            whole = part.resolve_conj().resolve_neg().contiguous().reshape(-1)
+            for piece in whole.view(torch.uint8).split(_SLICE_BYTES) if len(whole) else ():
+                yield piece.cpu().numpy()
+    elif hasattr(array, "get") and hasattr(array, "__cuda_array_interface__"):  # CuPy
+        flat = array_api_compat.array_namespace(array).ascontiguousarray(array).reshape(-1)
+        step = max(1, _SLICE_BYTES // flat.itemsize)
+        for start in range(0, flat.size, step):
+            yield flat[start : start + step].get().view(np.uint8)
+    else:
+        whole = np.ascontiguousarray(array).reshape(-1)
+        if whole.dtype.hasobject:
+            raise TypeError(f"expected numbers, got an array of {whole.dtype}")
+        yield whole.view(np.uint8)
 
 
 def place(array: Any) -> tuple[Any, Any]:

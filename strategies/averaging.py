@@ -10,22 +10,23 @@ wants `overlap`, the second may have been made already; see `early`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies import arrays, placing
-from strategies.agreement import agree, raise_everywhere
+from strategies import alike, arrays, placing
+from strategies.agreement import raise_everywhere
+from strategies.alike import Compare, Fact
 from strategies.clipping import clip_by_global_norm
 from strategies.early import Early
 from strategies.passes import Contribution
 from strategies.sparse import Rows
 
-__all__ = ["Averaging", "Leaf", "Rule"]
+__all__ = ["OPERATION", "Averaging", "Leaf", "Rule"]
 
 Array = npt.NDArray[Any]
 
@@ -33,6 +34,9 @@ Array = npt.NDArray[Any]
 # gradient, and then the number of ranks with a sparse one. Two sums tell whether all ranks have
 # the same number: P times the sum of squares is then the square of the sum.
 _REFUSED, _CHANGED, _AGAIN, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _HEAD = range(8)
+
+OPERATION = "DistributedOptimizer"
+"""Whose comparison it is, in errors."""
 
 # Bytes of a bucket that is to be reduced during the backward pass: smaller ones begin earlier.
 # `benchmarks/overlap.py`, 34 MB between 2 machines at 1 Gbit/s, ms per step: 2 MiB 435, 4 MiB 430,
@@ -53,6 +57,8 @@ class Rule:
     sparse_as_dense: bool = False
     bucket_bytes: int | None = None
     overlap: bool = False
+    compare: Compare = "all"
+    compare_every: int | None = None
 
     def check(self) -> None:
         """Raise `TypeError` or `ValueError` where a field is of no use."""
@@ -62,9 +68,19 @@ class Rule:
         if not isinstance(self.compression, cc.Compression):
             kind = type(self.compression).__name__
             raise TypeError(f"{say}: expected NONE, FP16 or BF16 as compression, got {kind}")
+        if self.compare not in get_args(Compare):
+            raise ValueError(
+                f"{say}: expected one of {' '.join(get_args(Compare))} as compare, got "
+                f"{self.compare!r}"
+            )
         passes, factor = self.backward_passes_per_step, self.gradient_predivide_factor
         if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
             raise ValueError(f"{say}: expected backward_passes_per_step >= 1, got {passes!r}")
+        every = self.compare_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int)):
+            raise TypeError(f"{say}: expected a number of steps as compare_every, got {every!r}")
+        if every is not None and every < 1:
+            raise ValueError(f"{say}: expected compare_every >= 1, got {every}")
         if not 0 < factor < math.inf:
             raise ValueError(f"{say}: expected gradient_predivide_factor > 0, got {factor}")
         if factor != 1 and self.op is not cc.MEAN:
@@ -101,17 +117,41 @@ class Leaf(NamedTuple):
         return f"{self.name}: {self.dtype} of shape {self.shape}"
 
 
+def _no_facts() -> list[Fact]:
+    return []
+
+
+def _fact(leaf: Leaf, compared: bool) -> Fact:
+    """Say what a leaf is, and what it holds if that is compared, too."""
+    return Fact("parameter", str(leaf), alike.checksum(leaf.like) if compared else "")
+
+
 class Averaging:
     """Combines the gradients of the ranks of one group, step by step.
 
     Args:
         comm: the ranks.
         rule: how.
+        facts: tells the optimizer's settings and its state, which are compared with the leaves
+            themselves. None if the leaves are not the parameters: then the caller compares, in the
+            steps in which `due` is set.
+
+    Attributes:
+        due: whether ranks compare parameters in this step, if the rule says so; on all or on none.
     """
 
-    def __init__(self, comm: cc.Communicator, rule: Rule) -> None:
+    def __init__(
+        self,
+        comm: cc.Communicator,
+        rule: Rule,
+        facts: Callable[[], list[Fact]] | None = None,
+    ) -> None:
         self.comm = comm
         self.rule = rule
+        self.due = False
+        self._compares = facts is not None and rule.compare != "nothing"
+        self._facts = facts if facts is not None and rule.compare == "all" else _no_facts
+        self._compared: set[tuple[str, tuple[int, ...], str]] = set()
         self._given: Sequence[Leaf] = ()
         self._leaves: list[Leaf] = []
         self._words: list[tuple[str, tuple[int, ...], str]] = []
@@ -147,7 +187,8 @@ class Averaging:
             `Rows`, or None if no rank has a gradient. The same bits on all ranks.
 
         Raises:
-            MismatchError: ranks differ in their parameters, or in the number of steps; on all.
+            MismatchError: ranks differ in their parameters, in other things that the rule
+                compares, or in the number of steps; on all.
             ValueError: examples are missing, or a gradient is sparse on some ranks only; on all.
             Exception: the error of a contribution; on all ranks.
         """
@@ -158,12 +199,14 @@ class Averaging:
             contribution = contribution._replace(error=contribution.error or early.error)
         again = early is None or not early.holds(contribution, unchanged)
         status = self._tell(leaves, contribution, again)
+        new = False
         if status[_CHANGED] and not status[_REFUSED]:
-            self._agree_on(leaves)
+            new = self._agree_on(leaves)
             status = self._tell(leaves, contribution, again=True)
         if status[_REFUSED]:
             raise_everywhere(contribution.error, self.comm, "apply_gradients")
         self._check(status)
+        self._compare(leaves, new)
         scale = self._scale(status, contribution)
         gradients, n = contribution.gradients, len(leaves)
         present, sparse = status[_HEAD : _HEAD + n] > 0, status[_HEAD + n :] > 0
@@ -233,14 +276,39 @@ class Averaging:
         sums: Array = status.copy()
         return sums
 
-    def _agree_on(self, leaves: Sequence[Leaf]) -> None:
-        """Compare the parameters of all ranks, and make room for them."""
-        agree(self.comm, "apply_gradients", [str(leaf) for leaf in leaves])
+    def _agree_on(self, leaves: Sequence[Leaf]) -> bool:
+        """Compare the parameters of all ranks, and make room for them; tells if any are new."""
+        words = [leaf[:3] for leaf in leaves]
+        new = set(words) - self._compared
+
+        compared = new if self._compares else set()
+
+        def facts() -> list[Fact]:
+            own = [] if self._compared else self._facts()
+            return own + [_fact(leaf, leaf[:3] in compared) for leaf in leaves]
+
+        alike.compare(self.comm, OPERATION, facts)
         self.close()
-        self._given, self._leaves = leaves, list(leaves)
-        self._words = [leaf[:3] for leaf in leaves]
+        self._given, self._leaves, self._words = leaves, list(leaves), words
+        self._compared |= new
         self._status = self.comm.shared_empty(_HEAD + 2 * len(leaves), np.float64)
         self._exchange = self.comm.plan_allreduce(self._status, op=cc.SUM)
+        return bool(new)
+
+    def _compare(self, leaves: Sequence[Leaf], new: bool) -> None:
+        """Compare the parameters again, if it is time; where some are `new` they just were."""
+        every = self.rule.compare_every
+        again = every is not None and self._steps % every == 0
+        # Also the second step, for the caller: a rate that warms up often begins at zero, and of
+        # such a step nothing shows but the parameters.
+        self.due = self.rule.compare != "nothing" and (new or again or self._steps <= 2)
+        if again and not new and self._compares:
+            alike.compare(
+                self.comm,
+                OPERATION,
+                lambda: self._facts() + [_fact(leaf, compared=True) for leaf in leaves],
+                earlier="in an earlier step",
+            )
 
     def _check(self, status: Array) -> None:
         """Find what is wrong in the sums; the same on all ranks."""

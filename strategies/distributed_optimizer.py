@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 import collectives as cc
 from strategies import arrays, contexts
 from strategies.agreement import agree
+from strategies.alike import Compare, Fact, facts_of_optimizer
 from strategies.averaging import Averaging, Leaf, Rule
 from strategies.passes import Passes
 from strategies.resources.variables import Variable
@@ -66,7 +68,7 @@ class Options(TypedDict, total=False):
     named_parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | None
     comm: cc.Communicator | None
     op: Any
-    compression: cc.Compression
+    compression: cc.Compression | None
     backward_passes_per_step: int
     average_aggregated_gradients: bool
     gradient_predivide_factor: float
@@ -74,6 +76,8 @@ class Options(TypedDict, total=False):
     sparse_as_dense: bool
     bucket_bytes: int | None
     overlap: bool
+    compare: Compare
+    compare_every: int | None
 
 
 @overload
@@ -102,12 +106,15 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     bucket_bytes: int | None = None,
     overlap: bool = False,
+    compare: Compare = "all",
+    compare_every: int | None = None,
 ) -> Any:
     """Make an optimizer that combines the gradients of all ranks, and then does as the given one.
 
     *Collective*: all ranks, with optimizers of one kind, the same parameters in the same order, and
     the same options. All ranks compute the same bits from then on, so that parameters that begin
-    equal (`broadcast_parameters`) stay equal.
+    equal (`broadcast_parameters`) stay equal. That they do begin equal is compared in the first
+    step: a forgotten broadcast is an error on all ranks.
 
     Args:
         optimizer: one of `strategies.optimizers`, a `torch.optim.Optimizer`, or a
@@ -133,6 +140,12 @@ def DistributedOptimizer(
             examples than in the last step, on any rank, all are reduced again. Only changes that
             PyTorch does not count, through `.grad.data` or `.grad.numpy()`, are not seen and get
             lost, unless `synchronize` was called before.
+        compare: what ranks compare in the first step, before anything changes. "all": the bits of
+            the parameters, the class and the settings of the optimizer, such as its learning rate,
+            and its state. "parameters": these alone, where settings differ on purpose. "nothing".
+            Optax shows no settings: the updates that it makes are compared instead, of the first
+            two steps, and parameters only if `update` is given them.
+        compare_every: compare again in every so many steps; None: in the first one only.
 
     Returns:
         An optimizer of the kind that was given: `AveragingOptimizer`, a `TorchOptimizer`, which is
@@ -143,6 +156,10 @@ def DistributedOptimizer(
         ValueError: an option is out of range, or a parameter has no name or the name of another; on
             all ranks.
         MismatchError: ranks differ in what they gave; on all ranks.
+
+    Cost: of the comparison in the first step, one read of parameters and state, 60 to 150 ms per GB
+    on the host, and one message of 17 bytes to every rank, in place of the one that compares names
+    and shapes; of arrays on a device, their way to the host.
     """
     comm = cc.init() if comm is None else comm
     rule = Rule(
@@ -155,6 +172,8 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         bucket_bytes=bucket_bytes,
         overlap=overlap,
+        compare=compare,
+        compare_every=compare_every,
     )
     facts: list[str] = []
     error = None
@@ -218,12 +237,19 @@ class AveragingOptimizer:
         optimizer: what updates the variables.
         comm: the ranks that average.
         rule: how they do.
+        facts: what the ranks compare of the optimizer; `facts_of_optimizer` of it if None.
     """
 
-    def __init__(self, optimizer: ArrayOptimizer, comm: cc.Communicator, rule: Rule) -> None:
+    def __init__(
+        self,
+        optimizer: ArrayOptimizer,
+        comm: cc.Communicator,
+        rule: Rule,
+        facts: Callable[[], list[Fact]] | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self.comm = comm
-        self._averaging = Averaging(comm, rule)
+        self._averaging = Averaging(comm, rule, facts or partial(facts_of_optimizer, optimizer))
         self._passes = Passes(rule.backward_passes_per_step)
 
     @property
@@ -251,7 +277,8 @@ class AveragingOptimizer:
         Raises:
             ValueError: a shape does not fit, or no rank has an example; on all ranks.
             TypeError: something is no pair, or no array; on all ranks.
-            MismatchError: ranks differ in the variables' shapes or dtypes; on all ranks.
+            MismatchError: ranks differ in the variables' shapes or dtypes, or in what they compare
+                in the first step; on all ranks.
         """
         top = contexts.current()
         if top is not None and top.replica is not None and len(top.strategy.devices) > 1:

@@ -18,9 +18,12 @@ import optax
 from jax.experimental import io_callback
 
 import collectives as cc
+from strategies import alike
+from strategies.alike import Kind, fact_of
 from strategies.arrays import COMPUTE
-from strategies.averaging import Averaging, Leaf, Rule
+from strategies.averaging import OPERATION, Averaging, Leaf, Rule
 from strategies.passes import Contribution
+from strategies.structures import WHOLE
 
 __all__ = ["PassesState", "wrap"]
 
@@ -63,8 +66,9 @@ def wrap(
     def update(
         updates: Any, state: Any, params: Any = None, *, examples: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        averaged = average(updates, examples, 1)
+        averaged, due = average(updates, examples, 1)
         made, changed = inner.update(averaged, state, params, **extra)
+        average.compare(due, params, state, made)
         return made, changed
 
     if rule.backward_passes_per_step == 1:
@@ -95,8 +99,9 @@ def _with_passes(inner: Any, average: _Average, wanted: int) -> Any:
 
         def enough() -> tuple[Any, PassesState]:
             whole = jax.tree.map(lambda s, p: (s / divisor).astype(p.dtype), sums, likes)
-            gradients = average(whole, rows if told else None, wanted)
+            gradients, due = average(whole, rows if told else None, wanted)
             made, changed = inner.update(gradients, state.inner, params, **extra)
+            average.compare(due, params, state.inner, made)
             zeros = jax.tree.map(jnp.zeros_like, sums)
             return made, PassesState(jnp.int32(0), jnp.float32(0), zeros, changed)
 
@@ -122,14 +127,61 @@ def _wide(array: Any) -> Any:
     return COMPUTE.get(str(array.dtype), array.dtype)
 
 
+def _name(path: Sequence[Any]) -> str:
+    """Return the name of a leaf of a tree."""
+    return jax.tree_util.keystr(path) or WHOLE
+
+
+def _plain(leaf: Any) -> Any:
+    """Return the numbers of a key of random numbers, others as they are."""
+    is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
 class _Average:
     """Averages trees of arrays, inside and outside of compiled programs."""
 
     def __init__(self, comm: cc.Communicator, rule: Rule) -> None:
         self._averaging = Averaging(comm, rule)
 
-    def __call__(self, updates: Any, examples: Any, passes: int) -> Any:
-        """Return the same tree with the averages of all ranks.
+    def compare(self, due: Any, params: Any, state: Any, updates: Any) -> None:
+        """Compare what the ranks have made of an average, if that is due; *collective* then.
+
+        Args:
+            due: whether it is, in a program an array.
+            params: the parameters; None if they are not known.
+            state: of the transformation, before it made the updates.
+            updates: what it made.
+        """
+        rule = self._averaging.rule
+        if rule.compare == "nothing":
+            return
+        trees: dict[Kind, Any] = {"parameter": params}
+        if rule.compare == "all":
+            trees |= {"state": state, "update": updates}
+        paths, _ = jax.tree_util.tree_flatten_with_path(trees)
+        names = [(path[0].key, _name(path[1:])) for path, _ in paths]
+        values = [_plain(value) for _, value in paths]
+
+        def on_the_host(*hosts: Any) -> None:
+            named = zip(names, hosts, strict=True)
+            alike.compare(
+                self._averaging.comm,
+                OPERATION,
+                lambda: [fact_of(kind, name, value) for (kind, name), value in named],
+            )
+
+        def in_a_program(values: list[Any]) -> None:
+            io_callback(on_the_host, None, *values, ordered=True)
+
+        if not any(isinstance(x, jax.core.Tracer) for x in [*values, due]):
+            if due:
+                on_the_host(*values)
+        else:
+            jax.lax.cond(due, in_a_program, lambda values: None, values)
+
+    def __call__(self, updates: Any, examples: Any, passes: int) -> tuple[Any, Any]:
+        """Return the same tree with the averages of all ranks, and whether they compare now.
 
         Args:
             updates: arrays; sums of the passes, or means if examples are told.
@@ -138,20 +190,22 @@ class _Average:
         """
         paths, tree = jax.tree_util.tree_flatten_with_path(updates)
         arrays = [array for _, array in paths]
-        names = [jax.tree_util.keystr(path) or "the array" for path, _ in paths]
+        names = [_name(path) for path, _ in paths]
         told = examples is not None
 
-        def on_the_host(rows: Any, *values: Any) -> list[Any]:
+        def on_the_host(rows: Any, *values: Any) -> tuple[Any, list[Any]]:
             hosts = [np.asarray(value) for value in values]
-            return self._averaged(names, hosts, float(rows) if told else None, passes)
+            averages = self._averaged(names, hosts, float(rows) if told else None, passes)
+            return np.bool_(self._averaging.due), averages
 
         rows = np.float32(0) if examples is None else examples
         if not any(isinstance(x, jax.core.Tracer) for x in [*arrays, rows]):
-            results = [jnp.asarray(x) for x in on_the_host(rows, *arrays)]
+            due, averages = on_the_host(rows, *arrays)
+            results = [jnp.asarray(x) for x in averages]
         else:
-            shapes = jax.eval_shape(lambda: arrays)
-            results = io_callback(on_the_host, shapes, rows, *arrays, ordered=True)
-        return jax.tree_util.tree_unflatten(tree, results)
+            shapes = jax.eval_shape(lambda: (jnp.bool_(False), arrays))
+            due, results = io_callback(on_the_host, shapes, rows, *arrays, ordered=True)
+        return jax.tree_util.tree_unflatten(tree, results), due
 
     def _averaged(
         self, names: Sequence[str], hosts: Sequence[Any], examples: float | None, passes: int

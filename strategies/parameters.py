@@ -11,6 +11,8 @@ import numpy as np
 
 import collectives as cc
 from strategies.agreement import agree
+from strategies.arrays import dtype_name
+from strategies.structures import WHOLE, is_pair, named_leaves, registered, state_of, value_of
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -37,19 +39,19 @@ def broadcast_parameters(
     *Collective*: all ranks, with the same names, shapes and dtypes.
 
     Args:
-        parameters: arrays of any kind, or variables: `module.state_dict()`,
-            `module.named_parameters()`, a list, or a tree of dicts, lists and tuples. Dicts are
-            compared by their keys, whatever their order.
+        parameters: a module of PyTorch, which stands for its `state_dict()`; or arrays of any
+            kind, or variables: `module.named_parameters()`, a list, or a tree of dicts, lists and
+            tuples. Dicts are compared by their keys, whatever their order.
         root: whose parameters.
         comm: the ranks; the whole job if None.
 
     Returns:
-        The same structure. Arrays that can be written, such as tensors and variables, are changed
-        in place and returned; in the place of others, such as JAX arrays and numbers, stand new
-        ones.
+        The module, or the same structure. Arrays that can be written, such as tensors and
+        variables, are changed in place and returned; in the place of others, such as JAX arrays and
+        numbers, stand new ones.
 
     Raises:
-        TypeError: something is no array; on all ranks.
+        TypeError: something is not an array; on all ranks.
         ValueError: no such root; on all ranks.
         MismatchError: names, shapes or dtypes differ; on all ranks.
 
@@ -60,6 +62,7 @@ def broadcast_parameters(
         [1.0]
     """
     comm = cc.init() if comm is None else comm
+    state: Any = None
     leaves: list[tuple[str, Any]] = []
     facts: list[str] = []
     error: Exception | None = None
@@ -67,13 +70,14 @@ def broadcast_parameters(
         _check_root(root, comm, "broadcast_parameters")
         if isinstance(parameters, Iterator):
             parameters = list(parameters)
-        leaves = list(_named(parameters, ""))
+        state = state_of(parameters)
+        leaves = list(named_leaves(state))
         facts = [f"root {root}", *(_described(name, leaf) for name, leaf in leaves)]
     except Exception as caught:
         error = caught
     agree(comm, "broadcast_parameters", facts, error)
     received = {name: _received(leaf, root, comm) for name, leaf in leaves}
-    return _rebuilt(parameters, "", received)
+    return parameters if state is not parameters else _rebuilt(parameters, "", received)
 
 
 def broadcast_optimizer_state(
@@ -137,64 +141,19 @@ def _check_root(root: int, comm: cc.Communicator, say: str) -> None:
         raise ValueError(f"{say}: no such root, expected 0 .. {comm.size - 1}, got {root!r}")
 
 
-def _children(node: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Give the children of a container with their names, in an order equal on all ranks."""
-    if isinstance(node, dict):
-        return iter(sorted(node.items(), key=lambda item: str(item[0])))
-    if isinstance(node, (list, tuple)):
-        return iter(enumerate(node))
-    return None
-
-
-def _registered(leaf: Any) -> tuple[list[Any], Any] | None:
-    """Take apart a container that only JAX knows, such as a state of Flax."""
-    jax: Any = sys.modules.get("jax")
-    if jax is None or hasattr(leaf, "shape"):
-        return None
-    children, tree = jax.tree_util.tree_flatten(leaf, is_leaf=lambda x: x is not leaf)
-    return None if jax.tree_util.treedef_is_leaf(tree) else (children, tree)
-
-
-def _named(node: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Give all leaves with their names; None is none."""
-    if _is_pair(node):  # of named_parameters
-        yield from _named(node[1], f"{name}/{node[0]}")
-        return
-    children = _children(node)
-    if children is None:
-        parts = None if node is None else _registered(node)
-        if parts is not None:
-            children = iter(enumerate(parts[0]))
-        elif node is not None:
-            yield name or "the array", node
-            return
-    for key, child in children or ():
-        yield from _named(child, f"{name}/{key}")
-
-
-def _is_pair(node: Any) -> bool:
-    return isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)
-
-
-def _value(leaf: Any) -> Any:
-    """Return the array of a variable, other leaves as they are."""
-    return leaf.value if hasattr(leaf, "name") and hasattr(leaf, "value") else leaf
-
-
 def _described(name: str, leaf: Any) -> str:
-    value = _value(leaf)
+    value = value_of(leaf)
     if isinstance(value, (bool, int, float, complex)):
-        return f"{name.strip('/')}: {type(value).__name__}"
+        return f"{name}: {type(value).__name__}"
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(
-            f"broadcast_parameters: expected arrays, got {type(value).__name__} ({name.strip('/')})"
+            f"broadcast_parameters: expected arrays, got {type(value).__name__} ({name})"
         )
-    dtype = str(value.dtype).removeprefix("torch.")
-    return f"{name.strip('/')}: {dtype} of shape {tuple(value.shape)}"
+    return f"{name}: {dtype_name(value)} of shape {tuple(value.shape)}"
 
 
 def _received(leaf: Any, root: int, comm: cc.Communicator) -> Any:
-    value = _value(leaf)
+    value = value_of(leaf)
     if isinstance(value, (bool, int, float, complex)):
         return type(value)(comm.broadcast(value, root))
     if _is_writable(value):
@@ -216,16 +175,16 @@ def _rebuilt(node: Any, name: str, received: Mapping[str, Any]) -> Any:
     """Make the same structure of the leaves received."""
     if node is None:
         return None
-    if _is_pair(node):
+    if is_pair(node):
         return node[0], _rebuilt(node[1], f"{name}/{node[0]}", received)
     if isinstance(node, dict):
         return {key: _rebuilt(child, f"{name}/{key}", received) for key, child in node.items()}
     if isinstance(node, (list, tuple)):
         made = [_rebuilt(child, f"{name}/{i}", received) for i, child in enumerate(node)]
         return type(node)(*made) if hasattr(node, "_fields") else type(node)(made)
-    parts = _registered(node)
+    parts = registered(node)
     if parts is None:
-        return received[name or "the array"]
+        return received[name[1:] or WHOLE]
     children, tree = parts
     made = [_rebuilt(child, f"{name}/{i}", received) for i, child in enumerate(children)]
     return sys.modules["jax"].tree_util.tree_unflatten(tree, made)

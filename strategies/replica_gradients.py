@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import array_api_compat
@@ -10,6 +11,7 @@ import numpy as np
 
 import collectives as cc
 from strategies import arrays, reductions
+from strategies.alike import settings_of
 from strategies.arrays import COMPUTE
 from strategies.averaging import Rule
 from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer, fitted
@@ -97,7 +99,10 @@ class Optimizers:
                 bucket_bytes=options.bytes_per_pack or None,
             )
             updates: Any = _Updates(self._strategy, optimizer)
-            self._made[id(optimizer)] = AveragingOptimizer(updates, ranks.comm, rule)
+            # Not the state, which some strategies keep on one rank; there, functions of the step
+            # are at that rank's step.
+            facts = partial(settings_of, optimizer, schedules=False)
+            self._made[id(optimizer)] = AveragingOptimizer(updates, ranks.comm, rule, facts)
         return self._made[id(optimizer)]
 
 

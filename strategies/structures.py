@@ -1,11 +1,25 @@
-"""Nested tuples, lists and dicts of arrays: apply a function to every leaf."""
+"""Nested tuples, lists and dicts of arrays: apply a function to every leaf, or name them all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["leaves", "map_leaves", "zip_leaves"]
+__all__ = [
+    "WHOLE",
+    "is_pair",
+    "leaves",
+    "map_leaves",
+    "named_leaves",
+    "registered",
+    "state_of",
+    "value_of",
+    "zip_leaves",
+]
+
+WHOLE = "the array"
+"""Name of a leaf that is in no structure."""
 
 
 def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
@@ -69,6 +83,63 @@ def leaves(structure: Any) -> list[Any]:
     found: list[Any] = []
     map_leaves(found.append, structure)
     return found
+
+
+def named_leaves(structure: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a structure with their names, in an order that is equal on all ranks.
+
+    A name is the way to the leaf. Dicts are sorted by their keys; (name, value) pairs, as of
+    `named_parameters()`, and containers that only JAX knows are structure, too; None is nothing.
+
+    Example:
+        >>> list(named_leaves({"b": [1, None, 2], "a": ("c", 3)}))
+        [('a/c', 3), ('b/0', 1), ('b/2', 2)]
+    """
+    return ((name[1:] or WHOLE, leaf) for name, leaf in _named(structure, ""))
+
+
+def _named(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if node is None:
+        return
+    children: Any = None
+    if is_pair(node):
+        children = [node]
+    elif isinstance(node, dict):
+        children = sorted(node.items(), key=lambda item: str(item[0]))
+    elif isinstance(node, (list, tuple)):
+        children = enumerate(node)
+    elif (parts := registered(node)) is not None:
+        children = enumerate(parts[0])
+    else:
+        yield name, node
+    for key, child in children or ():
+        yield from _named(child, f"{name}/{key}")
+
+
+def is_pair(node: Any) -> bool:
+    """Whether this is a name and what it names."""
+    return isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)
+
+
+def registered(node: Any) -> tuple[list[Any], Any] | None:
+    """Take apart a container that only JAX knows, such as a state of Flax; None for others."""
+    jax: Any = sys.modules.get("jax")
+    if jax is None or hasattr(node, "shape"):
+        return None
+    children, tree = jax.tree_util.tree_flatten(node, is_leaf=lambda x: x is not node)
+    return None if jax.tree_util.treedef_is_leaf(tree) else (children, tree)
+
+
+def state_of(given: Any) -> Any:
+    """Return the `state_dict()` of a module of PyTorch, anything else as it is."""
+    torch: Any = sys.modules.get("torch")
+    is_module = torch is not None and isinstance(given, torch.nn.Module)
+    return given.state_dict() if is_module else given
+
+
+def value_of(leaf: Any) -> Any:
+    """Return the array of a variable, other leaves as they are."""
+    return leaf.value if hasattr(leaf, "name") and hasattr(leaf, "value") else leaf
 
 
 def _kind(structure: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from strategies.averaging import Averaging, Leaf, Rule
 from strategies.early import Early
 from strategies.passes import Contribution, Passes
 from strategies.sparse import Rows
-from strategies.torch_parameters import Names, leaf, parameters_of
+from strategies.torch_parameters import Names, facts_of_optimizer, leaf, parameters_of
 
 if TYPE_CHECKING:
     # For type checkers it is an optimizer of any class, since it has the attributes of the one that
@@ -75,7 +76,8 @@ class TorchOptimizer(_Optimizer):
         self.comm = comm
         self._rule = rule
         self._names = dict(names)
-        self._averaging = Averaging(comm, rule)
+        facts = functools.partial(facts_of_optimizer, optimizer, self._names)
+        self._averaging = Averaging(comm, rule, facts)
         self._passes = Passes(rule.backward_passes_per_step)
         self._counts: dict[int, int] = {}  # position of a parameter -> its backward passes
         self._early: dict[int, tuple[torch.Tensor, int]] = {}  # likewise -> gradient, its version

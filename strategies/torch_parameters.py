@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 
+from strategies.alike import Fact, facts_of_state, setting
 from strategies.averaging import Leaf
 
-__all__ = ["Names", "described", "leaf", "names_of", "parameters_of"]
+__all__ = ["Names", "described", "facts_of_optimizer", "leaf", "names_of", "parameters_of"]
+
+# Of a parameter group: the parameters and their names, which are compared elsewhere.
+_NOT_SETTINGS = ("params", "param_names")
 
 Names = dict[torch.Tensor, str]
 
@@ -72,6 +76,19 @@ def described(optimizer: torch.optim.Optimizer, names: Names) -> list[str]:
     """Say what must be equal on all ranks: kind, and name, shape and dtype of each parameter."""
     lines = [str(leaf(p, names[p])) for p in parameters_of(optimizer)]
     return [f"kind {type(optimizer).__module__}.{type(optimizer).__qualname__}", *lines]
+
+
+def facts_of_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> list[Fact]:
+    """Say with what an optimizer steps: the settings of its groups, and its state."""
+    groups = optimizer.param_groups
+    settings = [
+        setting(name if len(groups) == 1 else f"{name} of group {i}", value)
+        for i, group in enumerate(groups)
+        for name, value in group.items()
+        if name not in _NOT_SETTINGS
+    ]
+    states = {names.get(p, "unnamed"): optimizer.state.get(p) for p in parameters_of(optimizer)}
+    return settings + facts_of_state(states)
 
 
 def leaf(parameter: torch.Tensor, name: str) -> Leaf:

@@ -76,6 +76,12 @@ class Optimizer(abc.ABC):
         positional, named = self._given
         return dict(inspect.signature(type(self)).bind(*positional, **named).arguments)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All arguments by name, those that were not given with their defaults."""
+        parameters = inspect.signature(type(self)).parameters.values()
+        return {p.name: p.default for p in parameters if p.default is not p.empty} | self.arguments
+
     @abc.abstractmethod
     def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
         """Return the numbers that the rule takes for one variable in this step.

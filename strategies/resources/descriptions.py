@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,11 +77,9 @@ def optimizer_as_words(optimizer: Optimizer | None, operation: str) -> dict[str,
             f"{operation}: not an optimizer that can live on a task, expected one of "
             f"{' '.join(known)}, got {kind.__name__}"
         )
-    parameters = inspect.signature(kind).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     words = {
         name: name_of(value, f"{operation}: learning rate") if callable(value) else _plain(value)
-        for name, value in (defaults | optimizer.arguments).items()
+        for name, value in optimizer.settings.items()
     }
     return {"class": kind.__name__, **words}
 

@@ -243,3 +243,42 @@ def test_parameters_and_states_of_one_rank_reach_all(world):
         assert int(state[1][0].count) == 1
 
     world.run(check)
+
+
+def test_a_forgotten_broadcast_or_another_rate_is_an_error_on_all(world, compiled):
+    def check(comm):
+        if comm.size == 1:
+            return
+        odd = comm.rank == comm.size - 1
+        params = {"w": jnp.full(3, float(odd))}
+        gradient = {"w": jnp.ones(3)}
+
+        def update(rate, compare="all"):
+            tx = strategies.DistributedOptimizer(optax.sgd(rate), comm=comm, compare=compare)
+            function = compiled(tx.update)
+
+            def steps(count=1):
+                state = tx.init(params)
+                for _ in range(count):
+                    updates, state = jax.block_until_ready(function(gradient, state, params))
+                return updates
+
+            return steps
+
+        errors = (cc.MismatchError, jax.errors.JaxRuntimeError)
+        first = update(0.5)
+        with pytest.raises(errors, match=rf"parameters, \['w'\]: .* on rank {comm.size - 1} is"):
+            first()
+        update(0.5, "nothing")()
+        params = strategies.broadcast_parameters(params, comm=comm)
+        strategies.check_alike(params, comm=comm)
+        np.testing.assert_array_equal(first(3)["w"], -0.5)
+        # Of a warm-up that begins at zero the first updates are alike.
+        rate = optax.linear_schedule(0, 0.2 if odd else 0.1, 10)
+        for other in (0.2 if odd else 0.1, rate):
+            steps = update(other)
+            with pytest.raises(errors, match=r"in their updates of the same gradients, as by an"):
+                steps(2)
+        update(0.2 if odd else 0.1, "parameters")()
+
+    world.run(check)

@@ -603,3 +603,61 @@ def test_running_means_of_a_model_are_broadcast(world):
         assert model.num_batches_tracked == 1
 
     world.run(check)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_forgotten_broadcast_or_another_rate_is_an_error_on_all(world, overlap):
+    def check(comm):
+        if comm.size == 1:
+            return
+        odd = comm.rank == comm.size - 1
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        for i, parameter in enumerate(model.parameters()):
+            torch.nn.init.constant_(parameter, i + odd)
+
+        def optimizer(rate, compare="all"):
+            return strategies.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), rate, momentum=0.9),
+                named_parameters=model.named_parameters(),
+                comm=comm,
+                overlap=overlap,
+                compare=compare,
+            )
+
+        first = optimizer(0.1)
+        model(torch.ones(4, 3)).sum().backward()
+        last = comm.size - 1
+        words = rf"0.weight: float32 of shape \(2, 3\) on rank {last} is not as on rank 0 \(and 3 "
+        with pytest.raises(cc.MismatchError, match=words):
+            first.step()
+        with pytest.raises(cc.MismatchError, match="check_alike: .*0.bias"):
+            strategies.check_alike(model, comm=comm)
+        assert strategies.broadcast_parameters(model, comm=comm) is model
+        strategies.check_alike(model, comm=comm)
+        first.step()
+        other = optimizer(0.2 if odd else 0.1)
+        with pytest.raises(cc.MismatchError, match=f"lr is 0.1 on rank 0, 0.2 on rank {last};"):
+            other.step()
+        optimizer(0.2 if odd else 0.1, "parameters").step()
+
+    world.run(check)
+
+
+def test_tensors_of_every_kind_have_a_checksum(world):
+    def check(comm):
+        tensors = [
+            torch.ones(3, dtype=dtype)
+            for dtype in (torch.bfloat16, torch.bool, torch.int8, torch.complex64, torch.float64)
+        ]
+        embedding = torch.sparse_coo_tensor(torch.tensor([[2, 0]]), torch.ones(2, 3), (4, 3))
+        tensors += [embedding, torch.arange(6).reshape(2, 3).T, torch.empty(0), torch.tensor(1.0)]
+        strategies.check_alike(tensors, comm=comm)
+        odd = comm.rank == comm.size - 1 > 0
+        for tensor in tensors:
+            other = tensor + tensor if odd and tensor.dtype != torch.bool else tensor
+            if comm.size == 1 or tensor.dtype == torch.bool or not tensor.numel():
+                continue
+            with pytest.raises(cc.MismatchError, match=f"on rank {comm.size - 1} is not as"):
+                strategies.check_alike([other], comm=comm)
+
+    world.run(check)
