@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import numpy as np
-
-from strategies.input import sharding
+from strategies.input import empty, sharding
 from strategies.per_replica import PerReplica
 from strategies.ranks import Ranks
 from strategies.structures import map_leaves, zip_leaves
@@ -130,8 +128,8 @@ def _steps(batches: Iterable[Any], count: int) -> Iterator[tuple[Any, ...]]:
     """Yield a batch for each replica; those without one get 0 rows."""
     iterator = iter(batches)
     while step := tuple(itertools.islice(iterator, count)):
-        empty = map_leaves(lambda leaf: np.asarray(leaf)[:0], step[0])
-        yield step + (empty,) * (count - len(step))
+        nothing = map_leaves(empty.like, step[0])
+        yield step + (nothing,) * (count - len(step))
 
 
 def _for_replicas(parts: tuple[Any, ...]) -> Any:

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 import collectives as cc
-from strategies.agreement import raise_everywhere
+from strategies.agreement import agree, raise_everywhere
+from strategies.input import empty
 from strategies.structures import leaves, map_leaves
 
 __all__ = ["Uneven", "cut", "cycle_sizes", "even_sizes", "has_rows", "in_step", "rows_of"]
@@ -114,12 +115,15 @@ def in_step(
 
     Yields:
         Batches of the same structure; with 0 rows when this rank has run out, or with "pad" when it
-        never had any.
+        never had any. Those are arrays of the library, dtype and kind of device that this rank's
+        batches have, or the first rank's that has one.
 
     Raises:
         ValueError: no such way to end.
         OpError, ValueError, ...: the error of this rank's own iterable, or of another rank's, of
             the same class and with the rank in its message; on all ranks in the same step.
+        RuntimeError: a rank that never had a batch cannot make the arrays that the others have; on
+            all ranks.
     """
     if uneven not in get_args(Uneven):
         raise ValueError(
@@ -128,7 +132,7 @@ def in_step(
         )
     iterator = iter(batches)
     first: Any = None
-    empty: Any = None
+    nothing: Any = None
     while True:
         batch, error, rows = None, None, False
         try:
@@ -145,14 +149,28 @@ def in_step(
             return
         if not any_rows:
             continue
-        if empty is None:
-            empty = _empty_like(batch, comm)
+        if nothing is None:
+            nothing = _nothing_like(batch, comm)
         if first is None and uneven == "pad":
             first = batch
-        yield batch if ready else empty if first is None else first
+        yield batch if ready else nothing if first is None else first
 
 
-def _empty_like(batch: Any, comm: cc.Communicator) -> Any:
-    """Return a batch of 0 rows; ranks without a batch learn the structure from the others."""
-    own = None if batch is None else map_leaves(lambda leaf: np.asarray(leaf)[:0], batch)
-    return next(empty for empty in comm.allgather_object(own) if empty is not None)
+def _nothing_like(batch: Any, comm: cc.Communicator) -> Any:
+    """Return a batch of 0 rows; ranks without a batch learn the form from the others."""
+    nothing: Any = None
+    form, error = None, None
+    try:
+        if batch is not None:
+            nothing = map_leaves(empty.like, batch)
+            form = map_leaves(empty.form_of, nothing)
+    except Exception as caught:
+        error = caught
+    forms = [form for form in comm.allgather_object(form) if form is not None]
+    try:
+        if batch is None and forms:
+            nothing = map_leaves(lambda leaf: leaf.make(), forms[0])
+    except Exception as caught:
+        error = caught
+    agree(comm, "in_step", [], error)
+    return nothing

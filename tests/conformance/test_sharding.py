@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 from collections import Counter
 from itertools import islice
 
@@ -10,8 +12,9 @@ import numpy as np
 import pytest
 
 import collectives as cc
+import strategies
 from strategies.errors import OutOfRangeError
-from strategies.input import sharding
+from strategies.input import empty, sharding
 from strategies.input.prefetch import prefetch
 from strategies.input.readers import TextLineReader
 from strategies.input.sharded import ShardedInput
@@ -120,6 +123,83 @@ def test_a_rank_without_any_batch_learns_their_form(world, uneven, steps):
         assert len(seen) == steps
         if comm.rank == 0:
             assert [batch["x"].shape for batch in seen] == [(0, 3)] * steps
+
+    world.run(run)
+
+
+def of_library(library):
+    """Return what makes an array of a library out of a NumPy array."""
+    if library in os.environ.get("UNISONO_REQUIRE", "").split(","):
+        module = importlib.import_module(library)
+    else:
+        module = pytest.importorskip(library, reason=f"{library} is not installed")
+    return module.as_tensor if library == "torch" else module.numpy.asarray
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+@pytest.mark.parametrize("had", [0, 1], ids=["never had a batch", "has run out"])
+def test_a_rank_without_rows_has_the_kind_of_the_others(world, library, had):
+    make = of_library(library)
+
+    def run(comm):
+        count = had if comm.rank == 0 else 2
+        batches = [(make(np.ones((2, 3), np.float32)), [make(np.arange(2))])] * count
+        seen = list(sharding.in_step(batches, comm))
+        assert len(seen) == (had if comm.size == 1 else 2)
+        kind, dtypes = type(make(np.ones(1))), {str(make(np.arange(2)).dtype)}
+        for place, (x, (digits,)) in enumerate(seen):
+            assert isinstance(x, kind)
+            assert x.shape == (2 if place < count else 0, 3)
+            assert str(x.dtype).removeprefix("torch.") == "float32"
+            assert {str(digits.dtype)} == dtypes
+            (x @ make(np.ones((3, 1), np.float32))).sum()
+
+    world.run(run)
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_replicas_without_a_batch_have_the_kind_of_the_others(world, library):
+    make = of_library(library)
+
+    def run(comm):
+        strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=["/cpu:0", "/cpu:1"])
+        count = 0 if comm.rank == 0 and comm.size > 1 else 3
+        given = strategy.distribute_datasets_from_function(
+            lambda _: [make(np.ones((2, 3)))] * count
+        )
+        parts = [part for step in given for part in strategy.local_results(step)]
+        assert [len(part) for part in parts] == ([2, 2, 2, 0] if count else [0] * 4)
+        assert {(type(part), part.shape[1:]) for part in parts} == {(type(make(np.ones(1))), (3,))}
+
+    world.run(run)
+
+
+def test_a_form_that_one_rank_cannot_make_is_an_error_on_all(world, monkeypatch):
+    def absent(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(empty, "form_of", lambda array: empty.Form("torch", "int8", (3,), "cpu"))
+    monkeypatch.setattr(empty.importlib, "import_module", absent)
+
+    def run(comm):
+        if comm.size == 1:
+            return
+        batches = [] if comm.rank == 0 else [np.ones((1, 3))]
+        words = "this rank has had no batch .* expected int8 of torch on cpu, .* No module named"
+        with pytest.raises(RuntimeError, match=words):
+            list(sharding.in_step(batches, comm))
+        assert list(sharding.in_step([], comm)) == []
+
+    world.run(run)
+
+
+def test_batches_without_rows_at_all_are_an_error_on_all(world):
+    def run(comm):
+        batches = [{"x": np.ones(2), "n": 5}] if comm.rank == 0 else []
+        with pytest.raises(
+            ValueError, match=r"in_step: expected arrays of shape \(n, ...\), got 5"
+        ):
+            list(sharding.in_step(batches, comm))
 
     world.run(run)
 
