@@ -41,5 +41,6 @@ def number(
         bounds = (
             f"a number >= {least:g}" if below == math.inf else f"{least:g} <= {word} < {below:g}"
         )
-        raise ValueError(f"{operation}: bad {name}, expected {bounds}, got {value}{context}")
+        got = repr(value) if isinstance(value, (str, bytes)) else value  # so that text is seen
+        raise ValueError(f"{operation}: bad {name}, expected {bounds}, got {got}{context}")
     return checked

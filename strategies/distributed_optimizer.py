@@ -14,8 +14,8 @@ from strategies import arrays, contexts
 from strategies.agreement import agree
 from strategies.alike import Compare, Fact, facts_of_optimizer
 from strategies.averaging import Averaging, Leaf, Rule
+from strategies.gradients import is_variable, refuse_jax, split
 from strategies.passes import Passes
-from strategies.resources.variables import Variable
 from strategies.sparse import Rows, in_order
 
 if TYPE_CHECKING:
@@ -215,6 +215,7 @@ def _recognised(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]
             "DistributedOptimizer: named_parameters are for optimizers of PyTorch, got "
             f"{type(optimizer).__name__}"
         )
+    _refuse_keras(optimizer)
     if callable(getattr(optimizer, "apply_gradients", None)):
         return lambda comm, rule: AveragingOptimizer(optimizer, comm, rule), [_ARRAYS]
     if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
@@ -225,6 +226,17 @@ def _recognised(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]
         "DistributedOptimizer: the optimizer has no apply_gradients, expected one of "
         "strategies.optimizers, of torch.optim or of Optax, got " + type(optimizer).__name__
     )
+
+
+def _refuse_keras(optimizer: Any) -> None:
+    """Refuse an optimizer of Keras, whose `apply_gradients` takes variables of Keras only."""
+    roots = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    if roots & {"keras", "tf_keras", "tensorflow"}:
+        raise TypeError(
+            "DistributedOptimizer: optimizers of Keras are not supported, expected one of "
+            "strategies.optimizers, of torch.optim or of Optax, got "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        )
 
 
 class AveragingOptimizer:
@@ -290,7 +302,7 @@ class AveragingOptimizer:
         gradients: Sequence[Any] = []
         variables: list[Any] = []
         try:
-            pairs = [_pair(item) for item in grads_and_vars]
+            pairs = [split(x, "apply_gradients", i) for i, x in enumerate(grads_and_vars)]
             variables = [variable for _, variable in pairs]
             leaves = [_leaf(variable, i) for i, variable in enumerate(variables)]
             gradients = [_fitting(g, leaf) for (g, _), leaf in zip(pairs, leaves, strict=True)]
@@ -322,24 +334,15 @@ class AveragingOptimizer:
         self._averaging.close()
 
 
-def _pair(item: Any) -> Pair:
-    if not isinstance(item, (tuple, list)) or len(item) != 2:
-        raise TypeError(
-            f"apply_gradients: expected (gradient, variable) pairs, got {type(item).__name__}"
-        )
-    return item[0], item[1]
-
-
 def _leaf(variable: Any, position: int) -> Leaf:
-    named = isinstance(variable, Variable) or (
-        hasattr(variable, "name") and hasattr(variable, "value")
-    )
+    named = is_variable(variable)
     value = variable.value if named else variable
     name = variable.name if named else f"unnamed, position {position}"
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(
             f"apply_gradients: variable is no array, got {type(value).__name__} (variable: {name})"
         )
+    refuse_jax(value, "apply_gradients", f"variable: {name}")
     return Leaf(name, tuple(value.shape), str(value.dtype), value)
 
 

@@ -13,7 +13,7 @@ from strategies import arrays
 from strategies.arrays import COMPUTE
 from strategies.sparse import Rows, in_order
 
-__all__ = ["Pair", "check_slots", "floats", "resolve"]
+__all__ = ["Pair", "check_slots", "floats", "is_variable", "refuse_jax", "resolve", "split"]
 
 
 class Pair(NamedTuple):
@@ -43,13 +43,8 @@ def resolve(grads_and_vars: Iterable[tuple[Any, Any]], operation: str) -> list[P
     """
     pairs: dict[str, Pair] = {}
     for position, item in enumerate(grads_and_vars):
-        if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise TypeError(
-                f"{operation}: expected (gradient, variable) pairs, got {type(item).__name__} "
-                f"(position {position})"
-            )
-        gradient, variable = item
-        named = hasattr(variable, "name") and hasattr(variable, "value")
+        gradient, variable = split(item, operation, position)
+        named = is_variable(variable)
         key, value = (variable.name, variable.value) if named else (str(position), variable)
         where = f"variable {key!r}, position {position}"
         if key in pairs:
@@ -57,6 +52,53 @@ def resolve(grads_and_vars: Iterable[tuple[Any, Any]], operation: str) -> list[P
         value = _writable(value, operation, where)
         pairs[key] = _paired(key, where, value, gradient, operation)
     return list(pairs.values())
+
+
+def is_variable(thing: Any) -> bool:
+    """Whether this is a named variable, and not a bare array."""
+    # First of the type: to read a value may be collective.
+    return hasattr(thing, "name") and (hasattr(type(thing), "value") or hasattr(thing, "value"))
+
+
+def split(item: Any, operation: str, position: int) -> tuple[Any, Any]:
+    """Take a pair of a gradient and its variable apart.
+
+    Raises:
+        TypeError: it is not a pair, or one of a variable and its gradient.
+    """
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise TypeError(
+            f"{operation}: expected (gradient, variable) pairs, got {type(item).__name__} "
+            f"(position {position})"
+        )
+    gradient, variable = item
+    if _is_parameter(gradient) and not _is_parameter(variable):
+        raise TypeError(
+            f"{operation}: the pair is swapped, expected (gradient, variable), got (variable, "
+            f"gradient) (variable {getattr(gradient, 'name', None)!r}, position {position})"
+        )
+    return gradient, variable
+
+
+def _is_parameter(thing: Any) -> bool:
+    """Whether this is meant to be trained: named, or a tensor that PyTorch differentiates by."""
+    return is_variable(thing) or bool(
+        getattr(thing, "requires_grad", False) and getattr(thing, "is_leaf", False)
+    )
+
+
+def refuse_jax(value: Any, operation: str, where: str) -> None:
+    """Refuse an array of JAX as a variable.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if array_api_compat.is_jax_array(value):
+        raise TypeError(
+            f"{operation}: a variable of JAX cannot be changed in place, expected an array of "
+            "NumPy, CuPy or PyTorch; for JAX use Optax, as in "
+            f"DistributedOptimizer(optax.adam(0.001)) ({where})"
+        )
 
 
 def floats(what: str, array: Any, operation: str, where: str) -> Any:
@@ -85,12 +127,13 @@ def _writable(value: Any, operation: str, where: str) -> Any:
     """Return the array of a variable, as a NumPy array where its memory allows."""
     if isinstance(value, np.generic):  # its array would be a copy
         raise TypeError(f"{operation}: variable is no array, got the number {value!r} ({where})")
+    refuse_jax(value, operation, where)
     value = floats("variable", value, operation, where)
     if isinstance(value, np.ndarray):
         if not value.flags.writeable:
             raise ValueError(f"{operation}: variable is read-only ({where})")
         return value
-    if not array_api_compat.is_array_api_obj(value) or array_api_compat.is_jax_array(value):
+    if not array_api_compat.is_array_api_obj(value):
         raise TypeError(
             f"{operation}: variable cannot be changed in place, expected an array of NumPy, CuPy "
             f"or PyTorch, got {type(value).__name__} ({where})"

@@ -16,6 +16,7 @@ from strategies.arrays import COMPUTE
 from strategies.averaging import Rule
 from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer, fitted
 from strategies.errors import InvalidArgumentError
+from strategies.gradients import split
 from strategies.sparse import Rows
 
 if TYPE_CHECKING:
@@ -41,12 +42,14 @@ class Gradients(NamedTuple):
 
         Raises:
             ValueError: `examples` is no count.
+            TypeError: something is not a (gradient, variable) pair.
         """
         if examples is not None and examples < 0:
             raise ValueError(
                 f"apply_gradients: examples is no count, expected >= 0, got {examples}"
             )
-        return cls([(gradient, variable) for gradient, variable in grads_and_vars], examples)
+        pairs = [split(x, "apply_gradients", i) for i, x in enumerate(grads_and_vars)]
+        return cls(pairs, examples)
 
 
 def combine(replicas: Sequence[Gradients]) -> Gradients:

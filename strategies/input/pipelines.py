@@ -40,6 +40,8 @@ class Batches:
     Open it with `with`; the threads run inside the block. The iteration ends after the last batch,
     and raises the exception of a thread, with its traceback, if there was one.
 
+    An epoch that has too few rows for one batch, and gives none, is logged as a warning.
+
     Attributes:
         rows_read: rows that came out of `read` so far.
         rows_skipped: damaged records that were left out, and damaged rests of files.
@@ -73,6 +75,7 @@ class Batches:
         self._threads: list[threading.Thread] = []
         self._ready: FIFOQueue | None = None
         self._closed = False
+        self._gave = False  # a batch, or the warning that there is none
         self._raised: BaseException | None = None
 
     def __enter__(self) -> Batches:
@@ -108,9 +111,12 @@ class Batches:
         began = time.perf_counter()
         try:
             self._raise_error()
-            return self._ready.dequeue()
+            batch = self._ready.dequeue()
+            self._gave = True
+            return batch
         except OutOfRangeError:
             self._raise_error()
+            self._warn_of_nothing()
             raise StopIteration from None
         finally:
             self.wait_seconds += time.perf_counter() - began
@@ -192,6 +198,16 @@ class Batches:
         with self._lock:
             self.rows_read += rows
         return values
+
+    def _warn_of_nothing(self) -> None:
+        """Say once that rows were read and none came out, which a loop would not notice."""
+        if self.rows_read and not self._gave:
+            self._gave = True
+            _log.warning(
+                "batch: the input gave no batch, its %d rows are fewer than batch_size %d; "
+                "allow_smaller_final_batch=True gives them as a smaller one",
+                self.rows_read, self._batch_size,
+            )  # fmt: skip
 
     def _error(self) -> BaseException | None:
         try:

@@ -578,3 +578,33 @@ def test_states_keep_their_types(world):
         assert comm.allreduce(1, op=cc.SUM) == comm.size
 
     world.run(check)
+
+
+class _Keras:
+    """As an optimizer of Keras looks like from outside."""
+
+    __module__ = "keras.src.optimizers.sgd"
+
+    def apply_gradients(self, grads_and_vars):
+        raise AssertionError
+
+
+def test_what_is_easily_given_by_mistake_is_refused_by_name_on_all_ranks(world):
+    def check(comm):
+        class Custom(_Keras):
+            pass
+
+        for wrong in (_Keras(), Custom()):
+            with pytest.raises(TypeError, match="optimizers of Keras are not supported, expected"):
+                strategies.DistributedOptimizer(wrong, comm=comm)
+        optimizer = strategies.DistributedOptimizer(strategies.SGD(1.0), comm=comm)
+        w = strategies.Variable(np.ones(3), name="w")
+        gradient = np.ones(3)
+        words = r"pair is swapped, expected \(gradient, variable\), .* \(variable 'w', position 0\)"
+        pair = (w, gradient) if comm.rank == comm.size - 1 else (gradient, w)
+        with pytest.raises(TypeError, match=words):
+            optimizer.apply_gradients([pair])
+        np.testing.assert_array_equal(w.value, np.ones(3))
+        optimizer.apply_gradients([(gradient, w)])
+
+    world.run(check)

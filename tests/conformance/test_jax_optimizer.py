@@ -282,3 +282,15 @@ def test_a_forgotten_broadcast_or_another_rate_is_an_error_on_all(world, compile
         update(0.2 if odd else 0.1, "parameters")()
 
     world.run(check)
+
+
+def test_variables_of_jax_are_for_optax(world):
+    def check(comm):
+        pair = (jnp.ones(3), jnp.ones(3))
+        words = r"a variable of JAX cannot be changed in place, .*; for JAX use Optax"
+        with pytest.raises(TypeError, match=words):
+            strategies.SGD(0.1).apply_gradients([pair])
+        with pytest.raises(TypeError, match=words):
+            strategies.DistributedOptimizer(strategies.SGD(0.1), comm=comm).apply_gradients([pair])
+
+    world.run(check)

@@ -661,3 +661,9 @@ def test_tensors_of_every_kind_have_a_checksum(world):
                 strategies.check_alike([other], comm=comm)
 
     world.run(check)
+
+
+def test_a_swapped_pair_of_tensors_is_called_that():
+    weights = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(TypeError, match="SGD: the pair is swapped, expected"):
+        strategies.SGD(0.1).apply_gradients([(weights, torch.ones(3))])

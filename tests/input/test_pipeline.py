@@ -24,7 +24,7 @@ from strategies.input.batching import (
     shuffle_batch_join,
 )
 from strategies.input.files import match_files
-from strategies.input.producers import string_input_producer
+from strategies.input.producers import preload, string_input_producer
 from strategies.input.queues import FIFOQueue
 from strategies.input.readers import FixedLengthRecordReader
 from strategies.input.runners import QueueRunner
@@ -499,3 +499,16 @@ def test_csv_left_early(shards, threads):
                 assert len(labels) == 8
             began = time.monotonic()
         assert time.monotonic() - began < 1
+
+
+def test_rows_that_are_too_few_for_any_batch_are_warned_of_once(caplog):
+    with batch(preload(np.arange(3), num_epochs=1, shuffle=False), 4) as batches:
+        assert list(batches) == list(batches) == []
+    words = "batch: the input gave no batch, its 3 rows are fewer than batch_size 4; allow_smaller"
+    assert [words in message for message in caplog.messages] == [True]
+
+
+def test_a_last_batch_that_is_left_out_is_not_warned_of(caplog):
+    with batch(preload(np.arange(6), num_epochs=1, shuffle=False), 4) as batches:
+        assert len(list(batches)) == 1
+    assert not caplog.messages

@@ -201,7 +201,9 @@ HYPER_PARAMETERS = [
 
 @pytest.mark.parametrize(("make", "name", "value"), HYPER_PARAMETERS)
 def test_bad_hyper_parameters(make, name, value):
-    with pytest.raises(ValueError, match=f"^{make.__name__}: bad {name}, expected .*, got {value}"):
+    with pytest.raises(
+        ValueError, match=f"^{make.__name__}: bad {name}, expected .*, got {value!r}"
+    ):
         make(0.1, **{name: value})
 
 
@@ -362,3 +364,15 @@ def test_loaded_slots_must_belong_to_the_variables():
     right = SimpleNamespace(name="w", value=np.zeros(2))
     optimizer.apply_gradients([(np.ones(2), right), (np.ones(2), renamed)])
     assert optimizer.step == 2
+
+
+def test_a_swapped_pair_is_called_that():
+    w = Variable(np.ones(3), name="w")
+    words = r"SGD: the pair is swapped, .* \(variable 'w', position 1\)"
+    with pytest.raises(TypeError, match=words):
+        SGD(0.1).apply_gradients([(np.ones(3), np.ones(3)), (w, np.ones(3))])
+
+
+def test_text_in_place_of_a_number_is_quoted():
+    with pytest.raises(ValueError, match="learning rate, expected a number >= 0, got '0.1'$"):
+        Adam("0.1")
