@@ -35,7 +35,7 @@ def main() -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
     optimizer = strategies.DistributedOptimizer(optimizer)  # 2: average the gradients
-    strategies.broadcast_parameters(model.state_dict())  # 3: begin alike
+    strategies.broadcast_parameters(model)  # 3: begin alike
 
     checkpoints = strategies.CheckpointManager(options.checkpoints, comm)
     first_epoch = restore(checkpoints, model, optimizer) if options.resume else 0
