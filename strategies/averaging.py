@@ -280,7 +280,6 @@ class Averaging:
         """Compare the parameters of all ranks, and make room for them; tells if any are new."""
         words = [leaf[:3] for leaf in leaves]
         new = set(words) - self._compared
-
         compared = new if self._compares else set()
 
         def facts() -> list[Fact]:
