@@ -10,6 +10,14 @@ made from, is written aside and renamed, and is taken for absent if anything in 
 should be. So ranks that do the same at once write the same file twice, and a full disk or a file
 cut short costs a compilation and nothing else.
 
+The code of a function has a *symbol* by which other code finds it: the function's qualified name,
+the types of its arguments, and a number. numba counts 1, 2 ... in each process, so that files of
+two processes define one symbol with other code wherever a function exists in variants; a process
+that loads both runs the first for either. This has happened, too: sums in bfloat16 ran the code of
+float16. Importing this module therefore makes numba draw its numbers at random (`_numbers`), in the
+whole process, since a loop contains functions that others have made. What numba has compiled before
+that has a small number still, and code with such a function inside is not kept.
+
     bytes of a file    0                  32
                        SHA-256 of the     pickled pair: what this is, the code
                        rest
@@ -22,15 +30,22 @@ function that needs it. It is public for `strategies`, and for loops of users.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import numba
+import numpy as np
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
+from numba.core.dispatcher import Dispatcher
 from numba.core.serialize import loads
 
 __all__ = ["callback", "compiled"]
@@ -38,6 +53,24 @@ __all__ = ["callback", "compiled"]
 log = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 32
+
+# Files of other editions are not loaded. 2: numbers in symbols are drawn at random.
+_EDITION = 2
+
+# Of the numbers in symbols. All that numba counts are smaller; among a million that are drawn, two
+# are equal with a probability of 1e-17.
+_NUMBER_BITS = 96
+_SMALLEST_NUMBER = 1 << _NUMBER_BITS
+_NUMBER = re.compile(r"B\d+v(\d+)B")  # in a symbol, between a length and the next tag
+
+
+def _numbers() -> Iterator[int]:
+    """Draw numbers from the system, which gives others to a process and to its fork."""
+    while True:
+        yield _SMALLEST_NUMBER | secrets.randbits(_NUMBER_BITS)
+
+
+FunctionIdentity._unique_ids = _numbers()  # type: ignore[assignment]
 
 
 def compiled(
@@ -113,11 +146,46 @@ class _Cache(FunctionCache):
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, stamps, chosen)
 
     def save_overload(self, signature: Any, data: Any) -> None:
-        """Keep a variant, unless the disk is full or the like."""
+        """Keep a variant, unless another file may define its symbols, the disk is full or so."""
+        numbers = map(int, _NUMBER.findall(data.library.get_llvm_str()))
+        if min(numbers, default=0) < _SMALLEST_NUMBER:
+            log.info("compiled code is not kept: %s contains older code of numba", self._name)
+            return
         try:
             super().save_overload(signature, data)  # type: ignore[no-untyped-call]
         except OSError as error:
             log.info("compiled code is not kept: %s", error)
+
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        """Describe a variant; numba knows functions of other files by their names only."""
+        key = super()._index_key(signature, codegen)  # type: ignore[no-untyped-call]
+        content = repr(list(_contents(self._py_func, set()))).encode()
+        return key, hashlib.sha256(content).hexdigest()
+
+
+def _contents(value: Any, seen: set[Any]) -> Iterator[Any]:
+    """Describe a function and those that it calls, or another value that becomes a constant."""
+    if isinstance(value, Dispatcher):
+        value = value.py_func
+    if isinstance(value, FunctionType):
+        if value in seen or (value.__module__ or "").startswith("numba."):
+            return
+        seen.add(value)
+        yield _instructions(value.__code__)
+        names = inspect.getclosurevars(value)
+        for name, inner in sorted({**names.globals, **names.nonlocals}.items()):
+            yield name
+            yield from _contents(inner, seen)
+    elif isinstance(value, bool | int | float | complex | str | bytes | np.generic | np.dtype):
+        yield repr(value)
+    elif isinstance(value, tuple):
+        for element in value:
+            yield from _contents(element, seen)
+
+
+def _instructions(code: CodeType) -> tuple[Any, ...]:
+    inner = [_instructions(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return code.co_code, code.co_names, inner
 
 
 def _stamp(file: str) -> tuple[float, int]:
@@ -167,7 +235,7 @@ class _Files(IndexDataCacheFile):
             path.unlink(missing_ok=True)
 
     def _identity(self, key: Any) -> str:
-        return repr((self._version, self._source_stamp, self._options, key))
+        return repr((_EDITION, self._version, self._source_stamp, self._options, key))
 
     def _path(self, key: Any) -> str:
         variant = repr((self._options, key)).encode()
