@@ -199,7 +199,7 @@ def store(flat: Array, shape: tuple[int, ...], dtype: np.dtype[Any], out: Array 
     with np.errstate(all="ignore"):  # as in `reduction.quiet`
         if out is None:
             return shaped.astype(dtype, copy=False)
-        if not np.shares_memory(shaped, out):
+        if not _is_same(shaped, out):
             out[...] = shaped
     return out
 
@@ -224,9 +224,22 @@ def flat_target(result: Array, source: Array | None = None) -> Array:
 
 def stored(memory: Array, result: Array) -> Array:
     """Put what was computed in the memory that `flat_target` gave into the result."""
-    if not np.may_share_memory(memory, result):
+    if not _is_same(memory, result):
         result[...] = memory.reshape(result.shape)
     return result
+
+
+def _is_same(array: Array, other: Array) -> bool:
+    """Tell whether two arrays of as many elements are one.
+
+    To share memory is not enough: the elements may lie elsewhere in it, or in another order.
+    """
+    return (
+        array.flags.c_contiguous
+        and other.flags.c_contiguous
+        and array.dtype == other.dtype
+        and address(array) == address(other)
+    )
 
 
 def address(array: Array) -> int:

@@ -102,6 +102,58 @@ def test_allreduce_takes_read_only_arrays_numbers_and_lists(world):
     world.run(check)
 
 
+def check_out(comm, operation, algorithm, pairs):
+    """Let rank 0 give (array, out) pairs of any layout, the others plain ones."""
+    for dtype in (np.dtype(np.float32), np.dtype(np.uint8), oracle.BFLOAT16):
+        arrays = everyones(comm, (6, 6), dtype)
+        for step in range(2):  # the second call may take a shorter way
+            plain = [(np.empty((6, 6), dtype),) * 2] * len(pairs(dtype))
+            for x, out in pairs(dtype) if comm.rank == 0 else plain:
+                x[...] = arrays[comm.rank]
+                options = {} if operation == "broadcast" else {"op": cc.MAX}
+                call = getattr(comm, operation)
+                result = call(x, out=out, algorithm=algorithm, **options)
+                if operation == "reduce" and comm.rank:
+                    assert result is None
+                    continue
+                assert result is out
+                kept = arrays[:1] if operation == "broadcast" else arrays
+                np.testing.assert_array_equal(out, np.max(kept, axis=0), f"step {step}")
+
+
+def overlapping(dtype):
+    both, square, turned = (np.zeros((8, 6), dtype) for _ in range(3))
+    return [
+        (both[:6], both[2:]), (both[2:], both[:6]), (square[:6], square[:6].T),
+        (turned[:6], turned[5::-1]),
+    ]  # fmt: skip
+
+
+def unaligned(dtype):
+    x, out = (
+        np.empty(36 * dtype.itemsize + 1, np.uint8)[1:].view(dtype).reshape(6, 6) for _ in range(2)
+    )
+    return [(x, out), (x, x)]
+
+
+@pytest.mark.algorithms("allreduce")
+@pytest.mark.parametrize("pairs", [overlapping, unaligned])
+def test_allreduce_takes_an_out_that_overlaps_or_lies_anywhere(world, algorithm, pairs):
+    world.run(lambda comm: check_out(comm, "allreduce", algorithm, pairs))
+
+
+@pytest.mark.algorithms("reduce")
+@pytest.mark.parametrize("pairs", [overlapping, unaligned])
+def test_reduce_takes_an_out_that_overlaps_or_lies_anywhere(world, algorithm, pairs):
+    world.run(lambda comm: check_out(comm, "reduce", algorithm, pairs))
+
+
+@pytest.mark.algorithms("broadcast")
+@pytest.mark.parametrize("pairs", [overlapping, unaligned])
+def test_broadcast_takes_an_out_that_overlaps_or_lies_anywhere(world, algorithm, pairs):
+    world.run(lambda comm: check_out(comm, "broadcast", algorithm, pairs))
+
+
 @pytest.mark.algorithms("allreduce")
 def test_infinities_and_nans_reach_every_rank(world, algorithm):
     def check(comm):

@@ -155,6 +155,22 @@ def test_working_memory_is_the_caller_s_out_where_that_fits():
         np.testing.assert_array_equal(stored, x)
 
 
+def test_a_result_that_only_overlaps_where_it_is_wanted_is_stored():
+    whole = np.zeros(10)
+    for start in (0, 1, 5):
+        whole[:5] = np.arange(5)
+        out = whole[start : start + 5]
+        assert arrays.store(whole[:5], (5,), whole.dtype, out) is out
+        assert out.tolist() == [0, 1, 2, 3, 4]
+    square = np.arange(9.0).reshape(3, 3)
+    before = square.copy()
+    arrays.store(square.reshape(-1), (3, 3), square.dtype, square.T)
+    np.testing.assert_array_equal(square.T, before)
+    bits = np.ones(2, np.int32)
+    arrays.store(bits, (2,), np.dtype(np.float32), bits.view(np.float32))
+    assert bits.view(np.float32).tolist() == [1, 1]
+
+
 def test_bytes_of_an_array_are_its_memory():
     x = np.array([1, 256], ml_dtypes.bfloat16)
     raw = arrays.raw_bytes(x)
