@@ -173,8 +173,8 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, operati
 def flat_copy(array: Array, out: Array | None, dtype: np.dtype[Any]) -> Array:
     """Copy `array` into the buffer that an algorithm will work in.
 
-    The memory of `out` serves where it is contiguous and of the right dtype, so that an in-place
-    call copies nothing.
+    The memory of `out` serves where it is contiguous, aligned (mpi4py knows no other floats) and of
+    the right dtype, so that an in-place call copies nothing.
 
     Args:
         array: shape (...), any strides.
@@ -184,7 +184,7 @@ def flat_copy(array: Array, out: Array | None, dtype: np.dtype[Any]) -> Array:
     Returns:
         shape (array.size,), contiguous, writable.
     """
-    if out is not None and out.flags.c_contiguous and out.dtype == dtype:
+    if out is not None and out.flags.carray and out.dtype == dtype:
         if out is not array:
             np.copyto(out, array)
         return out.reshape(-1)
