@@ -1,13 +1,15 @@
 """Arrays, numbers and text as raw frames, and back; nothing that is read can run code.
 
 Values that are numeric arrays travel as they are, one frame each. All others go into one last
-frame of msgpack: text, scalars, and arrays of objects, whose elements may in turn be arrays.
+frame of msgpack: text, scalars, and arrays of objects, whose elements may in turn be arrays, up to
+`DEEPEST` in one another.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -17,7 +19,7 @@ import numpy.typing as npt
 
 from strategies.errors import DataLossError
 
-__all__ = ["Array", "Frame", "Layout", "dtype_named", "pack", "unpack"]
+__all__ = ["DEEPEST", "Array", "Frame", "Layout", "dtype_named", "pack", "unpack"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Frame: TypeAlias = bytes | Array
@@ -31,16 +33,20 @@ _DTYPES = {
 }
 _NUMBERS, _OBJECTS = 1, 2  # types of msgpack extensions
 
+DEEPEST = 32
+"""Extensions of msgpack in one another, at most. Each costs its reader 40 KiB of a thread's stack,
+which ends the process where it ends: seen with 200."""
+
 
 def pack(values: Sequence[Any]) -> tuple[Layout, list[Frame]]:
     """Describe values and return them as frames.
 
     Args:
         values: NumPy arrays and scalars, numbers, `str` and `bytes`; arrays of objects may hold
-            any of these. Contiguous numeric arrays are not copied.
+            any of these, in at most `DEEPEST` levels. Contiguous numeric arrays are not copied.
 
     Raises:
-        TypeError: something else.
+        TypeError: something else, or arrays of objects that are nested more deeply.
     """
     layout: Layout = []
     frames: list[Frame] = []
@@ -53,7 +59,7 @@ def pack(values: Sequence[Any]) -> tuple[Layout, list[Frame]]:
             layout.append(None)
             others.append(value)
     if others:
-        frames.append(_pack_objects(others))
+        frames.append(_pack_objects(others, DEEPEST))
     return layout, frames
 
 
@@ -65,7 +71,7 @@ def unpack(layout: Layout, frames: Sequence[Array]) -> list[Any]:
         frames: shape (n,), uint8, each, beginning at a multiple of 16 bytes.
 
     Raises:
-        DataLossError: layout and frames do not fit each other.
+        DataLossError: layout and frames do not fit each other, or objects are nested too deeply.
     """
     try:
         own = sum(part is not None for part in layout)
@@ -73,7 +79,7 @@ def unpack(layout: Layout, frames: Sequence[Array]) -> list[Any]:
             raise ValueError(f"{len(layout)} values in {len(frames)} frames")
         remaining = iter(frames)
         arrays = [None if part is None else _array(part, next(remaining)) for part in layout]
-        objects = _unpack_objects(frames[-1].data) if own < len(layout) else []
+        objects = _unpack_objects(frames[-1].data, DEEPEST) if own < len(layout) else []
         if len(objects) != len(layout) - own:
             raise ValueError(f"{len(objects)} objects, expected {len(layout) - own}")
         others = iter(objects)
@@ -119,38 +125,50 @@ def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
-def _pack_objects(values: list[Any]) -> bytes:
-    packed: bytes = msgpack.packb(
-        values, default=_extension, strict_types=True, unicode_errors="surrogatepass"
-    )
+def _pack_objects(values: list[Any], levels: int) -> bytes:
+    """Write values in which arrays of objects are nested in at most so many levels."""
+    extension = partial(_extension, levels=levels)
+    try:
+        packed: bytes = msgpack.packb(
+            values, default=extension, strict_types=True, unicode_errors="surrogatepass"
+        )
+    except (OverflowError, ValueError) as error:
+        raise TypeError(f"message: this cannot be sent: {error}") from error
     return packed
 
 
-def _unpack_objects(data: Any) -> list[Any]:
+def _unpack_objects(data: Any, levels: int) -> list[Any]:
+    extension = partial(_from_extension, levels=levels)
     values = msgpack.unpackb(
-        data, ext_hook=_from_extension, unicode_errors="surrogatepass", strict_map_key=True
+        data, ext_hook=extension, unicode_errors="surrogatepass", strict_map_key=True
     )
     if not isinstance(values, list):
         raise ValueError("no list")
     return values
 
 
-def _extension(value: Any) -> msgpack.ExtType:
+def _extension(value: Any, levels: int) -> msgpack.ExtType:
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         if array.dtype == object:
-            return msgpack.ExtType(
-                _OBJECTS, _pack_objects([list(array.shape), array.ravel().tolist()])
-            )
+            if not levels:
+                raise TypeError(
+                    f"message: arrays of objects are nested too deeply, expected at most {DEEPEST} "
+                    f"in one another"
+                )
+            content = [list(array.shape), array.ravel().tolist()]
+            return msgpack.ExtType(_OBJECTS, _pack_objects(content, levels - 1))
         shape = None if isinstance(value, np.generic) else list(array.shape)
         content = [_checked(array.dtype).name, shape, array.tobytes()]
         return msgpack.ExtType(_NUMBERS, msgpack.packb(content))
     raise TypeError(f"message: expected arrays, numbers or text, got {type(value).__name__}")
 
 
-def _from_extension(code: int, data: bytes) -> Any:
+def _from_extension(code: int, data: bytes, levels: int) -> Any:
     if code == _OBJECTS:
-        shape, elements = _unpack_objects(data)
+        if not levels:
+            raise ValueError(f"arrays of objects in more than {DEEPEST} levels")
+        shape, elements = _unpack_objects(data, levels - 1)
         sizes = _sizes(shape)
         if math.prod(sizes) != len(elements):
             raise ValueError(f"{len(elements)} elements for shape {sizes}")

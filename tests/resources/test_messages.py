@@ -111,6 +111,24 @@ def test_other_things_are_refused(value):
         travel([value])
 
 
+def test_objects_that_are_nested_more_deeply_than_documented_are_refused_on_both_sides():
+    nested, packed = "x", "x"
+    for _ in range(values.DEEPEST):
+        nested = objects(nested)
+        packed = msgpack.ExtType(2, msgpack.packb([[1], [packed]]))
+    same(travel([nested])[0], nested)
+    same(values.unpack([None], as_arrived([msgpack.packb([packed])]))[0], nested)
+    with pytest.raises(TypeError, match=rf"expected at most {values.DEEPEST}"):
+        values.pack([objects(nested)])
+    packed = msgpack.ExtType(2, msgpack.packb([[1], [packed]]))
+    with pytest.raises(DataLossError, match=rf"more than {values.DEEPEST} levels"):
+        values.unpack([None], as_arrived([msgpack.packb([packed])]))
+    endless = objects("x")
+    endless[0] = endless
+    with pytest.raises(TypeError, match="nested too deeply"):
+        values.pack([endless])
+
+
 FLOAT = as_arrived([np.arange(3.0)])
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import CancelledError as NotWanted
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -28,6 +29,7 @@ from strategies.errors import (  # noqa: E402
     UnknownError,
 )
 from strategies.resources import payloads, pool, tasks  # noqa: E402
+from strategies.resources.values import DEEPEST  # noqa: E402
 
 LIMIT = 20.0
 
@@ -203,6 +205,20 @@ def test_tensors_arrive_as_arrays():
 def test_what_cannot_be_sent_is_refused(wrong):
     with pytest.raises(TypeError, match="cannot be sent"):
         payloads.pack([wrong], "test")
+
+
+def test_tuples_that_are_nested_more_deeply_than_documented_are_refused_on_both_sides():
+    nested, packed = 1, msgpack.packb(1)
+    for _ in range(DEEPEST):
+        nested = (nested,)
+        packed = msgpack.packb(msgpack.ExtType(1, b"\x91" + packed))  # a list of one
+    assert payloads.unpack(payloads.pack(nested, "test")) == nested
+    assert payloads.unpack([np.frombuffer(packed, np.uint8)]) == nested
+    with pytest.raises(TypeError, match=f"expected at most {DEEPEST} tuples"):
+        payloads.pack((nested,), "test")
+    packed = msgpack.packb(msgpack.ExtType(1, b"\x91" + packed))
+    with pytest.raises(DataLossError, match=f"more than {DEEPEST} tuples"):
+        payloads.unpack([np.frombuffer(packed, np.uint8)])
 
 
 def test_damage_is_found():
