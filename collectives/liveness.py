@@ -41,8 +41,8 @@ _WORD = struct.Struct("q")
 def create(directory: str = "/dev/shm") -> str:
     """Make the file for the ranks of one node, and return its path.
 
-    One rank does this and tells the others; when all have constructed their `Liveness`, it removes
-    the file, so that nothing is left behind whoever is killed.
+    One rank does this, in a folder that goes away whoever is killed (`collectives.folders`), and
+    tells the others; when all have constructed their `Liveness`, it removes the folder.
     """
     file, path = tempfile.mkstemp(prefix=f"unisono-{os.getpid()}-liveness-", dir=directory)
     os.close(file)

@@ -1,22 +1,22 @@
 """Memory that the ranks of one node share.
 
-A segment is a file in `/dev/shm`, mode 0600, made with `O_EXCL` under a random name, mapped by all
-ranks and unlinked as soon as all have mapped it: when the last rank ends, however it ends, nothing
-is left. All pages are allocated at once, so that too little memory is an error here and not a
-SIGBUS later.
+A segment is a file in a folder of its own in `/dev/shm` (`collectives.folders`), mode 0600, mapped
+by all ranks and unlinked as soon as all have mapped it: when the last rank ends, however it ends,
+nothing is left. A rank 0 that is killed before has its folder removed by the next that makes one.
+All pages are allocated at once, so that too little memory is an error here and not a SIGBUS later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
-import secrets
 import stat
-from pathlib import Path
 
 import numpy as np
 
+from collectives import folders
 from collectives.arrays import Array
 from collectives.transport import Deadline, Transport
 
@@ -42,12 +42,13 @@ def create(transport: Transport, nbytes: int, directory: str, deadline: Deadline
         reason is logged once.
     """
     path, memory, problem = "", None, ""
-    if transport.rank == 0:
-        try:
-            path, memory = _make(directory, nbytes)
-        except OSError as error:
-            problem = str(error)
-    try:
+    with contextlib.ExitStack() as stack:
+        if transport.rank == 0:
+            try:
+                path = f"{stack.enter_context(folders.temporary(directory))}/segment"
+                memory = _make(path, nbytes)
+            except OSError as error:
+                path, problem = "", str(error)
         path = from_rank_0(transport, path, deadline)
         if transport.rank != 0 and path:
             try:
@@ -55,9 +56,6 @@ def create(transport: Transport, nbytes: int, directory: str, deadline: Deadline
             except OSError as error:
                 problem = str(error)
         problem = first_problem(transport, problem, deadline)
-    finally:
-        if transport.rank == 0 and path:
-            Path(path).unlink()
     if problem:
         if transport.rank == 0:
             log.warning("no shared memory on this node, so messages serve instead: %s", problem)
@@ -65,15 +63,11 @@ def create(transport: Transport, nbytes: int, directory: str, deadline: Deadline
     return memory
 
 
-def _make(directory: str, nbytes: int) -> tuple[str, Array]:
-    path = str(Path(directory) / f"unisono-{os.getpid()}-{secrets.token_hex(8)}")
+def _make(path: str, nbytes: int) -> Array:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
-        return path, _map(descriptor, nbytes)
-    except OSError:
-        Path(path).unlink()
-        raise
+        return _map(descriptor, nbytes)
     finally:
         os.close(descriptor)
 

@@ -83,3 +83,35 @@ def test_nothing_stays_in_shared_memory_when_all_ranks_are_killed(tmp_path):
     assert pids
     left = [name for name in os.listdir("/dev/shm") if name.startswith("unisono")]
     assert [name for name in left if name.split("-")[1] in pids] == []
+
+
+KILLED = """
+import os, signal, sys
+from collectives import liveness, segment
+import collectives as cc
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[1] == "segment":  # made, and not yet mapped by the others
+    segment.from_rank_0 = kill
+elif sys.argv[1] == "liveness":
+    liveness.Liveness = kill
+cc.init().barrier()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("moment", ["segment", "liveness"])
+def test_what_a_rank_leaves_that_is_killed_before_all_have_opened_it_goes_at_the_next_start(
+    tmp_path, moment
+):
+    program, memory = tmp_path / "program.py", tmp_path / "memory"
+    program.write_text(KILLED)
+    memory.mkdir()
+    assert mpirun(2, program, moment, UNISONO_SHARED_MEMORY=str(memory)).status != 0
+    (left,) = memory.iterdir()
+    assert [path.name.split("-")[0] for path in left.iterdir()] in (["segment"], ["unisono"])
+    result = mpirun(2, program, "none", UNISONO_SHARED_MEMORY=str(memory))
+    assert result.stdout.split() == ["done"] * 2, result
+    assert list(memory.iterdir()) == []

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from collectives import liveness, segment, topology
+from collectives import folders, liveness, segment, topology
 from collectives.arrays import Array, address
 from collectives.errors import PeerFailure
 from collectives.reduction import Op
@@ -147,19 +147,16 @@ def _signs_of_life(
 ) -> liveness.Liveness | None:
     """Let every rank see which others have died; None on all ranks where that is not possible."""
     path, own, problem = "", None, ""
-    if transport.rank == 0:
-        with contextlib.suppress(OSError):
-            path = liveness.create(directory)
-    try:
+    with contextlib.ExitStack() as stack:
+        if transport.rank == 0:
+            with contextlib.suppress(OSError):
+                path = liveness.create(stack.enter_context(folders.temporary(directory)))
         path = segment.from_rank_0(transport, path, deadline)
         try:
             own = liveness.Liveness(path, transport.rank, transport.size) if path else None
         except OSError as error:
             problem = str(error)
         problem = segment.first_problem(transport, problem, deadline)
-    finally:
-        if transport.rank == 0 and path:
-            os.unlink(path)
     if own is not None and problem:
         own.close()
         return None
