@@ -8,11 +8,13 @@ failing ranks' reports, and no rank runs ahead into the next test.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 import inprocess
+import reports
 from collectives.communicator import from_mpi
 from collectives.selection import ALGORITHMS
 
@@ -95,11 +97,33 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("world", "algorithm"), pairs, ids=ids)
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("unisono")
+    group.addoption(
+        "--without", type=Path, metavar="REPORT",
+        help="leave out the tests that passed in an earlier run, unless they depend on packages",
+    )  # fmt: skip
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if UNDER_MPI and "world" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.mpi)
+    report = config.getoption("--without")
+    if report is not None:
+        _leave_out(config, items, reports.passed(report))
+
+
+def _leave_out(config, items, passed):
+    """Deselect what has passed before, unless it means something else with other packages."""
+    left, out = [], []
+    for item in items:
+        again = item.get_closest_marker("packages") or reports.name_of(item.nodeid) not in passed
+        (left if again else out).append(item)
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = left
 
 
 @pytest.hookimpl(hookwrapper=True)

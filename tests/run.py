@@ -1,25 +1,31 @@
 """Run all tests: alone, then the same conformance tests as 1, 2, 3 and 4 MPI ranks.
 
-    python tests/run.py [arguments for pytest]
+    python tests/run.py [--without FOLDER] [arguments for pytest]
 
 Where the environment holds MPICH as a second library, in `mpich/` (`make test` puts it there if
 UNISONO_REQUIRE names it), 2 and 3 ranks meet once more over that one.
 
-Rank 0 reports on the terminal; the others write to `out/mpi-SIZE-rank-R.log`. A test that asks
-for an MPI world and is skipped at every size is a failure: it would never run.
+Rank 0 reports on the terminal; the others write to `out/mpi-SIZE-rank-R.log`. The last lines say
+how many tests passed, and what was not tested because this machine lacks something. A test that is
+skipped in every world for another reason is a failure: it would never run.
+
+With the folder of an earlier run's reports, what passed there is left out, and what was skipped
+there must run here.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import NamedTuple
 
-from launcher import MPI_ENVIRONMENT, ROOT, mpirun_path
+import reports
+from launcher import MPI_ENVIRONMENT, ROOT, mpirun_path, run
+from requirements import required
 
 SIZES = (1, 2, 3, 4)
 OUT = ROOT / "out"
@@ -33,31 +39,39 @@ MOST_WORKERS = 4
 # Seconds for all tests of one size; a world that hangs beyond pytest's own limit is killed.
 LIMIT = 1500
 
+# The exit status of pytest where no test was chosen, as with `-k` in some worlds.
+NOTHING_CHOSEN = 5
+
 
 def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--without", type=Path, metavar="FOLDER")
+    options, arguments = parser.parse_known_args(arguments)
+    earlier = sorted(options.without.glob("*.xml")) if options.without else []
+    if options.without and (not earlier or options.without.resolve() == OUT):
+        parser.error(f"--without: no reports of another checkout's run in {options.without}")
     OUT.mkdir(exist_ok=True)
-    environment = {**os.environ, **MPI_ENVIRONMENT}
+    for report in OUT.glob("*.xml"):
+        report.unlink()
+    leave_out = {report.stem: [f"--without={report.resolve()}"] for report in earlier}
+    second = second_libraries()
+    statuses = {"alone": _alone([*leave_out.get("alone", []), *arguments])}
+    for library in (FIRST, *second):
+        for size in library.sizes:
+            world = f"mpi-{size}{library.label}"
+            further = [*leave_out.get(world, []), *arguments]
+            statuses[world] = _world(library, size, OUT / f"{world}.xml", further)
+    return _summary(statuses, earlier, mpich=bool(second) or not _is_open_mpi())
+
+
+def _alone(arguments: list[str]) -> int:
+    print("== one process, and ranks as threads", flush=True)
     pytest = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider"]
     # One worker per core; what needs a machine for itself stays together, see `xdist_group`.
     pytest += ["-n", str(min(os.cpu_count() or 1, MOST_WORKERS)), "--dist", "loadgroup"]
-    reports = [OUT / "serial.xml"]
-    print("== one process, and ranks as threads", flush=True)
-    statuses = [
-        subprocess.run(
-            [*pytest, "-m", "not mpi", f"--junitxml={reports[0]}", *arguments],
-            cwd=ROOT, env=environment, check=False,
-        ).returncode
-    ]  # fmt: skip
-    for library in (FIRST, *second_libraries()):
-        for size in library.sizes:
-            print(f"== {size} MPI ranks{library.label}", flush=True)
-            report = OUT / f"mpi-{size}{library.label}.xml"
-            command = [library.mpirun or mpirun_path(), "-np", str(size)]
-            command += [sys.executable, __file__, "--rank", str(size), f"--junitxml={report}"]
-            settings = {**environment, **library.environment}
-            statuses.append(_world([*command, *arguments], settings))
-            reports.append(report)
-    return _summary(statuses, reports)
+    pytest += ["-m", "not mpi", f"--junitxml={OUT / 'alone.xml'}", *arguments]
+    environment = {**os.environ, **MPI_ENVIRONMENT}
+    return subprocess.run(pytest, cwd=ROOT, env=environment, check=False).returncode
 
 
 class Library(NamedTuple):
@@ -78,49 +92,51 @@ def second_libraries() -> list[Library]:
     if (home / "bin" / "mpiexec").exists():
         found_by = {"MPI4PY_LIBMPI": str(home / "lib" / "libmpi.so.12")}
         return [Library("-mpich", str(home / "bin" / "mpiexec"), found_by, SECOND_SIZES)]
-    if "mpich" in os.environ.get("UNISONO_REQUIRE", "").split(","):
+    if required("mpich"):
         sys.exit(f"UNISONO_REQUIRE names mpich, but there is none in {home}")
     return []
 
 
-def _world(command: list[str], environment: dict[str, str]) -> int:
+def _is_open_mpi() -> bool:
+    return "Open MPI" in run([mpirun_path(), "--version"], timeout=30).stdout
+
+
+def _world(library: Library, size: int, report: Path, arguments: list[str]) -> int:
+    print(f"== {size} MPI ranks{library.label}", flush=True)
+    command = [library.mpirun or mpirun_path(), "-np", str(size)]
+    command += [sys.executable, __file__, "--rank", str(size), f"--junitxml={report}", *arguments]
+    environment = {**os.environ, **MPI_ENVIRONMENT, **library.environment}
+    environment["UNISONO_TEST_WORLD"] = "mpi"
     try:
         return subprocess.run(
-            command, cwd=ROOT, env={**environment, "UNISONO_TEST_WORLD": "mpi"}, check=False,
-            timeout=LIMIT,
-        ).returncode  # fmt: skip
+            command, cwd=ROOT, env=environment, check=False, timeout=LIMIT
+        ).returncode
     except subprocess.TimeoutExpired:
         print(f"the tests did not end within {LIMIT} s", flush=True)
         return 1
 
 
-def _summary(statuses: list[int], reports: list[Path]) -> int:
-    """Print one line in total; the exit status says whether all is well."""
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    outcomes: dict[str, set[str]] = {}
-    for report in reports:
-        if not report.exists():
-            counts["failed"] += 1
-            continue
-        for case in ElementTree.parse(report).iter("testcase"):
-            outcome = _outcome(case)
-            counts[outcome] += 1
-            if report is not reports[0]:
-                name = f"{case.get('classname')}::{case.get('name')}"
-                outcomes.setdefault(name, set()).add(outcome)
-    never_run = sorted(name for name, seen in outcomes.items() if seen == {"skipped"})
-    for name in never_run:
-        print(f"skipped at every number of ranks: {name}")
-    counts["failed"] += len(never_run)
-    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
-    return 1 if counts["failed"] or any(statuses) else 0
-
-
-def _outcome(case: ElementTree.Element) -> str:
-    tags = {child.tag for child in case}
-    if tags & {"failure", "error"}:
-        return "failed"
-    return "skipped" if "skipped" in tags else "passed"
+def _summary(statuses: dict[str, int], earlier: list[Path], *, mpich: bool) -> int:
+    """Print one line in total, and what was not tested; the status says whether all is well."""
+    written = {world: OUT / f"{world}.xml" for world in statuses}
+    cases = [
+        case for report in written.values() if report.exists() for case in reports.read(report)
+    ]
+    before = [case for report in earlier for case in reports.read(report)]
+    counts, untested, faults = reports.summary(cases, before)
+    faults += [f"no report of {world}" for world, report in written.items() if not report.exists()]
+    for fault in faults:
+        print(fault)
+    if before:
+        print(f"left out: {reports.left_out(cases, before)} that had passed before")
+    failed = counts["failed"] + len(faults)
+    print(f"{counts['passed']} passed, {failed} failed, {counts['skipped']} skipped")
+    names = ",".join(sorted(untested | (set() if mpich else {"mpich"})))
+    if names:
+        words = names.replace(",", ", ")
+        print(f"not tested here: {words} (UNISONO_REQUIRE={names} requires them)")
+    ended = set(statuses.values()) - {NOTHING_CHOSEN}
+    return 1 if failed or ended != {0} else 0
 
 
 def rank_main(arguments: list[str]) -> int:
@@ -130,6 +146,7 @@ def rank_main(arguments: list[str]) -> int:
     size = int(arguments[0])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
     options = arguments[1:]
+    OUT.mkdir(exist_ok=True)
     if rank > 0:
         # Only rank 0 speaks on the terminal and writes the report; pytest takes over the
         # file descriptors, so they are exchanged before it starts.

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
 
 from collectives import benchmark
 from launcher import mpirun
-from requirements import require
+from requirements import needs
 
 
 @pytest.fixture(autouse=True)
 def _torch():
-    if importlib.util.find_spec("torch") is None:
-        require("torch", "PyTorch is not installed")
+    needs("torch")
 
 
 def bench(ranks, *arguments):

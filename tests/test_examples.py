@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 
 import strategies
 from launcher import ROOT, environment, mpirun, mpirun_path, run
-from requirements import require
+from requirements import needs
 
 TRAIN = ROOT / "examples" / "train_digits.py"
 
@@ -51,23 +50,21 @@ def test_the_main_job_learns_the_digits(tmp_path, size):
 
 
 LIBRARIES = pytest.mark.parametrize(
-    ("library", "needs"), [("torch", ["torch"]), ("jax", ["jax", "optax"])]
+    ("library", "packages"), [("torch", ["torch"]), ("jax", ["jax", "optax"])]
 )
 
 
-def program_of(library, needs):
-    for name in [*needs, "sklearn"]:
-        if importlib.util.find_spec(name) is None:
-            require(name, "it is not installed")
+def program_of(library, packages):
+    needs(*packages, "sklearn")
     return ROOT / "examples" / f"{library}_digits.py"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @LIBRARIES
 def test_programs_of_other_libraries_become_distributed_by_three_lines(
-    tmp_path, library, needs, size
+    tmp_path, library, packages, size
 ):
-    program = program_of(library, needs)
+    program = program_of(library, packages)
     marked = re.findall(r"  # (\d): ", program.read_text())
     assert marked == ["1", "2", "3"]
     result = mpirun(size, program, "--checkpoints", tmp_path, timeout=110)
@@ -78,8 +75,8 @@ def test_programs_of_other_libraries_become_distributed_by_three_lines(
 
 
 @LIBRARIES
-def test_programs_of_other_libraries_resume_with_the_same_bits(tmp_path, library, needs):
-    program = program_of(library, needs)
+def test_programs_of_other_libraries_resume_with_the_same_bits(tmp_path, library, packages):
+    program = program_of(library, packages)
     # Asked to resume before there is anything: as a job that is requeued early.
     whole = mpirun(
         2, program, "--checkpoints", tmp_path / "whole", "--epochs", 6, "--resume", timeout=100
@@ -101,8 +98,8 @@ def test_programs_of_other_libraries_resume_with_the_same_bits(tmp_path, library
 
 
 @LIBRARIES
-def test_programs_of_other_libraries_stop_when_they_are_asked_to(tmp_path, library, needs):
-    program = program_of(library, needs)
+def test_programs_of_other_libraries_stop_when_they_are_asked_to(tmp_path, library, packages):
+    program = program_of(library, packages)
     options = ["--checkpoints", str(tmp_path), "--epochs", "100000"]
     process = subprocess.Popen(
         [mpirun_path(), "-np", "2", sys.executable, str(program), *options],
@@ -171,6 +168,7 @@ def test_a_signal_of_the_batch_system_leaves_a_checkpoint_to_go_on_from(tmp_path
     assert "5/5 (100%)" in result.stderr
 
 
+@pytest.mark.packages
 def test_info_describes_the_world():
     result = mpirun(3, "-m", "collectives", "info", "--json")
     facts = json.loads(result.stdout)

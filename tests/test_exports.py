@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import importlib.util
 import inspect
 import pydoc
+import re
+import sys
+import textwrap
 
 import pytest
 
 import collectives as cc
-from requirements import require
+from launcher import run
+from requirements import needs
 from test_floors import modules
 
-MODULES = [
-    name.removesuffix(".__init__")
+FILES = {
+    name.removesuffix(".__init__"): file
     for package in ("collectives", "strategies")
-    for name in modules(package)
+    for name, file in modules(package).items()
     if not name.endswith("__main__")
-]
+}
+MODULES = list(FILES)
+
+
+# What a module imports as soon as it is imported, and what its examples do.
+NEEDED = re.compile(r"^(?: *>>> )?(?:import|from) (torch|jax|optax)\b", re.MULTILINE)
+
+
+def needed(name):
+    """Optional packages that a module, or its examples, cannot do without."""
+    return set(NEEDED.findall(FILES[name].read_text()))
 
 
 def loaded(name):
-    """The module, unless it is one for a package that is not installed, which it is called by."""
-    package = name.rpartition(".")[2]
-    if package in ("torch", "jax") and importlib.util.find_spec(package) is None:
-        require(package, f"{package} is not installed")
+    """The module, unless it is one for a package that is not installed."""
+    needs(*needed(name))
     return importlib.import_module(name)
 
 
@@ -85,3 +96,16 @@ def test_examples_in_docstrings(name):
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     result = doctest.testmod(loaded(name), optionflags=options)
     assert result.failed == 0
+
+
+def test_only_modules_that_say_so_need_optional_packages():
+    text = """
+        import importlib, sys
+        for package in ("torch", "jax", "optax", "cupy"):
+            sys.modules[package] = None  # as if it were not installed
+        for name in sys.argv[1:]:
+            importlib.import_module(name)
+    """
+    others = [name for name in MODULES if not needed(name)]
+    result = run([sys.executable, "-c", textwrap.dedent(text), *others], timeout=100)
+    assert result.status == 0, result.stderr

@@ -75,6 +75,7 @@ def test_a_killed_rank_ends_the_job(tmp_path):
     assert mpirun(2, program(tmp_path, text), timeout=60).status != 0
 
 
+@pytest.mark.packages
 def test_importing_starts_nothing():
     text = """
         import sys, threading, time

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from launcher import environment, mpirun, mpirun_path, run
+from requirements import require
 
 # Messages only: without shared memory a rank of the node is as far away as one of another node.
 MESSAGES = {"UNISONO_SHARED_MEMORY": "off"}
@@ -28,7 +29,7 @@ def _fault_tolerant_mpi():
     """These tests kill ranks and look at the survivors, so the MPI library must let them live."""
     version = run([mpirun_path(), "--version"], timeout=30).stdout
     if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
-        pytest.skip("fault tolerance needs Open MPI 5")
+        require("ulfm", "fault tolerance needs Open MPI 5")
 
 
 HEAD = """

@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 from launcher import mpirun, mpirun_path, run
+from requirements import require
 
 FAULT_TOLERANT = ("--with-ft", "ulfm")
 
@@ -45,7 +46,7 @@ PROGRAM = """
 def test_a_killed_rank_is_known_to_the_replicas_of_all_others(tmp_path, strategy, devices, memory):
     version = run([mpirun_path(), "--version"], timeout=30).stdout
     if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
-        pytest.skip("fault tolerance needs Open MPI 5")
+        require("ulfm", "fault tolerance needs Open MPI 5")
     file = tmp_path / "program.py"
     text = PROGRAM.replace("DEVICES", str(devices)).replace("STRATEGY", strategy)
     file.write_text(textwrap.dedent(text))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ import pytest
 import collectives as cc
 import fakecupy
 import oracle
+from requirements import installed
 
 
 class Kind(NamedTuple):
@@ -71,7 +70,7 @@ def read_only(array):
 def kind_of(name):
     library = name.split()[0]
     if library in ("torch", "jax"):
-        importlib.import_module(library)
+        installed(library)
     if library == "numpy":
         make = read_only if name == "numpy read-only" else np.array
         mutable = name != "numpy read-only"
@@ -87,22 +86,8 @@ def kind_of(name):
     return Kind(make, lambda x: x.memory, lambda x: isinstance(x, fakecupy.ndarray))
 
 
-# Without PyTorch or JAX their rows are left out, unless UNISONO_REQUIRE names them: a row that is
-# skipped at every number of ranks counts as a failure.
-LIBRARIES = [
-    library
-    for library in ("torch", "jax")
-    if importlib.util.find_spec(library)
-    or library in os.environ.get("UNISONO_REQUIRE", "").split(",")
-]
-
 NAMES = [
-    name
-    for name in (
-        "numpy", "numpy read-only", "cupy", "cuda",
-        "torch", "torch gradient", "torch strided", "jax",
-    )
-    if name.split()[0] in ("numpy", "cupy", "cuda", *LIBRARIES)
+    "numpy", "numpy read-only", "cupy", "cuda", "torch", "torch gradient", "torch strided", "jax",
 ]  # fmt: skip
 
 OPERATIONS = {

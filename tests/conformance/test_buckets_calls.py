@@ -10,6 +10,7 @@ import pytest
 
 import collectives as cc
 import oracle
+from requirements import installed
 
 LIMIT = 20.0
 SHAPES = [(3, 4), (0,), (), (1,), (7_001,), (5, 0), (17,), (300, 5), (2, 3, 5, 7)]
@@ -378,7 +379,7 @@ def test_feedback_needs_a_sum(world):
 
 
 def test_tensors_share_the_memory_that_is_reduced(world):
-    torch = pytest.importorskip("torch")
+    torch = installed("torch")
 
     def check(comm):
         like = [torch.empty(2, 3), torch.empty(5, dtype=torch.bfloat16), torch.empty(())]
@@ -401,7 +402,7 @@ def test_tensors_share_the_memory_that_is_reduced(world):
 
 
 def test_arrays_that_never_change_do_not_see_the_next_step(world):
-    jax = pytest.importorskip("jax")
+    jax = installed("jax")
 
     def check(comm):
         like = [jax.numpy.zeros((64, 64)), jax.numpy.zeros(3, dtype=jax.numpy.bfloat16)]

@@ -11,6 +11,7 @@ import pytest
 
 import collectives as cc
 import oracle
+from requirements import installed
 
 HUGE = np.array([2**63 + 1], np.uint64)  # would be negative as int64
 SHAPES = [(3, 4), (0,), (), (1,), (70_001,), (5, 0), (17,)]
@@ -134,7 +135,7 @@ def test_a_list_of_shapes_that_one_rank_has_forgotten_is_no_deadlock(world):
 
 
 def test_groups_of_other_libraries_come_back_as_what_they_were(world):
-    torch = pytest.importorskip("torch")
+    torch = installed("torch")
 
     def check(comm):
         own = [torch.ones(3, 2).t(), np.ones(4), 2.0, torch.ones((), dtype=torch.bfloat16)]

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
 import collectives as cc
 import strategies
 from conftest import UNDER_MPI
+from requirements import installed
 
-if "jax" in os.environ.get("UNISONO_REQUIRE", "").split(","):
-    import jax
-    import optax
-else:
-    jax = pytest.importorskip("jax", reason="JAX is not installed")
-    optax = pytest.importorskip("optax", reason="Optax is not installed")
+jax, optax = installed("jax"), installed("optax")
 jnp = jax.numpy
 
 

@@ -13,6 +13,7 @@ import pytest
 import collectives as cc
 import inprocess
 from collectives.settings import Settings
+from requirements import require
 
 COUNT = 2**31 + 5
 PLACES = [0, 2**30, 2**31 - 1, 2**31, COUNT - 1]  # where ranks differ
@@ -68,7 +69,7 @@ def check_two_ranks(comm):
 def test_more_than_2_gib_in_shared_memory_are_reduced_and_broadcast():
     reason = why_not()
     if reason is not None:
-        pytest.skip(reason)
+        require("memory", reason)
     settings = Settings(timeout=60, shared_memory="/dev/shm")
     inprocess.run_ranks(2, check_two_ranks, timeout=60, settings=settings)
     gc.collect()  # the arrays go with the communicator; other tests need the memory

@@ -6,21 +6,11 @@ import numpy as np
 import pytest
 
 import collectives as cc
-from requirements import require
+from requirements import installed
 from strategies import model_parallel
+from strategies.model_parallel import torch as parallel
 
-try:
-    import torch
-
-    from strategies.model_parallel import torch as parallel
-except ImportError:
-    torch = None
-
-
-@pytest.fixture(autouse=True)
-def _torch():
-    if torch is None:
-        require("torch", "PyTorch is not installed")
+torch = installed("torch")
 
 
 def tensor(comm, number, *shape, requires_grad=True):

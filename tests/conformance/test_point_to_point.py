@@ -10,6 +10,7 @@ import pytest
 import collectives as cc
 import oracle
 from collectives import point_to_point
+from requirements import installed
 
 # None, one, inside a head, the first that is not, larger than what MPI sends unasked.
 SHAPES = [(0,), (), (1,), (3, 0, 2), (2, 3, 4), (119,), (200, 7), (1_000_003,)]
@@ -256,7 +257,7 @@ def test_who_is_too_far_ahead_waits(world, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["torch", "jax"])
 def test_arrays_of_other_libraries(world, kind):
-    library = pytest.importorskip(kind)
+    library = installed(kind)
 
     def check(comm):
         left, right = neighbours(comm)

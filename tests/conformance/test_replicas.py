@@ -10,6 +10,7 @@ import pytest
 
 import collectives as cc
 import strategies
+from requirements import installed
 
 DEVICES = (1, 2, 3)
 
@@ -167,7 +168,7 @@ def test_linear_and_ridge_regression_reach_their_closed_form(world, kind):
 
 @pytest.fixture(scope="module")
 def digits():
-    data = pytest.importorskip("sklearn.datasets").load_digits()
+    data = installed("sklearn.datasets").load_digits()
     return data.data / 16, np.eye(10)[data.target]
 
 
@@ -322,7 +323,7 @@ def test_all_reduce_and_all_gather_give_every_replica_the_same(world, kind, coun
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_arrays_of_other_libraries_stay_what_they_are(world, count, library):
     name = "jax.numpy" if library == "jax" else library
-    xp = pytest.importorskip(name)
+    xp = installed(name)
 
     def check(comm):
         strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=cpus(count))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
 
 import numpy as np
@@ -12,11 +11,9 @@ import pytest
 
 import collectives as cc
 import strategies
+from requirements import installed
 
-if "torch" in os.environ.get("UNISONO_REQUIRE", "").split(","):
-    import torch
-else:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+torch = installed("torch")
 
 
 class Network(torch.nn.Module):

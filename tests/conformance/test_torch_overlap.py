@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -11,13 +10,11 @@ import pytest
 
 import collectives as cc
 import strategies
+from requirements import installed
 from strategies import placing
 from strategies.errors import OpError
 
-if "torch" in os.environ.get("UNISONO_REQUIRE", "").split(","):
-    import torch
-else:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+torch = installed("torch")
 
 LAYERS = 4
 STEPS = 8

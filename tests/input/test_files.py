@@ -9,6 +9,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from strategies.errors import (
@@ -147,7 +148,6 @@ def test_without_fsspec(monkeypatch):
 
 @pytest.fixture
 def memory():
-    fsspec = pytest.importorskip("fsspec")
     files = fsspec.filesystem("memory")
     yield files
     files.store.clear()
@@ -166,7 +166,6 @@ def read_all(reader, *names):
 
 
 def test_urls(memory):
-    pytest.importorskip("google_crc32c")
     memory.pipe("/data/a.csv", b"1\n2\n")
     memory.pipe("/data/b.csv.gz", gzipped(b"3\n"))
     names = match_files(["memory://data/*.csv", "memory://data/*.gz"])

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import textwrap
 
-import pytest
-
 from launcher import ROOT, mpirun
-from requirements import require
+from requirements import needs
 
 PAGE = ROOT / "docs" / "input.md"
 
 
 def test_examples(tmp_path):
-    pytest.importorskip("google_crc32c")
     # The first section is one program of both ranks; what follows needs a folder for each.
     program = f"""
         import doctest, os, pathlib
@@ -40,8 +36,7 @@ def test_examples(tmp_path):
 
 
 def test_a_loader_of_pytorch(tmp_path):
-    if importlib.util.find_spec("torch") is None:
-        require("torch", "torch is not installed")
+    needs("torch")
     begin = PAGE.read_text().index("**A `DataLoader` of PyTorch**")
     blocks = re.findall(r"^```(?:python)?\n(.*?)^```$", PAGE.read_text()[begin:], re.M | re.S)
     (tmp_path / "program.py").write_text(blocks[0])

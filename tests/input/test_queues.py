@@ -10,6 +10,7 @@ import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -154,8 +155,7 @@ def test_queues_do_not_share(make):
 
 
 def test_sixteen_bit_dtypes():
-    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    for dtype in (np.float16, bfloat16):
+    for dtype in (np.float16, ml_dtypes.bfloat16):
         queue = fifo(4, dtype, [(2,)])
         queue.enqueue(np.array([1, 2], dtype))
         queue.enqueue_many(np.array([[3, 4]], dtype))

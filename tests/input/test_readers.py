@@ -560,7 +560,6 @@ def test_an_interrupted_read_loses_nothing(tmp_path):
 
 def test_five_readers_share_files_of_records(tmp_path):
     """As in the chapter: shards written once, read by five readers in threads, each record once."""
-    pytest.importorskip("google_crc32c")
     paths = []
     for shard in range(12):
         paths.append(str(tmp_path / f"train-{shard:02}.tfrecord"))

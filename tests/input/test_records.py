@@ -16,8 +16,6 @@ from strategies.input.queues import FIFOQueue
 from strategies.input.readers import TFRecordReader
 from strategies.input.records import TFRecordWriter, frame
 
-pytest.importorskip("google_crc32c")
-
 EMPTY = bytes.fromhex("0000000000000000 29039807 d8ea82a2")
 ABC = bytes.fromhex("0300000000000000 b099490e 616263 6e57f121")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from launcher import ROOT, mpirun
-from requirements import require
+from requirements import needs
 
 
 def test_examples():
@@ -22,8 +22,7 @@ def test_examples():
 
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 3), (4, 3)])
 def test_the_digits_are_learned(size, count):
-    if importlib.util.find_spec("sklearn") is None:
-        require("sklearn", "it is not installed")
+    needs("sklearn")
     program = ROOT / "examples" / "spare_replicas.py"
     result = mpirun(size, program, "--replicas-to-aggregate", count, timeout=110)
     assert result.status == 0, result

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from launcher import ROOT
+from requirements import installed
 
 sys.path[:0] = [str(ROOT / "tests" / "resources")]
 
@@ -194,7 +195,7 @@ def test_what_can_be_sent_arrives_as_it_was(structure):
 
 
 def test_tensors_arrive_as_arrays():
-    torch = pytest.importorskip("torch")
+    torch = installed("torch")
     (got,) = payloads.unpack(payloads.pack([torch.arange(3)], "test"))
     assert got.tolist() == [0, 1, 2]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster import POLL_SECONDS, Ending, SlurmCluster, namespaces_allowed
+from requirements import require
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("machines")]
 
@@ -348,7 +349,7 @@ with SlurmCluster(namespaces=sys.argv[1] == "True") as cluster:
 @pytest.mark.usefixtures("slurm_cluster")  # for its skip
 def test_killed_tests_leave_nothing_behind(namespaces: bool, tmp_path: Path) -> None:
     if namespaces and not namespaces_allowed():
-        pytest.skip("namespaces are forbidden here")
+        require("netns", "namespaces are forbidden here")
     script = tmp_path / "job.sh"  # alive as long as the lock is held
     script.write_text(f"#!/bin/bash\nexec 9>'{tmp_path}/lock'; flock 9; echo locked; sleep 300\n")
     tests = subprocess.Popen(

@@ -10,6 +10,7 @@ import pytest
 import safetensors.numpy
 from checkpoint_samples import SHARD, assert_same_bits, leftovers, steps, tensors_of
 
+from requirements import installed
 from strategies import errors
 from strategies.training import checkpoint
 
@@ -48,7 +49,7 @@ def test_layout_and_byte_order_of_what_is_saved_do_not_matter(tmp_path):
 
 
 def test_tensors_of_pytorch_in_host_memory_are_saved_as_they_are(tmp_path):
-    torch = pytest.importorskip("torch")
+    torch = installed("torch")
     tensors = {
         "bfloat16": torch.tensor([[1.5, -2.0], [0.0, 3.0]], dtype=torch.bfloat16).T,
         "parameter": torch.nn.Parameter(torch.ones(3)),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
 
 import pytest
 
 from launcher import ROOT
-from requirements import require
+from requirements import needs
 
 
 def test_examples(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        require("matplotlib", "it is not installed")
+    needs("matplotlib")
     monkeypatch.chdir(str(tmp_path))
     document = str(ROOT / "docs" / "checkpoints.md")
     result = doctest.testfile(document, module_relative=False)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from other_memory import OtherMemory
-from requirements import require
+from requirements import installed
 from strategies import Rows, clip_by_global_norm, clip_by_norm, clip_by_value
 
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
@@ -200,10 +200,7 @@ def test_arrays_of_a_device_stay_there():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_of_pytorch(dtype):
-    try:
-        import torch
-    except ImportError:
-        require("torch", "it is not installed")
+    torch = installed("torch")
     gradient = torch.full((2, 2), 2.0, dtype=getattr(torch, dtype))
     (clipped,), norm = clip_by_global_norm([gradient], 1.0)
     assert norm == 4
@@ -217,11 +214,7 @@ def test_tensors_of_pytorch(dtype):
 
 
 def test_arrays_of_jax_as_optax_clips_them():
-    try:
-        import jax.numpy as jnp
-        import optax
-    except ImportError:
-        require("jax", "it or optax is not installed")
+    jnp, optax = installed("jax.numpy"), installed("optax")
     gradients = [jnp.arange(6.0), jnp.ones((2, 3))]
     clipped, _ = clip_by_global_norm(gradients, 2.0)
     expected, _ = optax.clip_by_global_norm(2.0).update(gradients, optax.EmptyState())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from launcher import ROOT
 from optimizer_table import MAKERS
 from other_memory import OtherMemory
-from requirements import require
+from requirements import installed
 from strategies import Adam, Momentum
 from strategies.optimizers import fused
 
@@ -183,11 +183,7 @@ def test_gradient_and_variable_in_different_memories(name):
 
 @pytest.fixture
 def torch():
-    try:
-        import torch
-    except ImportError:
-        require("torch", "it is not installed")
-    return torch
+    return installed("torch")
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -216,10 +212,7 @@ def test_a_sparse_tensor_is_named(torch):
 
 
 def test_arrays_of_jax_are_gradients_but_no_variables():
-    try:
-        import jax.numpy as jnp
-    except ImportError:
-        require("jax", "it is not installed")
+    jnp = installed("jax.numpy")
     variable = np.ones(3, np.float32)
     optimizer = Momentum(0.5)
     optimizer.apply_gradients([(jnp.ones(3, jnp.float32), variable)])
@@ -228,6 +221,7 @@ def test_arrays_of_jax_are_gradients_but_no_variables():
         optimizer.apply_gradients([(np.ones(3, np.float32), jnp.ones(3, jnp.float32))])
 
 
+@pytest.mark.packages
 def test_importing_loads_no_compiler_and_no_framework():
     program = (
         "import sys, strategies; strategies.Adam()\n"

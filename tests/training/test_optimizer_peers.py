@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from optimizer_table import rounding_bound
-from requirements import require
+from requirements import installed
 from strategies import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
 
 STEPS, RATE = 100, 0.01
@@ -126,10 +126,7 @@ def compare(ours, weights, gradients, theirs, dtype, drift=0.0):
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_as_pytorch(name, dtype):
-    try:
-        import torch
-    except ImportError:
-        require("torch", "it is not installed")
+    torch = installed("torch")
     ours, theirs, arguments = TORCH[name]
     weights, gradients = problem(dtype)
     parameters = [torch.nn.Parameter(torch.tensor(w)) for w in weights]
@@ -147,11 +144,7 @@ def test_as_pytorch(name, dtype):
 @pytest.mark.parametrize("name", OPTAX)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_as_optax(name, dtype):
-    try:
-        import jax
-        import optax
-    except ImportError:
-        require("jax", "it or optax is not installed")
+    jax, optax = installed("jax"), installed("optax")
     ours, make = OPTAX[name]
     weights, gradients = problem(dtype)
     with jax.enable_x64(True):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from requirements import require
+from requirements import installed
 from strategies import SGD, schedules
 
 STEPS = [0, 1, 2, 9, 10, 11, 49, 50, 51, 99, 100, 101, 149, 150, 151, 299, 300, 301, 5000]
@@ -64,11 +64,7 @@ OPTAX = {
 
 @pytest.mark.parametrize("name", OPTAX)
 def test_as_optax(name):
-    try:
-        import jax
-        import optax
-    except ImportError:
-        require("jax", "it or optax is not installed")
+    jax, optax = installed("jax"), installed("optax")
     ours, make = OPTAX[name]
     with jax.enable_x64(True):
         theirs = make(optax)

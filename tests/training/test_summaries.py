@@ -15,6 +15,7 @@ import threading
 import numpy as np
 import pytest
 
+from requirements import needs
 from strategies import errors
 from strategies.training import summaries
 from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics
@@ -168,7 +169,7 @@ def test_lines_of_several_threads_do_not_mix(tmp_path):
 
 
 def test_loss_curve_draws_without_pyplot(tmp_path):
-    pytest.importorskip("matplotlib")
+    needs("matplotlib")
     with MetricsWriter(tmp_path / "m.jsonl") as writer:
         for step in range(20):
             writer.write(step=step, loss=math.nan if step == 3 else 1 / (step + 1), seconds=step)
@@ -190,7 +191,7 @@ def test_loss_curve_draws_without_pyplot(tmp_path):
 
 
 def test_loss_curve_without_a_loss(tmp_path):
-    pytest.importorskip("matplotlib")
+    needs("matplotlib")
     with MetricsWriter(tmp_path / "m.jsonl") as writer:
         writer.write(step=0, accuracy=1)
     with pytest.raises(errors.InvalidArgumentError, match=r"no loss.*\['accuracy', 'step'\]"):

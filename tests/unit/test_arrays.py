@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 import oracle
 from collectives import arrays
 from fakecupy import Buffer, FakeCupy
-from requirements import require
+from requirements import installed
 
 
 def borrow(x, out=None):
@@ -30,13 +29,6 @@ def give(loan, value):
         loan.target[...] = result
         result = loan.target
     return loan.give_back(result)
-
-
-def installed(name):
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return require(name, "it is not installed")
 
 
 @pytest.fixture
@@ -179,6 +171,7 @@ def test_bytes_of_an_array_are_its_memory():
     assert arrays.raw_bytes(np.zeros((0, 3))).size == 0
 
 
+@pytest.mark.packages
 def test_no_array_library_is_imported_for_numpy_arrays():
     code = (
         "import sys, numpy as np\n"

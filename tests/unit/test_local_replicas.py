@@ -11,6 +11,7 @@ import pytest
 import collectives as cc
 import inprocess
 import strategies
+from requirements import installed
 from strategies.errors import InvalidArgumentError
 
 
@@ -67,7 +68,7 @@ def test_replicas_run_at_the_same_time():
 
 
 def test_other_objects_pass_through_run_as_they_are():
-    torch = pytest.importorskip("torch")
+    torch = installed("torch")
     strategy = strategies.MirroredStrategy(cpus(2))
     tensor, state = torch.ones(2), {"list": [1]}
     result = strategy.run(lambda t, s: (t is tensor, s is state), args=(tensor, state))

@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from requirements import installed
 from strategies import placing
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+torch = installed("torch")
 
 
 class DeviceTensor(torch.Tensor):
