@@ -7,17 +7,22 @@ failing ranks' reports, and no rank runs ahead into the next test.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 import inprocess
 import reports
 from collectives.communicator import from_mpi
+from collectives.reduction import SUM
 from collectives.selection import ALGORITHMS
+from collectives.settings import Settings
 
+WORLD_RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
 WORLD_SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))
 UNDER_MPI = os.environ.get("UNISONO_TEST_WORLD") == "mpi"
 
@@ -103,6 +108,28 @@ def pytest_addoption(parser):
         "--without", type=Path, metavar="REPORT",
         help="leave out the tests that passed in an earlier run, unless they depend on packages",
     )  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session):
+    """Compile what every first call needs, before any limit of a test runs.
+
+    Where no file has it yet, this takes 10 s, on a busy machine more than a rank waits for others.
+    """
+    if hasattr(session.config, "workerinput"):
+        return  # whoever started this worker has done so
+    if WORLD_RANK == 0:
+        with contextlib.suppress(Exception):  # what is wrong is for the tests to say
+            inprocess.run_ranks(2, _first_calls, timeout=600, settings=Settings(timeout=600))
+    if UNDER_MPI:
+        _private_communicator().Barrier()
+
+
+def _first_calls(comm):
+    for count in (1, 1 << 20):
+        comm.allreduce(np.ones(count, np.float32), op=SUM)
+    shared = comm.shared_empty(1 << 20, np.float32)
+    comm.allreduce(shared, op=SUM, out=shared)
 
 
 @pytest.hookimpl(tryfirst=True)

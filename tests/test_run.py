@@ -154,3 +154,16 @@ def test_only_the_names_of_requirements_are_marks():
     assert missing("('tests/a.py', 3, 'Skipped: torch: torch is not installed')") == "torch"
     assert missing("needs 4 ranks") is None
     assert missing("needs: more") is None
+
+
+def test_what_every_first_call_needs_is_compiled_before_the_tests(tmp_path):
+    # On a busy machine it has taken longer than the 20 s that a rank waits for another one.
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider"]
+    done = run(
+        [*command, "tests/test_floors.py"], timeout=110, NUMBA_CACHE_DIR=str(tmp_path),
+        UNISONO_TEST_WORLD="",
+    )  # fmt: skip
+    assert done.status == 0, done
+    files = [file.name for file in tmp_path.rglob("*.nbc")]
+    for kind in ("one_shot", "pipelined", "publish", "shared"):
+        assert any(name.startswith(f"rounds.{kind}") for name in files), (kind, files)
