@@ -3,6 +3,7 @@
 #   make install      the environment, which the others make too, where it is missing
 #   make train        the main job on real data with 2 ranks
 #   make test         all tests, also as 1, 2, 3 and 4 MPI ranks
+#   make test-all     the same with all long proofs at full length
 #   make check        ruff, mypy --strict
 #   make test-gpu     the tests that need a CUDA device; CUDA=12 or 13 chooses CuPy
 #   make slurm        submit the main job to this cluster's Slurm
@@ -46,7 +47,7 @@ REQUIRED := $(subst $(COMMA), ,$(UNISONO_REQUIRE))
 KINDS := $(foreach kind,torch jax mpich,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
 CUDA ?= 12
 
-.PHONY: install train test test-gpu check slurm clean
+.PHONY: install train test test-all test-gpu check slurm clean
 
 install: $(STAMP)
 
@@ -55,6 +56,9 @@ train: $(STAMP)
 
 test: $(STAMP) $(KINDS)
 	"$(VENV)/bin/python" tests/run.py $(ARGS)
+
+test-all:
+	$(MAKE) test ARGS="--long $(ARGS)"
 
 test-gpu: $(STAMP)
 	"$(VENV)/bin/python" -m pip install -qq -e ".[cuda$(CUDA)]"

@@ -104,6 +104,7 @@ def pytest_generate_tests(metafunc):
 
 def pytest_addoption(parser):
     group = parser.getgroup("unisono")
+    group.addoption("--long", action="store_true", help="long proofs at their full length")
     group.addoption(
         "--without", type=Path, metavar="REPORT",
         help="leave out the tests that passed in an earlier run, unless they depend on packages",
