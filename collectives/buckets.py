@@ -14,7 +14,6 @@ memory stay. All ranks reduce the same buckets in the same order, without negoti
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import time
@@ -263,6 +262,7 @@ class Buckets:
             MismatchError: another rank refused; the step is over.
             CollectiveTimeout: the reductions go on after `timeout`, and may be waited for again;
                 or a rank did not come.
+            BaseException: whatever a signal handler raises meanwhile; as after `timeout`.
         """
         step = self._step or self._begun("wait")
         if len(step.order) < len(self._names):
@@ -278,6 +278,11 @@ class Buckets:
         if not self._learned:
             self._learn(list(step.order))
         return self._results()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step has begun that is not over, and has to be waited for."""
+        return self._step is not None
 
     def end_by(self, error: Exception) -> None:
         """End the step by an error of this rank, as when an array cannot be written to its view.
@@ -382,10 +387,14 @@ class Buckets:
             if step is not None:
                 self._submit(step, lambda: self._refuse(refused))
             else:
-                with contextlib.suppress(TypeError, ValueError):
+                try:
                     self._refuse(refused)
+                except (TypeError, ValueError) as raised:
+                    if raised is not refused:  # but of a signal handler
+                        raise
         if step is not None:
-            _outcome(step.requests)
+            for request in step.requests:
+                request.complete()
 
     def _refuse(self, error: Exception) -> None:
         """Make the next call one that this rank refuses, and raise the error."""
@@ -397,16 +406,13 @@ class Buckets:
         give_up = None if timeout is None else time.monotonic() + timeout
         for request in step.requests:
             left = None if give_up is None else max(0.0, give_up - time.monotonic())
-            with contextlib.suppress(Exception):
-                request.wait(left)
-            if not request.done():
+            if not request.complete(left):
                 raise CollectiveTimeout(
                     f"wait: {self._places.name} are not reduced within {timeout:g} s; this goes on"
                 )
         self._step = None
-        error = _outcome(step.requests)
-        if error is not None:
-            raise error
+        for request in step.requests:
+            request.wait()  # all are complete: raises the first error
 
     def _learn(self, order: Sequence[int]) -> None:
         """Let the buckets follow the order in which rank 0's arrays became ready."""
@@ -433,14 +439,3 @@ def _fill(memory: Array, host: Array | None, scale: float) -> None:
         memory[...] = host
     else:
         np.multiply(host, scale, out=memory, casting="same_kind")
-
-
-def _outcome(requests: Sequence[Request[None]]) -> Exception | None:
-    """Wait for requests, and return the first error."""
-    first = None
-    for request in requests:
-        try:
-            request.wait()
-        except Exception as error:
-            first = first or error
-    return first

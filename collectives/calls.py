@@ -194,6 +194,7 @@ class Call:
         self.operation = operation
         self.deadline = calls.deadline(operation, limit)
         self.engine = calls.engine(self.deadline)
+        self._driven = 0 if self.engine is None else self.engine.driven
         self.digest = 0
         self._record = calls.begin(operation)
 
@@ -337,7 +338,17 @@ class Call:
     def _is_refusal(self, error: BaseException | None) -> bool:
         """Whether the error concerns this rank's own arguments, or its memory for them."""
         own = isinstance(error, Exception) and not isinstance(error, CollectiveError)
-        return own and not self._agreed
+        return own and not self._has_met
+
+    @property
+    def _has_met(self) -> bool:
+        """Whether this rank has begun to meet the others in this call.
+
+        What is raised from then on, as by a signal handler while this rank waits, is no refusal:
+        the others would take what they are told of it for the next part of the call.
+        """
+        in_engine = self.engine is not None and self.engine.driven != self._driven
+        return self._agreed or in_engine
 
     def _refuse(self, error: BaseException) -> None:
         """Let the other ranks know that this one will not take part; the error goes on as it is."""
@@ -350,5 +361,7 @@ class Call:
                     self.carry(*fingerprint.NOTHING)
                 else:
                     self.agree()
-        except CollectiveError as failure:
+        except BaseException as failure:
             self._calls.failed(self.operation, failure)
+            if not isinstance(failure, CollectiveError):  # but of a signal handler
+                raise

@@ -62,8 +62,13 @@ class Plan(Generic[A]):
             return self._by_messages()
         if self._calls.unusable is not None:
             self._calls.check_usable("allreduce")
-        if status := self._kernel(self._address):
-            self._go_on(status)
+        try:
+            if status := self._kernel(self._address):
+                self._go_on(status)
+        except BaseException as error:
+            if not isinstance(error, MismatchError):
+                self._calls.failed("allreduce", error)  # also after Ctrl-C
+            raise
         return self.array
 
     def _go_on(self, status: int) -> None:
@@ -74,8 +79,6 @@ class Plan(Generic[A]):
             self._resolved.go_on(status, self._timeout)
         except BaseException as error:
             failure = error
-            if not isinstance(error, MismatchError):
-                self._calls.failed("allreduce", error)
             raise
         finally:
             self._calls.end(record, failure)

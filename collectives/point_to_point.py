@@ -155,6 +155,7 @@ class PointToPoint:
         self._calls = calls
         self._lane: Transport | None = None
         self._sent: list[_Sent] = []  # not known to have arrived
+        self._halfway = False  # of an array, a part was sent or received, or is being received
         self._spare: list[Array] = []
 
     @contextmanager
@@ -175,7 +176,8 @@ class PointToPoint:
             yield Deadline(operation, limit, calls.settings.stall_warning)
         except BaseException as error:
             failure = error
-            if isinstance(error, CollectiveError) or not isinstance(error, Exception):
+            own = isinstance(error, Exception) and not isinstance(error, CollectiveError)
+            if self._halfway or not own:
                 calls.failed(operation, error)
             raise
         finally:
@@ -199,15 +201,18 @@ class PointToPoint:
             elements[...] = arrays.raw_bytes(host)
         else:
             elements[...] = arrays.raw_bytes(np.ascontiguousarray(host))
+        self._halfway = True
         for memory in [head] if fits else [head, elements]:
             message = self._open().start_send(memory, dest)
             self._sent.append(_Sent(message, memory, dest, deadline))
+        self._halfway = False
         self._forget(deadline.operation)
 
     def recv(self, source: int, out: Any, deadline: Deadline) -> Any:
         """Receive an array."""
         lane = self._open()
         head = np.empty(_HEAD_BYTES, np.uint8)
+        self._halfway = True
         lane.wait([_Awaited(lane.start_receive(head, source), source)], deadline)
         dtype, shape, start = _read(head, source)
         nbytes = math.prod(shape) * dtype.itemsize
@@ -219,6 +224,7 @@ class PointToPoint:
         except (TypeError, ValueError):
             if not inside:  # so that the next array can be received
                 lane.receive(np.empty(nbytes, np.uint8), source, deadline)
+            self._halfway = False
             raise
         result = np.empty(shape, dtype) if target is None else target
         flat = arrays.flat_target(result)
@@ -226,6 +232,7 @@ class PointToPoint:
             arrays.raw_bytes(flat)[...] = head[start : start + nbytes]
         else:
             lane.receive(flat, source, deadline)
+        self._halfway = False
         arrays.stored(flat, result)
         return result if give_back is None else give_back(result)
 

@@ -106,7 +106,7 @@ class Request(Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Wait until the operation is complete, and return what it returned.
 
-        Ctrl-C interrupts a wait; the operation goes on.
+        Ctrl-C, or whatever a signal handler raises, interrupts a wait; the operation goes on.
 
         Args:
             timeout: seconds that this wait may take, no limit but the operation's own if None.
@@ -119,15 +119,11 @@ class Request(Generic[T]):
             Exception: whatever the operation raised, with its traceback.
         """
         job = self._job
-        if job.process != os.getpid() and not job.future.done():
-            raise CollectiveError(f"wait: {job} goes on in the parent, not in a forked child")
-        try:
-            error = job.future.exception(timeout)
-        except concurrent.futures.TimeoutError:
+        if not self.complete(timeout):
             raise CollectiveTimeout(
                 f"wait: {job} is not complete within {timeout:g} s, and goes on"
-            ) from None
-        job.settled = True
+            )
+        error = job.future.exception()
         if error is None:
             result: T = job.future.result()
             return result
@@ -136,6 +132,28 @@ class Request(Generic[T]):
             raise error.with_traceback(job.trace)
         finally:
             del error, job, self  # the traceback refers to this frame: no circle
+
+    def complete(self, timeout: float | None = None) -> bool:
+        """Wait as `wait`, and tell whether the operation is complete, whatever came of it.
+
+        So an error that is raised here is one of the wait, never of the operation.
+
+        Args:
+            timeout: as for `wait`.
+
+        Raises:
+            CollectiveError: this process is a fork of the rank.
+        """
+        job = self._job
+        done = job.future.done()
+        if not done:
+            if job.process != os.getpid():
+                raise CollectiveError(f"wait: {job} goes on in the parent, not in a forked child")
+            # `Future.exception` would say by a TimeoutError that the time is over, which a signal
+            # handler may raise as well.
+            done = bool(concurrent.futures.wait([job.future], timeout).done)
+        job.settled = job.settled or done
+        return done
 
     def __repr__(self) -> str:
         return f"<Request {self._job}: {self._state()}>"

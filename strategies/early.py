@@ -91,6 +91,8 @@ class Early:
             try:
                 return list(self._buckets.wait())
             except (cc.MismatchError, TypeError, ValueError) as error:
+                if self._buckets.under_way:  # of a signal handler: nobody else knows of it
+                    raise
                 self.error = error
         return []
 

@@ -178,6 +178,7 @@ class Engine:
         notes: memory of the notes, shape (size * NOTE_BYTES,), uint8.
         rank: this rank among them.
         size: how many there are.
+        driven: how many calls this rank has begun to `drive`.
         shared: arrays that are reduced where they are.
     """
 
@@ -197,6 +198,7 @@ class Engine:
         self.notes = memory[first : first + transport.size * NOTE_BYTES]
         self.rank = transport.rank
         self.size = transport.size
+        self.driven = 0
         self._memory = memory
         self._slot = slot
         self._counter = np.zeros(1, np.int64)
@@ -333,6 +335,7 @@ class Engine:
             CollectiveTimeout: a rank has not come in time.
         """
         kernel, block = work.kernel, address(work.block)
+        self.driven += 1
         if status is None:
             status = kernel(block)
         standing, since = None, 0.0

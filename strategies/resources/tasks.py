@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as LateError
+from concurrent.futures import Future, wait
 from typing import Any
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
@@ -117,17 +116,17 @@ class Task:
             raise RuntimeError("run: called where answers arrive, which must not wait")
         future = self.submit(function, *arguments, **named)
         try:
-            return future.result(timeout)
-        except LateError:
-            if future.done() and not future.cancelled():
-                return future.result()
-            future.cancel()
-            raise DeadlineExceededError(
-                f"run: not done within {timeout} s (function: {function}, task {self.number})"
-            ) from None
+            # `Future.result` would say by a TimeoutError that the time is over, which the function
+            # or a signal handler may raise as well.
+            wait([future], timeout)
         except BaseException:
             future.cancel()
             raise
+        if not future.done() and future.cancel():
+            raise DeadlineExceededError(
+                f"run: not done within {timeout} s (function: {function}, task {self.number})"
+            )
+        return future.result()
 
     def submit(
         self, function: Callable[..., Any] | str, *arguments: Any, **named: Any

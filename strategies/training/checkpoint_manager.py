@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+import collectives as cc
 from strategies import errors
 from strategies.training import checkpoint, durable, manifest, shards
 
@@ -149,7 +150,12 @@ class CheckpointManager:
             except BaseException as error:  # an interrupt, too: the others wait for the outcome
                 failure = error
                 outcome = (type(error).__name__, str(error))
-        kind, result = comm.broadcast_object(outcome, root=0)
+        try:
+            kind, result = comm.broadcast_object(outcome, root=0)
+        except cc.CollectiveError as unheard:
+            if failure is None:
+                raise
+            raise failure from unheard
         if failure is not None:
             raise failure
         if not kind:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -81,6 +83,26 @@ def until(condition):
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.001)
+
+
+@pytest.mark.parametrize("timeout", [None, LIMIT])
+def test_what_a_handler_raises_is_no_end_of_the_timeout(services, timeout):
+    def stop(*_):
+        raise TimeoutError("the time of the program is over")
+
+    def send():
+        until(lambda: calls == [1])
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        with pytest.raises(TimeoutError, match="the time of the program is over"):
+            Task(services[1], 0).run(wait_for_gate, 1, timeout=timeout)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGALRM, before)
 
 
 class CountingPool(pool.Pool):

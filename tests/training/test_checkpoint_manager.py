@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import collectives as cc
 from strategies import errors
 from strategies.training import checkpoint
 from strategies.training.checkpoint_manager import CheckpointManager
@@ -168,6 +169,21 @@ def test_no_rank_waits_when_rank_0_is_interrupted(tmp_path, size, error):
         assert type(other) is errors.AbortedError
         assert type(error).__name__ in str(other)
         assert "rank 0" in str(other)
+
+
+def test_an_interrupt_of_rank_0_is_raised_also_where_nobody_can_be_told(tmp_path):
+    class Silent(Rank):
+        def broadcast_object(self, obj, root=0):
+            raise cc.CollectiveTimeout("broadcast_object: no answer")
+
+    class Tensors(dict):
+        def items(self):
+            raise Stop("now")
+
+    manager = manager_of(tmp_path, Silent(0, 2, [None], None))
+    with pytest.raises(Stop, match="now") as caught:
+        manager.save(Tensors(), step=1)
+    assert isinstance(caught.value.__cause__, cc.CollectiveTimeout)
 
 
 def test_the_manager_keeps_others_out_until_it_is_closed(tmp_path):

@@ -183,15 +183,20 @@ def test_several_threads_may_wait_for_one_request(owner, gate):
     assert results == [7] * 4
 
 
-def test_ctrl_c_interrupts_a_wait_and_the_request_goes_on(owner, gate):
+@pytest.mark.parametrize("timeout", [None, LIMIT])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_a_signal_interrupts_a_wait_and_the_request_goes_on(owner, gate, error, timeout):
+    def stop(*_):
+        raise error("the program's own")
+
     request = owner.work_async(lambda: gate.wait(LIMIT))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest ignore it
+    before = signal.signal(signal.SIGINT, stop)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     began = time.monotonic()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            request.wait(LIMIT)
+        with pytest.raises(error, match="the program's own"):
+            request.wait(timeout)
     finally:
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - began < 5
