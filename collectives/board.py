@@ -47,13 +47,13 @@ class Board:
     Args:
         memory: shape (size * NOTE_BYTES,), uint8, zeros at first, shared by all ranks.
         rank: this rank among them.
-        numbers: by which warnings name them.
+        names: by which warnings name them.
     """
 
-    def __init__(self, memory: Array, rank: int, numbers: Sequence[int]) -> None:
+    def __init__(self, memory: Array, rank: int, names: Sequence[str]) -> None:
         self._memory = memory.data.cast("B")
         self._rank = rank
-        self._numbers = numbers
+        self._names = names
         self._size = len(self._memory) // NOTE_BYTES
         self._at = rank * NOTE_BYTES
         self._words = self._memory.cast("q")
@@ -97,7 +97,7 @@ class Board:
         current = abs(self._note(self._rank).number)
         notes = [(rank, self._note(rank)) for rank in range(self._size)]
         late = [
-            _told(self._numbers[rank], note) for rank, note in notes if abs(note.number) < current
+            _told(self._names[rank], note) for rank, note in notes if abs(note.number) < current
         ]
         more = f", and {len(late) - _NAMES} more" if len(late) > _NAMES else ""
         return ", ".join(late[:_NAMES]) + more
@@ -115,11 +115,11 @@ class _Note(NamedTuple):
     text: str
 
 
-def _told(rank: int, note: _Note) -> str:
+def _told(name: str, note: _Note) -> str:
     if note.number == 0:
-        return f"rank {rank} has called nothing yet"
+        return f"{name} has called nothing yet"
     operation, _, site = note.text.partition(" at ")
     ago = max(0.0, time.monotonic() - note.since)
     if note.number < 0:
-        return f"rank {rank} left {operation} #{-note.number} at {site} {ago:.0f} s ago"
-    return f"rank {rank} has been in {operation} #{note.number} at {site} for {ago:.0f} s"
+        return f"{name} left {operation} #{-note.number} at {site} {ago:.0f} s ago"
+    return f"{name} has been in {operation} #{note.number} at {site} for {ago:.0f} s"

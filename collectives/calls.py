@@ -124,7 +124,7 @@ class Calls:
         if self.unusable is not None:
             raise CollectiveError(
                 f"{operation}: this communicator is not usable any more, since {self.unusable} "
-                f"({self.where})"
+                f"({self.transport.where})"
             )
 
     def engine(self, deadline: Deadline) -> node.Engine | None:
@@ -152,9 +152,9 @@ class Calls:
         ranks = self.transport if self._on_one_node else self.levels.node
         engine = node.start(ranks, self.settings.shared_memory, deadline)
         if engine is not None:
-            numbers = [ranks.number(rank) for rank in range(ranks.size)]
+            names = [self.transport.name([ranks.number(rank)]) for rank in range(ranks.size)]
             self.node_engine = engine
-            self.board = board.Board(engine.notes, ranks.rank, numbers)
+            self.board = board.Board(engine.notes, ranks.rank, names)
             self.levels = stages.in_shared_memory(self.levels, engine)
 
     def failed(self, operation: str, error: BaseException) -> None:
@@ -164,11 +164,6 @@ class Calls:
         """
         self.unusable = f"{operation} failed: {type(error).__name__}: {error}"
         liveness.limit_exit(max(self.settings.timeout, _LEAST_EXIT_SECONDS))
-
-    @property
-    def where(self) -> str:
-        """The rank, as the last words of an error."""
-        return f"rank {self.transport.rank} of {self.transport.size}"
 
     @property
     def checked(self) -> bool:

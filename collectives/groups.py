@@ -48,6 +48,9 @@ def split(self: Communicator, color: int | None, key: int = 0) -> Communicator |
     self._splits_made += 1
     if part is None:
         return None
+    world = self._transport.world
+    if world is not None or members != list(range(self.size)):
+        part.world = [r if world is None else world[r] for r in members]
     leaders = [self._leaders[r] for r in members]
     return type(self)(
         part, leaders, self._calls.settings, f"{self._calls.name}.{self._splits_made}"

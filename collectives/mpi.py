@@ -72,11 +72,11 @@ class MpiTransport(Transport):
                 [self._start(start, flat[at:][:_MESSAGE_BYTES], peer, verb) for at in cuts]
             )
         if not self._any_thread and this_thread.stop is not None:
-            self.check_threads(f"message to or from rank {peer}")
+            self.check_threads(f"message to or from {self.name([peer])}")
         try:
             request = start((array, array.nbytes, self._byte), peer, self._tag)
         except RuntimeError as error:
-            raise self._explain(error, f"message to or from rank {peer}") from error
+            raise self._explain(error, f"message to or from {self.name([peer])}") from error
         return _MpiMessage(self, request, array, peer, verb)
 
     def watch(self, start: Callable[..., MPI.Request], *arguments: Any) -> Message:
@@ -178,7 +178,7 @@ class MpiTransport(Transport):
         code = error.Get_error_class()
         if code in _death_codes():
             return self._peer_failure(operation, self._dead_soon())
-        where = f"(rank {self.rank} of {self.size})"
+        where = f"({self.where})"
         if code == MPI.ERR_TRUNCATE:
             return MismatchError(
                 f"{operation}: the other rank sent an array that is longer than expected {where}"
@@ -194,8 +194,8 @@ class MpiTransport(Transport):
             # Revoking twice can disturb the other ranks' way out.
             if not self.mpi.Is_revoked():
                 self.mpi.Revoke()
-        names = f"rank{'s' * (len(dead) > 1)} {' '.join(map(str, dead))}" if dead else "some rank"
-        return PeerFailure(f"{operation}: {names} died (rank {self.rank} of {self.size})")
+        names = self.name(dead) if dead else "some rank"
+        return PeerFailure(f"{operation}: {names} died ({self.where})")
 
     def _dead_soon(self) -> list[int]:
         """Return who died; the news that somebody did may come before the news who."""
@@ -246,13 +246,12 @@ class _MpiMessage:
         return True
 
     def describe(self) -> str:
-        return f"rank {self._peer} to {self._verb} {self._memory.nbytes} bytes"
+        return f"{self._transport.name([self._peer])} to {self._verb} {self._memory.nbytes} bytes"
 
     def _wrong_length(self, got: int) -> MismatchError:
         return MismatchError(
-            f"receive: rank {self._peer} sent an array of another length, expected "
-            f"{self._memory.nbytes} bytes, got {got} (rank {self._transport.rank} of "
-            f"{self._transport.size})"
+            f"receive: {self._transport.name([self._peer])} sent an array of another length, "
+            f"expected {self._memory.nbytes} bytes, got {got} ({self._transport.where})"
         )
 
 

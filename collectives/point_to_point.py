@@ -133,13 +133,14 @@ class _Awaited(NamedTuple):
     """A head that has not come, of an array of which nothing else is known."""
 
     message: Message
+    ranks: Transport
     source: int
 
     def done(self) -> bool:
         return self.message.done()
 
     def describe(self) -> str:
-        return f"rank {self.source} to send an array"
+        return f"{self.ranks.name([self.source])} to send an array"
 
 
 class PointToPoint:
@@ -172,7 +173,7 @@ class PointToPoint:
         try:
             self._forget(operation)
             for sent in self._sent:
-                sent.deadline.check(calls.transport.rank, calls.transport.size, [sent.message])
+                sent.deadline.check(calls.transport, [sent.message])
             yield Deadline(operation, limit, calls.settings.stall_warning)
         except BaseException as error:
             failure = error
@@ -213,8 +214,8 @@ class PointToPoint:
         lane = self._open()
         head = np.empty(_HEAD_BYTES, np.uint8)
         self._halfway = True
-        lane.wait([_Awaited(lane.start_receive(head, source), source)], deadline)
-        dtype, shape, start = _read(head, source)
+        lane.wait([_Awaited(lane.start_receive(head, source), lane, source)], deadline)
+        dtype, shape, start = _read(head, lane, source)
         nbytes = math.prod(shape) * dtype.itemsize
         inside = start + nbytes <= _HEAD_BYTES
         target, give_back = None, None
@@ -281,7 +282,7 @@ class PointToPoint:
         return np.empty(nbytes, np.uint8)
 
 
-def _read(head: Array, source: int) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+def _read(head: Array, ranks: Transport, source: int) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     """Return dtype and shape of the array that is announced, and where its elements would begin.
 
     Raises:
@@ -291,7 +292,8 @@ def _read(head: Array, source: int) -> tuple[np.dtype[Any], tuple[int, ...], int
     start = _HEAD.size + 8 * ndim
     if magic != _MAGIC or start > _HEAD_BYTES:
         raise CollectiveError(
-            f"recv: what rank {source} sent is no array, it begins with {head[:16].tobytes().hex()}"
+            f"recv: what {ranks.name([source])} sent is no array, it begins with "
+            f"{head[:16].tobytes().hex()}"
         )
     shape = tuple(head[_HEAD.size : start].view(np.int64).tolist())
     return np.dtype(name.rstrip(b"\0").decode()), shape, start

@@ -108,7 +108,7 @@ def first_problem(transport: Transport, problem: str, deadline: Deadline) -> str
         for rank in range(1, transport.size):
             transport.receive(line, rank, deadline)
             if not first and _decoded(line):
-                first = f"rank {rank}: {_decoded(line)}"
+                first = f"{transport.whole.name([transport.number(rank)])}: {_decoded(line)}"
     else:
         transport.send(line, 0, deadline)
     return from_rank_0(transport, first, deadline)

@@ -20,7 +20,7 @@ from collectives.buffers import DeviceBuffer
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.mail import Mail
 
-__all__ = ["Deadline", "Message", "Transport", "this_thread"]
+__all__ = ["Deadline", "Message", "Transport", "named", "this_thread"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ _SPINS = 200
 _DROWSY = 0.02
 _NAP_SHARE = 1 / 64
 _LONGEST_NAP = 0.005
+
+# How many ranks an error names.
+_NAMES = 8
 
 # Seconds between two looks at whether a rank that this one does not wait for has died.
 _LOOK_EVERY = 0.1
@@ -77,31 +80,56 @@ class Deadline:
         """Seconds since the call began."""
         return time.monotonic() - self._start
 
-    def check(self, rank: int, size: int, pending: Sequence[Message]) -> None:
+    def check(self, ranks: Transport, pending: Sequence[Message]) -> None:
         """Report a stall once, and raise `CollectiveTimeout` when the time is over.
+
+        Args:
+            ranks: the group that waits, as errors name it.
+            pending: what it waits for.
 
         Raises:
             CollectiveError: this thread is told to stop.
         """
         if self._stop is not None and self._stop.is_set():
-            raise CollectiveError(f"{self.operation}: stopped (rank {rank} of {size})")
+            raise CollectiveError(f"{self.operation}: stopped ({ranks.where})")
         waited = self.waited
         if waited > self.limit:
             raise CollectiveTimeout(
                 f"{self.operation}: no answer within {self.limit:g} s, still waiting for "
-                f"{self._missing(pending)} (rank {rank} of {size})"
+                f"{self._missing(pending)} ({ranks.where})"
             )
         if waited > self._warn_after:
             self._warn_after = float("inf")
             log.warning(
-                "[%d/%d] %s has waited %.0f s for %s",
-                rank, size, self.operation, waited, self._missing(pending),
+                "[%d/%d] %s has waited %.0f s for %s%s",
+                ranks.rank, ranks.size, self.operation, waited, self._missing(pending),
+                "" if ranks.world is None else f" ({ranks.where})",
             )  # fmt: skip
 
     def _missing(self, pending: Sequence[Message]) -> str:
         due = ", ".join(dict.fromkeys(message.describe() for message in pending))
         known = self._whereabouts()
         return f"{due}; {known}" if known else due
+
+
+def named(ranks: Sequence[int], world: Sequence[int] | None = None) -> str:
+    """Name ranks of a group.
+
+    Args:
+        ranks: at least one.
+        world: of each rank of the group its number in the world; None if that is the same.
+
+    Example:
+        >>> named([1]), named([0, 1], [2, 3])
+        ('rank 1', 'ranks 0 1 (world ranks 2 3)')
+    """
+    own = _listed("rank", ranks)
+    return own if world is None else f"{own} ({_listed('world rank', [world[r] for r in ranks])})"
+
+
+def _listed(word: str, numbers: Sequence[int]) -> str:
+    more = " ..." if len(numbers) > _NAMES else ""
+    return f"{word}{'s' * (len(numbers) > 1)} {' '.join(map(str, numbers[:_NAMES]))}{more}"
 
 
 class Message(Protocol):
@@ -138,6 +166,18 @@ class Transport(ABC):
 
     rank: int
     size: int
+
+    # Of each rank its number in the world, where this is a part of it; None where it is the world.
+    world: Sequence[int] | None = None
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """Name ranks, by their numbers in the world, too, where these are others."""
+        return named(ranks, self.world)
+
+    @property
+    def where(self) -> str:
+        """This rank, as the last words of an error: "rank 1 (world rank 3) of 2"."""
+        return f"{self.name([self.rank])} of {self.size}"
 
     @property
     def whole(self) -> Transport:
@@ -247,7 +287,7 @@ class Transport(ABC):
         began = time.monotonic()
         look_at = began + _LOOK_EVERY
         while pending := [message for message in messages if not message.done()]:
-            deadline.check(self.rank, self.size, pending)
+            deadline.check(self, pending)
             now = time.monotonic()
             if now > look_at:
                 look_at = now + _LOOK_EVERY

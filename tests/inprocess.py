@@ -59,25 +59,25 @@ class _Group:
 
 
 class _Send:
-    def __init__(self, group, data, dest):
+    def __init__(self, group, data, peer):
         eager = group.mode == "eager"
         self.data = memory_of(data).copy() if eager else memory_of(data)
         self.taken = eager
-        self.dest = dest
+        self.peer = peer
 
     def done(self):
         return self.taken
 
     def describe(self):
-        return f"rank {self.dest} to receive {self.data.size} bytes"
+        return f"{self.peer} to receive {self.data.size} bytes"
 
 
 class _Receive:
-    def __init__(self, group, box, into, source):
+    def __init__(self, group, box, into, peer):
         self.group = group
         self.box = box
         self.into = memory_of(into)
-        self.source = source
+        self.peer = peer
         self.finished = False
         self.queue = group.boxes[("receives", *box)]
         self.queue.append(self)
@@ -96,13 +96,13 @@ class _Receive:
                 self.group.event()
                 if not fits:
                     raise MismatchError(
-                        f"receive: rank {self.source} sent an array of another length, expected "
+                        f"receive: {self.peer} sent an array of another length, expected "
                         f"{self.into.size} bytes, got {send.data.size}"
                     )
         return self.finished
 
     def describe(self):
-        return f"rank {self.source} to send {self.into.size} bytes"
+        return f"{self.peer} to send {self.into.size} bytes"
 
 
 class ThreadTransport(Transport):
@@ -113,7 +113,7 @@ class ThreadTransport(Transport):
         self.number_of_splits = 0
 
     def _start_send(self, data, dest):
-        send = _Send(self.group, data, dest)
+        send = _Send(self.group, data, self.name([dest]))
         with self.group.lock:
             self.group.boxes[(self.rank, dest)].append(send)
             self.group.event()
@@ -121,7 +121,7 @@ class ThreadTransport(Transport):
 
     def _start_receive(self, into, source):
         with self.group.lock:
-            return _Receive(self.group, (source, self.rank), into, source)
+            return _Receive(self.group, (source, self.rank), into, self.name([source]))
 
     def wait(self, messages, deadline):
         # Threads that poll take the interpreter from each other: sleep until something happens.
@@ -132,7 +132,7 @@ class ThreadTransport(Transport):
             pending = [m for m in pending if not m.done()]
             if not pending:
                 return
-            deadline.check(self.rank, self.size, pending)
+            deadline.check(self, pending)
             with self.group.lock:
                 self.group.lock.wait_for(lambda seen=seen: self.group.events != seen, timeout=0.05)
 
@@ -181,7 +181,7 @@ class ThreadMail(Mail):
         return self._start(parcel, "parcel", dest)
 
     def _start(self, data, kind, dest):
-        send = _Send(self.group, data, dest)
+        send = _Send(self.group, data, f"rank {dest}")
         with self.group.lock:
             self.group.boxes[(kind, self.rank, dest)].append(send)
         return send
@@ -196,7 +196,7 @@ class ThreadMail(Mail):
         return None
 
     def receive(self, into, source):
-        return _Receive(self.group, ("parcel", source, self.rank), into, source)
+        return _Receive(self.group, ("parcel", source, self.rank), into, f"rank {source}")
 
     def dead(self):
         return frozenset()

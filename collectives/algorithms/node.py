@@ -112,14 +112,15 @@ class Work(NamedTuple):
 class _Absent:
     """The message that nobody sends: a rank that has not entered a call."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, ranks: Transport, rank: int) -> None:
+        self._ranks = ranks
         self._rank = rank
 
     def done(self) -> bool:
         return False
 
     def describe(self) -> str:
-        return f"rank {self._rank} to enter the call"
+        return f"{self._ranks.name([self._rank])} to enter the call"
 
 
 def start(transport: Transport, directory: str | None, deadline: Deadline) -> Engine | None:
@@ -351,8 +352,8 @@ class Engine:
     def _pause(self, block: Array, deadline: Deadline, since: float) -> None:
         """Look at the clock between two calls of a kernel that waits for one thing since then."""
         whole = self._transport.whole
-        absent = _Absent(self._transport.number(int(block[self._rounds.MISSING])))
-        deadline.check(whole.rank, whole.size, [absent])
+        missing = self._transport.number(int(block[self._rounds.MISSING]))
+        deadline.check(whole, [_Absent(whole, missing)])
         if self._is_part:  # other nodes may wait for what this rank has sent
             self._transport.progress()
         now = time.monotonic()
@@ -372,9 +373,8 @@ class Engine:
         if dead:
             liveness.limit_exit()
             whole = self._transport.whole
-            numbers = " ".join(str(self._transport.number(rank)) for rank in dead)
-            names = f"rank{'s' * (len(dead) > 1)} {numbers}"
-            raise PeerFailure(f"{operation}: {names} died (rank {whole.rank} of {whole.size})")
+            names = whole.name([self._transport.number(rank) for rank in dead])
+            raise PeerFailure(f"{operation}: {names} died ({whole.where})")
 
     def close(self) -> None:
         """Take back this rank's sign of life."""
