@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from collectives.reduction import MEAN, Op
 from collectives.repeats import NEW, Repeats
 from collectives.requests import Progress, asynchronous
 from collectives.signatures import A, Compressing, Detachable, Numbers, Reducing, Waiting
+from collectives.tracebacks import in_turn
 from collectives.transport import Transport
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["Communicator", "from_mpi"]
+
+E = TypeVar("E", bound=BaseException)
 
 
 def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> Communicator:
@@ -465,6 +468,31 @@ class Communicator:
             call.agree()
             mail = self._transport.open_mail()
             return open_channel(self._transport, mail, self._leaders, call.deadline)
+
+    def raised_by_all(self, error: E, first: int = 0) -> E:
+        """Note that all ranks raise this error, so that one of them prints its traceback.
+
+        Only where nobody catches it. The others wait a moment, and print it if they are still there
+        then: the one before them has caught it.
+
+        Args:
+            error: about to be raised; the same words on all ranks.
+            first: the rank that prints it.
+
+        Returns:
+            The error.
+        """
+        return in_turn(error, (self.rank - first) % self.size)
+
+    def name(self, *ranks: int) -> str:
+        """Name ranks as errors do, in a group by their numbers in the world, too.
+
+        Example:
+            >>> import collectives as cc
+            >>> cc.init().name(0)
+            'rank 0'
+        """
+        return self._transport.name(ranks)
 
     def close(self) -> None:
         """Release the communicator; *collective*. Closing twice is harmless."""

@@ -32,11 +32,12 @@ from typing import NamedTuple, NoReturn, get_args
 
 import numpy as np
 
-from collectives import reduction, settings
+from collectives import recorder, reduction, settings
 from collectives.algorithms import halving, hierarchical
 from collectives.arrays import Array
 from collectives.errors import MismatchError
-from collectives.transport import Deadline, Transport
+from collectives.tracebacks import in_turn
+from collectives.transport import Deadline, Transport, named
 
 __all__ = [
     "CARRIED_BYTES",
@@ -70,7 +71,14 @@ _HASH_BYTES = 16
 CARRIED_BYTES = LETTER_BYTES - _HASH_BYTES
 
 # Bytes of a description that are sent when ranks disagree; a longer one is cut.
-_TEXT_BYTES = 256
+_TEXT_BYTES = 384
+
+# Fields that are sent with it, and what is kept of the first one, whose end says the most.
+_SITE, _ENTRY = "site", "entry"
+_SITE_CHARACTERS = 64
+
+# How many different values, or refusals, an error lists.
+_VALUES = 8
 
 
 def agreed(configuration: settings.Settings, transport: Transport) -> settings.Settings:
@@ -200,46 +208,80 @@ def agree_on_rows(
     return [int(n) for n in facts]
 
 
-def differences(calls: Sequence[Mapping[str, object]]) -> str:
+def differences(
+    calls: Sequence[Mapping[str, object]], name: Callable[[Sequence[int]], str] = named
+) -> str:
     """Say which fields differ, and on which ranks.
+
+    Args:
+        calls: of all ranks.
+        name: names ranks.
 
     Example:
         >>> differences([{"op": "SUM", "dtype": "int32"}, {"op": "MAX", "dtype": "int32"}])
         'op is SUM on rank 0, MAX on rank 1'
     """
-    fields = dict.fromkeys(name for call in calls for name in call)
-    if len({call.get("operation") for call in calls}) > 1:
-        fields = {"operation": None}  # the rest belongs to different operations
     texts = []
-    for field in fields:
-        ranks_of: dict[str, list[int]] = {}
-        for rank, call in enumerate(calls):
-            ranks_of.setdefault(str(call.get(field, "absent")), []).append(rank)
-        if len(ranks_of) > 1:
-            parts = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items()]
-            texts.append(f"{field} is {', '.join(parts)}")
+    for field in dict.fromkeys(name for call in calls for name in call):
+        values = [str(call.get(field, "absent")) for call in calls]
+        if len(set(values)) > 1:
+            texts.append(f"{field} is {_by_ranks(values, name)}")
     return "; ".join(texts)
 
 
+def _by_ranks(values: Sequence[str], name: Callable[[Sequence[int]], str]) -> str:
+    """Say which ranks have which value: "SUM on rank 0, MAX on ranks 1 2"."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(value, []).append(rank)
+    if len(ranks_of) == 1:
+        return f"{values[0]} on all ranks"
+    parts = [f"{value} on {name(ranks)}" for value, ranks in ranks_of.items()]
+    more = f", and {len(parts) - _VALUES} more" if len(parts) > _VALUES else ""
+    return ", ".join(parts[:_VALUES]) + more
+
+
 def raise_mismatch(transport: Transport, call: Description, deadline: Deadline) -> NoReturn:
-    """Collect the descriptions of all ranks, which differ, and raise the same error on all."""
+    """Collect the descriptions of all ranks, which differ, and raise the same error on all.
+
+    With each description comes where its rank stands, which need not be equal.
+    """
+    site, entry = recorder.origin()
+    place = {_SITE: str(site)[-_SITE_CHARACTERS:], _ENTRY: entry}
     lines = np.zeros((transport.size, _TEXT_BYTES), np.uint8)
-    text = _text(call).encode()[:_TEXT_BYTES]
-    lines[transport.rank, : len(text)] = np.frombuffer(text, np.uint8)
+    own = _text(place | call).encode()[:_TEXT_BYTES]
+    lines[transport.rank, : len(own)] = np.frombuffer(own, np.uint8)
     bounds = [_TEXT_BYTES * r for r in range(transport.size + 1)]
     halving.allgather(transport, lines.reshape(-1), bounds, deadline)
     calls = [_parse(line.tobytes().rstrip(b"\0").decode(errors="replace")) for line in lines]
-    names = " / ".join(dict.fromkeys(str(call.get("operation", "?")) for call in calls))
+    text, first = _mismatch(calls, transport.name)
+    raise in_turn(MismatchError(text), (transport.rank - first) % transport.size)
+
+
+def _mismatch(
+    calls: Sequence[dict[str, str]], name: Callable[[Sequence[int]], str]
+) -> tuple[str, int]:
+    """Say in what calls differ, and where ranks stand; returns also who should say it first."""
+    places = [(call.pop(_SITE, "?"), call.pop(_ENTRY, "")) for call in calls]
+    operations = [call.get("operation", "?") for call in calls]
+    stands = _by_ranks(
+        [
+            f"{entry} ({operation}) at {site}" if entry else f"{operation} at {site}"
+            for (site, entry), operation in zip(places, operations, strict=True)
+        ],
+        name,
+    )
+    callers = [entry or op for (_, entry), op in zip(places, operations, strict=True)]
+    names = " / ".join(dict.fromkeys(callers))
     refused = {rank: call["refused"] for rank, call in enumerate(calls) if "refused" in call}
     if refused:
-        whys = "; ".join(f"rank {rank}: {why}" for rank, why in list(refused.items())[:8])
-        raise MismatchError(f"{names}: refused on {_ranks(list(refused))}, so none goes on: {whys}")
-    raise MismatchError(f"{names}: the ranks do not mean the same call: {differences(calls)}")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    listed = " ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+        whys = "; ".join(f"{name([rank])}: {why}" for rank, why in list(refused.items())[:_VALUES])
+        what = f"refused on {name(list(refused))}, so none goes on: {whys}"
+        return f"{names}: {what}; {stands}", next(iter(refused))
+    what = "the ranks do not mean the same call"
+    if len(set(operations)) > 1:  # the rest belongs to different operations
+        return f"{names}: {what}: {stands}", 0
+    return f"{names}: {what}: {differences(calls, name)}; {stands}", 0
 
 
 def _text(call: Description) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from collectives.errors import LaunchError
 from collectives.settings import Settings
+from collectives.tracebacks import await_turn
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -163,8 +164,9 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     """From now on, let an exception that nobody catches end all ranks of the job.
 
     The rank prints its traceback, each line marked with `[rank/size]`, and calls `MPI_Abort`; the
-    exit status is 1. This holds for the main thread and all others. Nothing is changed inside
-    pytest and IPython, which show exceptions themselves, and in a world of one.
+    exit status is 1. Where all ranks raise the same error, one of them prints it. This holds for
+    the main thread and all others. Nothing is changed inside pytest and IPython, which show
+    exceptions themselves, and in a world of one.
     """
     interactive = "pytest" in sys.modules or hasattr(builtins, "__IPYTHON__")
     if world.Get_size() == 1 or interactive:
@@ -176,6 +178,7 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     ) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
         marked = "".join(f"[{rank}/{size}] {line}\n" for line in text.splitlines())
+        await_turn(error)
         # One write, so that the lines of several ranks do not mix.
         sys.stdout.flush()
         sys.stderr.write(marked)

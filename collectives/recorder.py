@@ -26,10 +26,19 @@ import traceback
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-__all__ = ["Record", "Recorder", "Site", "call_site", "default_directory", "install", "write"]
+__all__ = [
+    "Origin",
+    "Record",
+    "Recorder",
+    "Site",
+    "default_directory",
+    "install",
+    "origin",
+    "write",
+]
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +46,9 @@ CAPACITY = 256
 
 # Frames of these modules are ours; the first one outside is where the user called.
 _OURS = ("collectives.", "strategies.")
+
+# Libraries through which users call us, by hooks and callbacks.
+_BETWEEN = ("torch.", "jax.", "optax.")
 
 # Wall-clock time of the zero of the monotonic clock, so that records need one clock only.
 _EPOCH = time.time() - time.monotonic()
@@ -65,18 +77,57 @@ class Site(NamedTuple):
         return f"{os.path.basename(self.file)}:{self.line}"
 
 
+class Origin(NamedTuple):
+    """Where the innermost call into our packages comes from.
+
+    Attributes:
+        site: the line of the program.
+        entry: what is called there, if that is a part of `strategies`: "CheckpointManager.save".
+    """
+
+    site: Site
+    entry: str = ""
+
+
 class _Given(threading.local):
-    """A call site that stands for the calls that this thread makes for another one."""
+    """An origin that stands for the calls that this thread makes for another one."""
 
     site: Site | None = None
+    entry = ""
 
 
 given = _Given()
 
 
-def call_site() -> Site:
-    """Return where the innermost call into our packages comes from."""
-    return given.site or Site(*_caller())
+def origin() -> Origin:
+    """Find out where the call comes from in which this thread is."""
+    if given.site is not None:
+        return Origin(given.site, given.entry)
+    frame = inner = sys._getframe(1)
+    while frame.f_back is not None and _module(frame).startswith(_OURS + _BETWEEN):
+        if _module(frame).startswith(_OURS):
+            inner = frame
+        frame = frame.f_back
+    return Origin(Site(frame.f_code, frame.f_lasti), _entry(inner))
+
+
+def _module(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
+
+
+def _entry(frame: FrameType) -> str:
+    """Name what users know of `strategies` by the frame of ours that they have called."""
+    if not _module(frame).startswith("strategies."):
+        return ""
+    # What users make, or call, by another name.
+    known = frame.f_globals.get("_KNOWN_AS", {})
+    function, owner = frame.f_code.co_name, frame.f_locals.get("self")
+    if owner is None:
+        return str(known.get(function, function))
+    kind = type(owner).__name__
+    name = str(known.get(kind, kind))
+    return name if function.startswith("_") else f"{name}.{function}"
 
 
 def _caller(depth: int = 1) -> tuple[CodeType, int]:

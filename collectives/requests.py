@@ -65,7 +65,7 @@ class _Job:
 
     def __init__(self, name: str, run: Callable[[Any], Any]) -> None:
         self.name = name
-        self.site = recorder.call_site()
+        self.origin = recorder.origin()
         self.run: Callable[[Any], Any] | None = run
         self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.trace: TracebackType | None = None  # of the operation's error
@@ -74,7 +74,7 @@ class _Job:
         self.settled = False
 
     def __str__(self) -> str:
-        return f"{self.name} at {self.site}"
+        return f"{self.name} at {self.origin.site}"
 
     def succeed(self, result: Any) -> None:
         """Hand over the result, unless `close` gave up before."""
@@ -280,7 +280,7 @@ class Progress:
             return
         assert run is not None
         job.future.set_running_or_notify_cancel()
-        recorder.given.site = job.site
+        recorder.given.site, recorder.given.entry = job.origin
         try:
             result = run(private)
         except BaseException as error:

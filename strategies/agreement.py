@@ -35,10 +35,13 @@ def raise_everywhere(error: Exception | None, comm: cc.Communicator, what: str) 
     reports = comm.allgather_object(None if error is None else _report(error))
     failed = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
     causes = [report for report in failed if report[1] is not cc.MismatchError] or failed
-    if error is not None and comm.rank in [rank for rank, _, _ in causes]:
-        raise error
     rank, kind, text = causes[0]
-    raise kind(f"{text} ({what} of rank {rank} of {comm.size})") from error
+    if error is not None and comm.rank in [rank for rank, _, _ in causes]:
+        if _report(error) == (kind, text):  # else it says more than that of the lowest rank
+            comm.raised_by_all(error, rank)
+        raise error
+    copy = kind(f"{text} ({what} of {comm.name(rank)} of {comm.size})")
+    raise comm.raised_by_all(copy, rank) from error
 
 
 def _report(error: Exception) -> tuple[type[Exception], str]:
@@ -54,16 +57,20 @@ def _report(error: Exception) -> tuple[type[Exception], str]:
     return RuntimeError, f"{kind.__name__}: {error}"
 
 
-def first_difference(what: str, told: Sequence[Sequence[Any]]) -> str | None:
+def first_difference(comm: cc.Communicator, what: str, told: Sequence[Sequence[Any]]) -> str | None:
     """Say in what a rank differs from rank 0, given the facts of all; None if in nothing."""
     first, *others = told
     for rank, facts in enumerate(others, start=1):
         for here, there in itertools.zip_longest(first, facts, fillvalue="nothing"):
             if here != there:
                 return (
-                    f"{what}: ranks differ, {here} on rank 0, {there} on rank {rank} of {len(told)}"
+                    f"{what}: ranks differ, {here} on {comm.name(0)}, {there} on "
+                    f"{comm.name(rank)} of {comm.size}"
                 )
     return None
+
+
+Explain = Callable[[cc.Communicator, str, Sequence[Sequence[Any]]], str | None]
 
 
 def agree(
@@ -71,7 +78,7 @@ def agree(
     what: str,
     facts: Sequence[Any],
     error: Exception | None = None,
-    explain: Callable[[str, Sequence[Sequence[Any]]], str | None] = first_difference,
+    explain: Explain = first_difference,
 ) -> None:
     """Compare what all ranks mean, and raise this rank's error on all if it has one.
 
@@ -94,4 +101,5 @@ def agree(
     if rows[:, 0].any():
         raise_everywhere(error, comm, what)
     if not (rows == rows[0]).all():
-        raise cc.MismatchError(explain(what, comm.allgather_object(list(facts))))
+        text = explain(comm, what, comm.allgather_object(list(facts)))
+        raise comm.raised_by_all(cc.MismatchError(text))

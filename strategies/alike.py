@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import collectives as cc
@@ -135,7 +136,7 @@ def compare(
         told = facts()
     except Exception as caught:
         error = caught
-    agree(comm, what, told, error, lambda what, all_told: _explained(what, all_told, earlier))
+    agree(comm, what, told, error, partial(_explained, earlier=earlier))
 
 
 def facts_of(kind: Kind, leaves: Iterable[tuple[str, Any]]) -> list[Fact]:
@@ -225,19 +226,21 @@ def settings_of(optimizer: Any, *, schedules: bool = True) -> list[Fact]:
     return facts
 
 
-def _explained(what: str, told: Sequence[Sequence[Fact]], earlier: str | None) -> str:
+def _explained(
+    comm: cc.Communicator, what: str, told: Sequence[Sequence[Fact]], *, earlier: str | None
+) -> str:
     """Say in what the ranks differ, given the facts of all, and what helps."""
     details: list[str] = []
     helps: list[str] = []
     for kind, (words, remedy) in _KINDS.items():
         ranks = [[fact for fact in facts if fact.kind == kind] for facts in told]
         if kind in ("value", "parameter"):
-            other = first_difference(what, [[fact.name for fact in facts] for facts in ranks])
+            other = first_difference(comm, what, [[fact.name for fact in facts] for facts in ranks])
             if other is not None:
                 return other
         if kind == "update" and details:
             break  # of other parameters or another state
-        detail = _difference(ranks)
+        detail = _difference(comm, ranks)
         if detail is not None:
             details.append(f"{words}, {detail}")
             helps.append(remedy)
@@ -248,7 +251,7 @@ def _explained(what: str, told: Sequence[Sequence[Fact]], earlier: str | None) -
     )
 
 
-def _difference(ranks: Sequence[Sequence[Fact]]) -> str | None:
+def _difference(comm: cc.Communicator, ranks: Sequence[Sequence[Fact]]) -> str | None:
     """Name the first thing that differs between facts of one kind; None if nothing does."""
     own: list[dict[str, str]] = [{} for _ in ranks]
     for words, facts in zip(own, ranks, strict=True):
@@ -263,7 +266,7 @@ def _difference(ranks: Sequence[Sequence[Fact]]) -> str | None:
     others = [rank for rank, words in enumerate(column) if words != column[0]]
     more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
     if _OF_SHAPE not in name:  # whose words can be read
-        return f"{name} is {column[0]} on rank 0, {column[others[0]]} on rank {others[0]}{more}"
-    listed = " ".join(map(str, others[:_MOST_RANKS])) + (" ..." if others[_MOST_RANKS:] else "")
-    where = f"rank{'s' if len(others) > 1 else ''} {listed}"
-    return f"{name} on {where} is not as on rank 0{more}"
+        own_words = f"{column[0]} on {comm.name(0)}"
+        return f"{name} is {own_words}, {column[others[0]]} on {comm.name(others[0])}{more}"
+    where = comm.name(*others[:_MOST_RANKS]) + (" ..." if others[_MOST_RANKS:] else "")
+    return f"{name} on {where} is not as on {comm.name(0)}{more}"

@@ -316,7 +316,7 @@ class Averaging:
             raise cc.MismatchError(
                 "apply_gradients: ranks are not in the same step, expected the same number of "
                 f"steps everywhere, got {status[_STEPS] / size:g} on average and "
-                f"{self._steps} on rank {self.comm.rank}"
+                f"{self._steps} on {self.comm.name(self.comm.rank)}"
             )
         if status[_WEIGHTED] not in (0, size):
             raise ValueError(

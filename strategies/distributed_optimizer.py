@@ -191,6 +191,9 @@ def DistributedOptimizer(
     return make(comm, rule)
 
 
+# By which name errors call what users make by it.
+_KNOWN_AS = {"AveragingOptimizer": "DistributedOptimizer"}
+
 _Make = Callable[[cc.Communicator, Rule], Any]
 
 # What the ranks compare first. Of these two, all gradients are there before the first is given.

@@ -27,6 +27,9 @@ from strategies.structures import WHOLE
 
 __all__ = ["PassesState", "wrap"]
 
+# By which name errors call what users make by it; as in `distributed_optimizer`.
+_KNOWN_AS = dict.fromkeys(["update", "on_the_host"], "DistributedOptimizer.update")
+
 
 class PassesState(NamedTuple):
     """State of a transformation with `backward_passes_per_step` above 1.

@@ -174,9 +174,11 @@ class Ranks:
             if failed:
                 raise_everywhere(error, self.comm, operation)
             names = self.comm.allgather_object(name)
-            listed = ", ".join(f"{name!r} on rank {rank}" for rank, name in enumerate(names))
-            raise cc.MismatchError(
-                f"{operation}: the ranks are not at the same point, got {listed}"
+            listed = ", ".join(
+                f"{name!r} on {self.comm.name(rank)}" for rank, name in enumerate(names)
+            )
+            raise self.comm.raised_by_all(
+                cc.MismatchError(f"{operation}: the ranks are not at the same point, got {listed}")
             )
         except Exception as raised:
             self._known.append(raised)

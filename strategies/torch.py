@@ -25,6 +25,10 @@ else:
 __all__ = ["TorchOptimizer", "wrap"]
 
 
+# By which name errors call what users make by it; as in `distributed_optimizer`.
+_KNOWN_AS = dict.fromkeys(["TorchOptimizer", "count"], "DistributedOptimizer")
+
+
 def wrap(
     optimizer: torch.optim.Optimizer, names: Names, comm: cc.Communicator, rule: Rule
 ) -> TorchOptimizer:

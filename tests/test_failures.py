@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+import collectives as cc
+from collectives import tracebacks
 from launcher import ROOT, mpirun, run
 
 TRAIN = ROOT / "examples" / "train_digits.py"
@@ -50,6 +52,58 @@ def test_an_exception_on_one_rank_is_shown_once_and_ends_the_job(tmp_path, text)
     assert shown.count("KeyError: 'the third step of rank 1'") == 1
     assert shown.count("Traceback (most recent call last)") == 1
     assert "[1/2] KeyError" in shown
+
+
+MISMATCH = """
+    comm = cc.init()
+    if comm.rank < 2:
+        print("rank", comm.rank, "makes another call")
+    calls = [comm.barrier, comm.allgather_object]
+    try:
+        calls[0]() if comm.rank % 2 else calls[1](comm.rank)
+    except cc.MismatchError:
+        if comm.rank < CAUGHT:
+            import time
+            time.sleep(60)
+        raise
+"""
+
+REFUSED = """
+    import strategies
+    comm = cc.init()
+    strategies.broadcast_parameters({"w": np.ones(3) if comm.rank != 2 else "text"})
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "words"),
+    [
+        (MISMATCH.replace("CAUGHT", "0"), 0, "MismatchError"),
+        (MISMATCH.replace("CAUGHT", "1"), 1, "MismatchError"),
+        (MISMATCH.replace("CAUGHT", "3"), 3, "MismatchError"),
+        (REFUSED, 2, "TypeError"),
+    ],
+    ids=["all", "one catches it", "all but one catch it", "of one rank"],
+)
+def test_an_error_of_all_ranks_is_shown_by_one(tmp_path, text, rank, words):
+    result = mpirun(4, program(tmp_path, text), timeout=50)
+    assert result.status != 0
+    assert result.stderr.count("Traceback (most recent call last)") == 1, result
+    assert f"[{rank}/4] Traceback" in result.stderr
+    assert words in result.stderr
+
+
+def test_an_error_with_a_history_of_its_own_is_shown_at_once():
+    shared = tracebacks.in_turn(cc.MismatchError("of all"), 2)
+    assert tracebacks._turn(shared) == 2
+    assert tracebacks._turn(None) == tracebacks._turn(ValueError("my own")) == 0
+    copy = tracebacks.in_turn(ValueError("a copy"), 1)
+    copy.__cause__ = shared
+    assert tracebacks._turn(copy) == 1
+    copy.__cause__ = None
+    copy.__context__ = KeyError("what this rank did when it came")
+    copy.__suppress_context__ = False
+    assert tracebacks._turn(copy) == 0
 
 
 def test_the_job_is_left_alone_where_the_user_says_so(tmp_path):

@@ -11,7 +11,7 @@ from launcher import ROOT
 
 # From the ground up; a file imports from its own floor or from floors below it, never in a circle.
 COLLECTIVES = [
-    {"errors", "topology", "settings", "quantities", "links", "folders"},
+    {"errors", "topology", "settings", "quantities", "links", "folders", "tracebacks"},
     {
         "arrays",
         "devices",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -606,5 +609,41 @@ def test_what_is_easily_given_by_mistake_is_refused_by_name_on_all_ranks(world):
             optimizer.apply_gradients([pair])
         np.testing.assert_array_equal(w.value, np.ones(3))
         optimizer.apply_gradients([(gradient, w)])
+
+    world.run(check)
+
+
+def test_a_mismatch_names_the_optimizer_and_the_checkpoint(world, tmp_path):
+    def check(comm):
+        optimizer = strategies.DistributedOptimizer(strategies.SGD(0.1), comm=comm)
+        x = np.ones(3)
+        optimizer.apply_gradients([(x, x)])
+        if comm.size == 1:
+            return
+        manager = strategies.CheckpointManager(tmp_path, comm)
+        step = functools.partial(optimizer.apply_gradients, [(x, x)])
+        save = functools.partial(manager.save, {"x": x}, step=1)
+        with pytest.raises(cc.MismatchError) as caught:
+            (step if comm.rank else save)()
+        manager.close()
+        text = str(caught.value)
+        here = r"at test_distributed_optimizer.py:\d+ on rank"
+        assert re.search(rf"CheckpointManager.save \(broadcast_object\) {here} 0", text)
+        assert re.search(
+            rf"DistributedOptimizer.apply_gradients \((planned )?allreduce\) {here}s? 1", text
+        )
+
+    world.run(check)
+
+
+def test_an_error_of_one_rank_of_a_group_names_it_in_the_world(world):
+    def check(comm):
+        group = comm.split(0, -comm.rank)  # backwards
+        weights = {"w": "text" if group.rank == 0 else np.ones(3)}
+        with pytest.raises(TypeError, match="expected arrays") as caught:
+            strategies.broadcast_parameters(weights, comm=group)
+        if group.rank:
+            words = f"(broadcast_parameters of rank 0 (world rank {comm.size - 1}) of {comm.size})"
+            assert words in str(caught.value)
 
     world.run(check)

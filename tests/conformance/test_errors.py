@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 import collectives as cc
 from collectives.settings import Settings
+from collectives.transport import named
 
 
 def raised(function):
@@ -59,6 +62,101 @@ def test_a_mismatch_names_the_field_its_values_and_the_ranks(world):
         if comm.size > 1:
             assert "dtype is float32 on rank" in str(error)
             assert "int32 on rank 1" in str(error)
+
+    world.run(check)
+
+
+# Two calls in two lines: what ranks but rank 1 make, and what rank 1 makes.
+APART = {
+    "calls": lambda c: (
+        lambda: c.allreduce(np.zeros(4)),
+        lambda: c.broadcast(np.zeros(4)),
+    ),
+    "repeated calls": lambda c: (
+        [call := lambda: c.allreduce(np.zeros(4)), call()][0],
+        lambda: c.broadcast(np.zeros(4)),
+    ),
+    "a plan": lambda c: (
+        c.plan_allreduce(np.zeros(4)),
+        lambda: c.broadcast(np.zeros(4)),
+    ),
+    "requests": lambda c: (
+        lambda: c.allreduce_async(np.zeros(4)).wait(),
+        lambda: c.broadcast_async(np.zeros(4)).wait(),
+    ),
+}
+
+
+@pytest.mark.parametrize("calls", APART.values(), ids=APART.keys())
+def test_a_mismatch_says_where_each_rank_stands(world, calls):
+    def check(comm):
+        usual, other = calls(comm)
+        if comm.size == 1:
+            return
+        text = str(raised(lambda: odd(comm, usual, other)()))  # a plan is called here
+        stands = r"((planned )?allreduce|broadcast) at test_errors.py:\d+ on ranks? [\d ]+"
+        assert re.fullmatch(rf".*: the ranks do not mean the same call: {stands}, {stands}", text)
+        assert re.search(r"broadcast at test_errors.py:\d+ on rank 1(,|$)", text)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+def test_a_mismatch_of_buckets_says_where_each_rank_stands(world):
+    def check(comm):
+        with comm.plan_buckets([((2,), "float32")] * 2) as buckets:
+            for index in range(2):
+                if comm.rank != 1 or index == 0:
+                    buckets.ready(index, np.ones(2, np.float32))
+            text = str(raised(buckets.wait))
+        if comm.rank == 1:
+            assert "1 of 2 arrays are not ready" in text
+        elif comm.size > 1:
+            where = r"(allreduce|buckets) at test_errors.py:\d+ on rank"
+            assert len(re.findall(where, text)) == 2, text
+
+    world.run(check)
+
+
+def test_a_mismatch_in_one_line_names_it_once(world):
+    def check(comm):
+        text = str(raised(MISMATCHES["dtype kind"].__get__(comm)))
+        if comm.size > 1:
+            assert re.search(r"; allreduce at test_errors.py:\d+ on all ranks$", text)
+
+    world.run(check)
+
+
+def test_an_error_of_a_group_names_its_ranks_in_the_world_too(world):
+    def check(comm):
+        if comm.size < 3:
+            return
+        ranks = list(range(comm.size - 1, 0, -1))  # backwards, without rank 0
+        last, other = f"rank 0 (world rank {ranks[0]})", f"rank 1 (world rank {ranks[1]})"
+        group = comm.group(ranks)
+        if group is not None:
+            inner = group.split(0)  # the same ranks again
+            for one in (group, inner):
+                text = str(raised(lambda one=one: one.allreduce(np.zeros(odd(one, 4, 6)))))
+                assert f"(6,) on {other}" in text
+                usual = [0, *range(2, one.size)]
+                assert f"(4,) on {named(usual, ranks)}" in text
+            again = group.split(0 if group.rank < 2 else None)
+            if again is not None and again.rank == 0:
+                error = raised(lambda: again.barrier(timeout=0.2))
+                assert isinstance(error, cc.CollectiveTimeout)
+                assert f"still waiting for {other}" in str(error)
+                assert str(error).endswith(f"({last} of 2)")
+        comm.barrier()
+
+    world.run(check)
+
+
+def test_a_duplicate_of_the_world_names_ranks_as_the_world_does(world):
+    def check(comm):
+        twin = comm.split(0, comm.rank)
+        if comm.size > 1:
+            assert "world rank" not in str(raised(lambda: MISMATCHES["shape"](twin)))
 
     world.run(check)
 

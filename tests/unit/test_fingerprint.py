@@ -9,6 +9,7 @@ import collectives as cc
 import inprocess
 from collectives import fingerprint
 from collectives.settings import Settings
+from collectives.transport import named
 
 
 def test_differences_lists_fields_values_and_ranks():
@@ -16,6 +17,33 @@ def test_differences_lists_fields_values_and_ranks():
     text = fingerprint.differences(calls)
     assert text == (
         "op is SUM on ranks 0 1 2, MAX on rank 3; root is absent on ranks 0 1 2, 1 on rank 3"
+    )
+
+
+def test_a_mismatch_of_many_ranks_is_short():
+    calls = [
+        {"operation": "allreduce", "shape": f"({rank},)", "site": f"train.py:{rank % 2}"}
+        for rank in range(64)
+    ]
+    text, first = fingerprint._mismatch(calls, named)
+    assert first == 0
+    assert text.count("on rank ") == 8
+    assert "(7,) on rank 7, and 56 more; " in text
+    assert text.endswith(
+        "; allreduce at train.py:0 on ranks 0 2 4 6 8 10 12 14 ..., "
+        "allreduce at train.py:1 on ranks 1 3 5 7 9 11 13 15 ..."
+    )
+
+
+def test_a_mismatch_names_what_of_the_strategies_was_called():
+    calls = [
+        {"operation": "broadcast_object", "site": "a.py:1", "entry": "CheckpointManager.save"},
+        {"operation": "barrier", "site": "a.py:2", "entry": ""},
+    ]
+    text, _ = fingerprint._mismatch(calls, named)
+    assert text == (
+        "CheckpointManager.save / barrier: the ranks do not mean the same call: "
+        "CheckpointManager.save (broadcast_object) at a.py:1 on rank 0, barrier at a.py:2 on rank 1"
     )
 
 

@@ -77,18 +77,20 @@ def test_the_last_256_operations_are_kept():
 
 
 def test_the_call_site_is_the_first_frame_outside_of_our_packages():
-    inner = {"call_site": recorder.call_site, "__name__": "collectives.somewhere"}
-    exec("def inside():\n return call_site()\n", inner)
+    inner = {"origin": recorder.origin, "__name__": "collectives.somewhere"}
+    exec("def inside():\n return origin()\n", inner)
     outer = {**inner, "__name__": "strategies.somewhere"}
     exec("def outside():\n return inside()\n", outer)
-    site = outer["outside"]()
+    site, entry = outer["outside"]()
     line = sys._getframe().f_lineno - 1
     assert (site.file, site.line) == (__file__, line)
     assert str(site) == f"test_recorder.py:{line}"
+    assert entry == "outside"
+    assert inner["inside"]().entry == ""
 
 
 def test_a_thread_may_record_for_another_one():
-    site = recorder.call_site()
+    site = recorder.origin().site
     seen = []
 
     def body():
@@ -271,7 +273,8 @@ class TestBoard:
     @pytest.fixture
     def ranks(self):
         memory = np.zeros(3 * board.NOTE_BYTES, np.uint8)
-        return [(Board(memory, rank, range(3)), Recorder("world", rank, 3)) for rank in range(3)]
+        names = [f"rank {rank}" for rank in range(3)]
+        return [(Board(memory, rank, names), Recorder("world", rank, 3)) for rank in range(3)]
 
     @staticmethod
     def enter(rank, number, operation):
