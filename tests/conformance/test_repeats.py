@@ -217,7 +217,7 @@ def test_a_known_call_waits_as_long_as_it_may_and_names_who_is_missing(world):
             for _ in range(2):
                 pair.allreduce(x)
             if comm.rank == 0:
-                words = r"no answer within 0\.2 s, still waiting for rank 1 .world rank 1. to"
+                words = r"no answer within 0\.2 s, still waiting for rank 1( .world rank 1.)? to"
                 with pytest.raises(cc.CollectiveTimeout, match=words):
                     pair.allreduce(x, timeout=0.2)
                 with pytest.raises(cc.CollectiveError, match="since allreduce failed"):
