@@ -14,7 +14,7 @@ The code of a function has a *symbol* by which other code finds it: the function
 the types of its arguments, and a number. numba counts 1, 2 ... in each process, so that files of
 two processes define one symbol with other code wherever a function exists in variants; a process
 that loads both runs the first for either. This has happened, too: sums in bfloat16 ran the code of
-float16. Importing this module therefore makes numba draw its numbers at random (`_numbers`), in the
+float16. Importing this module therefore makes numba draw its numbers at random (`_number`), in the
 whole process, since a loop contains functions that others have made. What numba has compiled before
 that has a small number still, and code with such a function inside is not kept.
 
@@ -64,13 +64,13 @@ _SMALLEST_NUMBER = 1 << _NUMBER_BITS
 _NUMBER = re.compile(r"B\d+v(\d+)B")  # in a symbol, between a length and the next tag
 
 
-def _numbers() -> Iterator[int]:
-    """Draw numbers from the system, which gives others to a process and to its fork."""
-    while True:
-        yield _SMALLEST_NUMBER | secrets.randbits(_NUMBER_BITS)
+def _number() -> int:
+    """Draw a number from the system, which gives others to a process and to its fork."""
+    return _SMALLEST_NUMBER | secrets.randbits(_NUMBER_BITS)
 
 
-FunctionIdentity._unique_ids = _numbers()  # type: ignore[assignment]
+# No generator, which two threads may not advance at once.
+FunctionIdentity._unique_ids = iter(_number, None)  # type: ignore[assignment]
 
 
 def compiled(
