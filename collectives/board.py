@@ -102,6 +102,14 @@ class Board:
         more = f", and {len(late) - _NAMES} more" if len(late) > _NAMES else ""
         return ", ".join(late[:_NAMES]) + more
 
+    def last(self, rank: int) -> str:
+        """Say what a rank did last: "after allreduce #2 at train.py:5"."""
+        number, _, text = self._note(rank)
+        operation, _, site = text.partition(" at ")
+        if number == 0:
+            return "before its first call"
+        return f"{'in' if number > 0 else 'after'} {operation} #{abs(number)} at {site}"
+
     def _note(self, rank: int) -> _Note:
         # The other rank may be writing. Its note is short, so what is read is old, new, or, at
         # worst, the name of one operation with the number of the next.

@@ -115,6 +115,10 @@ class Calls:
         if self.node_engine is not None:
             self.node_engine.close()
 
+    def dead_here(self) -> list[int]:
+        """Return the ranks of this node that have died, as far as shared memory tells."""
+        return [] if self.node_engine is None else self.node_engine.dead()
+
     def _missing(self) -> str:
         """Say what the ranks that have not come did last, where that is known."""
         return "" if self.board is None else self.board.missing()
@@ -155,6 +159,7 @@ class Calls:
             names = [self.transport.name([ranks.number(rank)]) for rank in range(ranks.size)]
             self.node_engine = engine
             self.board = board.Board(engine.notes, ranks.rank, names)
+            engine.last_call = self.board.last
             self.levels = stages.in_shared_memory(self.levels, engine)
 
     def failed(self, operation: str, error: BaseException) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +57,11 @@ class Incoming(NamedTuple):
 
 
 def open_channel(
-    transport: Transport, mail: Mail, leaders: Sequence[int], deadline: Deadline
+    transport: Transport,
+    mail: Mail,
+    leaders: Sequence[int],
+    deadline: Deadline,
+    dead_here: Callable[[], Collection[int]] = frozenset,
 ) -> Channel:
     """Make a channel; *collective*.
 
@@ -66,6 +70,7 @@ def open_channel(
         mail: the channel's own from now on.
         leaders: for every rank an integer that is the same exactly for the ranks of one node.
         deadline: until when all ranks must come.
+        dead_here: tells which ranks of this node have died, whatever MPI knows.
     """
     bell = Doorbell()
     size, rank = transport.size, transport.rank
@@ -80,7 +85,7 @@ def open_channel(
         )
     # Also says that all have opened what they found, so that nobody closes it too early.
     ring.allgather(transport, reached.reshape(-1), [size * r for r in range(size + 1)], deadline)
-    return Channel(mail, bell, woken_by_all=bool(reached[:, rank].all()))
+    return Channel(mail, bell, dead_here, woken_by_all=bool(reached[:, rank].all()))
 
 
 class Channel:
@@ -89,6 +94,7 @@ class Channel:
     Args:
         mail: carries letters and parcels.
         bell: this rank's doorbell.
+        dead_here: tells which ranks of this node have died.
         woken_by_all: whether every other rank can ring it.
 
     Attributes:
@@ -96,11 +102,19 @@ class Channel:
         size: number of ranks.
     """
 
-    def __init__(self, mail: Mail, bell: Doorbell, *, woken_by_all: bool) -> None:
+    def __init__(
+        self,
+        mail: Mail,
+        bell: Doorbell,
+        dead_here: Callable[[], Collection[int]],
+        *,
+        woken_by_all: bool,
+    ) -> None:
         self.rank = mail.rank
         self.size = mail.size
         self._mail = mail
         self._bell = bell
+        self._dead_here = dead_here
         self._woken = woken_by_all
         self._longest_nap = _LONGEST_NAP_WOKEN if woken_by_all else _LONGEST_NAP_ALONE
         self._lock = threading.Lock()  # of what sending changes
@@ -113,8 +127,8 @@ class Channel:
 
     @property
     def dead(self) -> frozenset[int]:
-        """Ranks that are known to have died; known only if MPI was started to survive that."""
-        return self._mail.dead()
+        """Ranks that are known to have died: on this node, or if MPI was started to survive that."""
+        return self._mail.dead().union(self._dead_here())
 
     def send(self, dest: int, frames: Sequence[Bytes]) -> None:
         """Start sending a message; does not wait for the other side. From any thread.

@@ -467,7 +467,9 @@ class Communicator:
         with self._calls.enter("open_channel", None) as call:
             call.agree()
             mail = self._transport.open_mail()
-            return open_channel(self._transport, mail, self._leaders, call.deadline)
+            return open_channel(
+                self._transport, mail, self._leaders, call.deadline, self._calls.dead_here
+            )
 
     def raised_by_all(self, error: E, first: int = 0) -> E:
         """Note that all ranks raise this error, so that one of them prints its traceback.

@@ -2,9 +2,9 @@
 
 Two things go wrong quietly. A launcher that does not fit the MPI library starts N processes that
 each believe to be alone (`srun --mpi=pmi2` with Open MPI 5 does, with exit status 0): each would
-train its own model. And a Python exception on one rank leaves the others waiting for it for ever,
-because the interpreter waits in `MPI_Finalize` for them. `start_mpi` refuses the first,
-`abort_on_exception` ends the second.
+train its own model. And a Python exception on one rank, or `sys.exit` with an error, leaves the
+others waiting for it for ever, because the interpreter waits in `MPI_Finalize` for them. `start_mpi`
+refuses the first, `abort_on_exception` ends the second.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from __future__ import annotations
 import builtins
 import logging
 import os
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from collectives.errors import LaunchError
+from collectives import liveness
+from collectives.errors import CollectiveTimeout, LaunchError
 from collectives.settings import Settings
 from collectives.tracebacks import await_turn
 
@@ -40,6 +43,9 @@ log = logging.getLogger(__name__)
 # Slurm numbers the steps that srun starts from 0; the batch script, an interactive step and the
 # like have numbers close to 2^32.
 _SLURM_SPECIAL_STEPS = 0xFFFFFF00
+
+# Seconds within which ranks that a death has made fail end; the others learn that much later.
+_OTHERS_END_WITHIN = 5.0
 
 
 def start_mpi(configuration: Settings) -> MPI.Intracomm:
@@ -165,25 +171,38 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
 
     The rank prints its traceback, each line marked with `[rank/size]`, and calls `MPI_Abort`; the
     exit status is 1. Where all ranks raise the same error, one of them prints it. This holds for
-    the main thread and all others. Nothing is changed inside pytest and IPython, which show
-    exceptions themselves, and in a world of one.
+    the main thread and all others. `sys.exit` on the main thread with a text, or a status other
+    than 0, does the same, with that text and status. Nothing is changed inside pytest and IPython,
+    which show exceptions themselves, in a world of one, and in forked children.
+
+    Where a job survives the death of a rank (`is_fault_tolerant`), only this rank ends, by SIGKILL;
+    where all end, the last one with the status. But a `CollectiveTimeout` ends the job there, too.
     """
+    global _leave
     interactive = "pytest" in sys.modules or hasattr(builtins, "__IPYTHON__")
     if world.Get_size() == 1 or interactive:
         return
-    rank, size = world.Get_rank(), world.Get_size()
+    from mpi4py import MPI
 
-    def abort(
-        kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        text = "".join(traceback.format_exception(kind, error, trace))
+    rank, size = world.Get_rank(), world.Get_size()
+    process = os.getpid()
+
+    def end(text: str, status: int, error: BaseException | None = None) -> None:
+        if os.getpid() != process or MPI.Is_finalized():
+            return
         marked = "".join(f"[{rank}/{size}] {line}\n" for line in text.splitlines())
         await_turn(error)
         # One write, so that the lines of several ranks do not mix.
         sys.stdout.flush()
         sys.stderr.write(marked)
         sys.stderr.flush()
-        world.Abort(1)
+        _end(world, status, error)
+
+    def abort(
+        kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end("".join(traceback.format_exception(kind, error, trace)), 1, error)
+        sys.__excepthook__(kind, error, trace)  # in a forked child, or after MPI
 
     def abort_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:
@@ -191,6 +210,68 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
 
     sys.excepthook = abort
     threading.excepthook = abort_thread
+    _leave = end
+    sys.exit = _exit
+
+
+def _end(world: MPI.Intracomm, status: int, error: BaseException | None) -> None:
+    """End this process in a way that the other ranks learn of."""
+    # Of a rank that calls MPI_Abort, or ends with a status, Open MPI 5.0.11 does not tell all
+    # others; of one that a signal has ended it does, but then mpirun's own status is 0.
+    # A rank that does not answer learns of nothing: mpirun has to end it.
+    if is_fault_tolerant() and not isinstance(error, CollectiveTimeout):
+        if _is_last(world):
+            os._exit(status & 0xFF or 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.Abort(status)
+
+
+def _is_last(world: MPI.Intracomm) -> bool:
+    """Tell whether all other ranks are dead, so that this one says how the job has ended.
+
+    Where a death made all others fail, the one with the lowest number waits for them.
+    """
+    from mpi4py import MPI
+
+    give_up = time.monotonic() + _OTHERS_END_WITHIN
+    while liveness.knows_of_death():
+        MPI.COMM_SELF.Iprobe()  # MPI hears of deaths only while it is called
+        failed = world.Get_failed()
+        dead = set(failed.Translate_ranks(None, world.Get_group()))
+        living = sorted(set(range(world.Get_size())) - dead)
+        if len(living) == 1:
+            return True
+        if living[0] != world.Get_rank() or time.monotonic() > give_up:
+            break
+        time.sleep(0.01)
+    return False
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """Leave the program as `sys.exit` does: by SystemExit."""
+    main = threading.current_thread() is threading.main_thread()
+    raise (_Exit if main else SystemExit)(status)
+
+
+class _Exit(SystemExit):
+    """What `sys.exit` raises on the main thread; if nobody catches it, the job ends.
+
+    Python has no hook for that. But it asks for the `code` of a SystemExit that has left the
+    program, and then the attribute has no Python function that asks for it.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "code" and sys._getframe().f_back is None and value not in (None, 0):
+            if isinstance(value, int):
+                _leave(f"sys.exit({value})", value)
+            else:
+                _leave(str(value), 1)
+        return value
+
+
+def _leave(text: str, status: int) -> None:
+    """Show the text and end the job; `abort_on_exception` puts its own in this place."""
 
 
 def is_fault_tolerant() -> bool:

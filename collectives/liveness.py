@@ -1,4 +1,4 @@
-"""Which ranks of this node have died? Asked without a message, answered by the kernel.
+"""Which ranks of this node have died, or left? Asked without a message, answered by the kernel.
 
 Ranks that share memory send nothing to each other, so nobody would tell them that one has gone.
 Each rank of a node holds a POSIX record lock on byte `rank` of one small file. The kernel drops the
@@ -8,7 +8,7 @@ for yet, and for processes whose children live on: children do not inherit recor
 
 Locks of one process never conflict, so ranks that are threads of one process tell each other apart
 by a random word that each rank writes behind the locked bytes: equal words mean the same process,
-which is alive.
+which is alive. Where a rank leaves in good order, another word says how.
 
 Cost: one system call per other rank, about 0.5 us each.
 """
@@ -24,10 +24,11 @@ import signal
 import struct
 import tempfile
 import threading
+import weakref
 from dataclasses import dataclass, field
 from types import TracebackType
 
-__all__ = ["Liveness", "create", "limit_exit"]
+__all__ = ["Liveness", "create", "knows_of_death", "limit_exit", "look_before_exit", "prepare_exit"]
 
 # How long MPI may take to end after a rank has died.
 _EXIT_SECONDS = 5
@@ -36,6 +37,10 @@ _EXIT_SECONDS = 5
 _FLOCK = struct.Struct("hhqqi")
 
 _WORD = struct.Struct("q")
+
+# Words of ranks that have left; 0 is that of one that has not come.
+_GONE = {-1: "has closed the communicator", -2: "has ended its program"}
+_CLOSED, _ENDED = _GONE
 
 
 def create(directory: str = "/dev/shm") -> str:
@@ -68,13 +73,30 @@ def limit_exit(seconds: float = _EXIT_SECONDS) -> None:
 _exit_limit = math.inf
 
 
+def knows_of_death() -> bool:
+    """Tell whether this process has learned that a rank has died."""
+    return _exit_limit <= _EXIT_SECONDS
+
+
 @atexit.register
-def _set_alarm() -> None:
-    # Registered before anything else of ours, so called last: a service that leaves may still learn
-    # of a death.
+def prepare_exit() -> None:
+    """Tell the others of the node that this program has ended, and set the alarm if there is one.
+
+    Registered before anything else of ours, so called last: a service that leaves may still learn
+    of a death.
+    """
+    for sign in list(_signs):
+        sign.end()
     if _exit_limit < math.inf and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(math.ceil(_exit_limit))
+
+
+def look_before_exit() -> None:
+    """Set the alarm if a rank has died while this one, whose program has ended, waits for all."""
+    if _exit_limit == math.inf and any(sign.dead() for sign in list(_signs)):
+        limit_exit()
+        prepare_exit()
 
 
 class Liveness:
@@ -104,27 +126,44 @@ class Liveness:
             _release(file)
             raise
         self._file = file
+        _signs.add(self)
 
     def dead(self) -> list[int]:
-        """Return the ranks whose processes have ended without `close`, in order.
+        """Return the ranks whose processes have ended without `close` and `end`, in order.
 
-        A rank that has not constructed its `Liveness` yet, or has closed it, is not among them.
+        A rank that has not constructed its `Liveness` yet is not among them.
         """
         file = self._file
         if file is None:
             return []
-        words = os.pread(file.descriptor, _WORD.size * self.size, self.size)
-        words += bytes(_WORD.size * self.size - len(words))
-        joined = enumerate(word for (word,) in _WORD.iter_unpack(words))
-        others = [rank for rank, word in joined if word not in (0, file.word)]
+        joined = enumerate(self._words(file))
+        others = [rank for rank, word in joined if word > 0 and word != file.word]
         return [rank for rank in others if not _locked(file.descriptor, rank)]
+
+    def gone(self, rank: int) -> str:
+        """Say how a rank has left in good order; empty if it has not."""
+        return "" if self._file is None else _GONE.get(self._words(self._file)[rank], "")
+
+    def end(self) -> None:
+        """Tell the others that the program of this rank has ended; it can still look at them."""
+        self._leave(_ENDED)
 
     def close(self) -> None:
         """Leave in good order, so that the others do not miss this rank; harmless when repeated."""
+        self._leave(_CLOSED)
         file, self._file = self._file, None
-        if file is not None and os.getpid() == file.process:  # a forked child is no rank
-            _write_word(file, self.rank, self.size, 0)
+        if file is not None and os.getpid() == file.process:
             _release(file)
+
+    def _leave(self, word: int) -> None:
+        file = self._file
+        if file is not None and os.getpid() == file.process:  # a forked child is no rank
+            _write_word(file, self.rank, self.size, word)
+
+    def _words(self, file: _File) -> list[int]:
+        words = os.pread(file.descriptor, _WORD.size * self.size, self.size)
+        words += bytes(_WORD.size * self.size - len(words))
+        return [word for (word,) in _WORD.iter_unpack(words)]
 
     def __enter__(self) -> Liveness:
         return self
@@ -145,9 +184,12 @@ class _File:
     descriptor: int
     users: int = 0
     process: int = field(default_factory=os.getpid)
-    # Never 0, which stands for a rank that is not there.
+    # Positive: 0 stands for a rank that has not come, and what is below for those that have left.
     word: int = field(default_factory=lambda: 1 + secrets.randbits(62))
 
+
+# What this process shows of itself, in all communicators.
+_signs: weakref.WeakSet[Liveness] = weakref.WeakSet()
 
 # (process, device, inode) -> file. Closing a second descriptor of a file would drop all locks.
 _files: dict[tuple[int, int, int], _File] = {}

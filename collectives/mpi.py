@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from collectives import liveness
+import numpy as np
+
+from collectives import liveness, whereabouts
 from collectives.arrays import Array, raw_bytes
 from collectives.errors import CollectiveError, LaunchError, MismatchError, PeerFailure
 from collectives.mail import MpiMail
-from collectives.transport import Message, Transport, this_thread
+from collectives.transport import Message, Transport, named, this_thread
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,6 +55,8 @@ class MpiTransport(Transport):
         self.mpi = comm.Dup()
         self.rank = self.mpi.Get_rank()
         self.size = self.mpi.Get_size()
+        # Of the messages by which ranks tell each other where they are.
+        self._key = whereabouts.next_key(self._largest)
         self._byte = MPI.BYTE
         self._status = MPI.Status()
         self._tag = _TAG
@@ -134,8 +139,16 @@ class MpiTransport(Transport):
         if self._live:
             _abandoned.append(self._live)
 
-    def look_around(self, operation: str) -> None:
-        """Ask MPI whether a rank has died, or another one has seen so."""
+    def _largest(self, number: int) -> int:
+        """Return the largest of the numbers that the ranks bring."""
+        from mpi4py import MPI
+
+        largest = np.array([number])
+        self.mpi.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+        return int(largest[0])
+
+    def look_around(self, operation: str, peers: Sequence[int] = ()) -> None:
+        """Ask MPI whether a rank has died, and ranks that this one waits for where they are."""
         if not self._any_thread and this_thread.stop is not None:
             return
         try:
@@ -145,6 +158,44 @@ class MpiTransport(Transport):
         dead = self._dead()
         if dead:
             raise self._peer_failure(operation, dead)
+        if whereabouts.current is not None:
+            news = whereabouts.current.look(self._key, [self._numbers[0][rank] for rank in peers])
+            if news is not None:
+                raise PeerFailure(
+                    f"{operation}: {self._named([news.rank])} has ended its program "
+                    f"({news.text}) ({self.where})"
+                )
+
+    def culprit(self, pending: Sequence[Message]) -> str:
+        """Follow the ranks that wait for each other to the one that waits for nobody."""
+        asked = whereabouts.current
+        if asked is None or (not self._any_thread and this_thread.stop is not None):
+            return ""
+        due = dict.fromkeys(rank for message in pending for rank in message.peers)
+        chain = asked.chain(self._key, [self._numbers[0][rank] for rank in due])
+        if len(chain) < 2:
+            return ""
+        *others, last = chain
+        waits = "waits" if len(others) == 1 else "wait"
+        return f"{self._named([last])}, for which {self._named(others)} {waits}, too"
+
+    @functools.cached_property
+    def _numbers(self) -> tuple[list[int], dict[int, int]]:
+        """The ranks' numbers in the world, and the way back."""
+        from mpi4py import MPI
+
+        group, world = self.mpi.Get_group(), MPI.COMM_WORLD.Get_group()
+        numbers = group.Translate_ranks(None, world)
+        group.Free()
+        world.Free()
+        return numbers, {number: rank for rank, number in enumerate(numbers)}
+
+    def _named(self, world_ranks: Sequence[int]) -> str:
+        """Name ranks that are given by their numbers in the world."""
+        numbers = self._numbers[1]
+        if all(rank in numbers for rank in world_ranks):
+            return self.name([numbers[rank] for rank in world_ranks])
+        return f"world {named(world_ranks)}"
 
     def progress(self) -> None:
         """Let MPI, which does nothing unless it is called, send what it has kept for later."""
@@ -248,6 +299,10 @@ class _MpiMessage:
     def describe(self) -> str:
         return f"{self._transport.name([self._peer])} to {self._verb} {self._memory.nbytes} bytes"
 
+    @property
+    def peers(self) -> Sequence[int]:
+        return (self._peer,)
+
     def _wrong_length(self, got: int) -> MismatchError:
         return MismatchError(
             f"receive: {self._transport.name([self._peer])} sent an array of another length, "
@@ -269,6 +324,10 @@ class _Parts:
     def describe(self) -> str:
         return self._parts[0].describe() if self._parts else "nothing"
 
+    @property
+    def peers(self) -> Sequence[int]:
+        return self._parts[0].peers if self._parts else ()
+
 
 class _MpiRequest:
     """A request of MPI's own, with the memory that it uses."""
@@ -289,3 +348,8 @@ class _MpiRequest:
 
     def describe(self) -> str:
         return "the other ranks to enter MPI's own operation"
+
+    @property
+    def peers(self) -> Sequence[int]:
+        # MPI does not say which have not. Along this ring the news reaches all that wait.
+        return ((self._transport.rank + 1) % self._transport.size,)

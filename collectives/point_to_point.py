@@ -142,6 +142,10 @@ class _Awaited(NamedTuple):
     def describe(self) -> str:
         return f"{self.ranks.name([self.source])} to send an array"
 
+    @property
+    def peers(self) -> Sequence[int]:
+        return (self.source,)
+
 
 class PointToPoint:
     """What one communicator's `send` and `recv` share.

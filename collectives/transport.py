@@ -80,12 +80,18 @@ class Deadline:
         """Seconds since the call began."""
         return time.monotonic() - self._start
 
-    def check(self, ranks: Transport, pending: Sequence[Message]) -> None:
+    def check(
+        self,
+        ranks: Transport,
+        pending: Sequence[Message],
+        culprit: Callable[[Sequence[Message]], str] = lambda pending: "",
+    ) -> None:
         """Report a stall once, and raise `CollectiveTimeout` when the time is over.
 
         Args:
             ranks: the group that waits, as errors name it.
             pending: what it waits for.
+            culprit: finds out whom all wait for, if that is not who owes one of those messages.
 
         Raises:
             CollectiveError: this thread is told to stop.
@@ -96,18 +102,21 @@ class Deadline:
         if waited > self.limit:
             raise CollectiveTimeout(
                 f"{self.operation}: no answer within {self.limit:g} s, still waiting for "
-                f"{self._missing(pending)} ({ranks.where})"
+                f"{self._missing(pending, culprit)} ({ranks.where})"
             )
         if waited > self._warn_after:
             self._warn_after = float("inf")
             log.warning(
                 "[%d/%d] %s has waited %.0f s for %s%s",
-                ranks.rank, ranks.size, self.operation, waited, self._missing(pending),
+                ranks.rank, ranks.size, self.operation, waited, self._missing(pending, culprit),
                 "" if ranks.world is None else f" ({ranks.where})",
             )  # fmt: skip
 
-    def _missing(self, pending: Sequence[Message]) -> str:
-        due = ", ".join(dict.fromkeys(message.describe() for message in pending))
+    def _missing(
+        self, pending: Sequence[Message], culprit: Callable[[Sequence[Message]], str]
+    ) -> str:
+        named = dict.fromkeys(message.describe() for message in pending)
+        due = culprit(pending) or ", ".join(named)
         known = self._whereabouts()
         return f"{due}; {known}" if known else due
 
@@ -146,6 +155,10 @@ class Message(Protocol):
     def describe(self) -> str:
         """Say whom this waits for: "rank 3 to send 8 bytes"."""
 
+    @property
+    def peers(self) -> Sequence[int]:
+        """The ranks that this waits for; where it is all of them, some."""
+
 
 class _Nothing:
     """A message of no bytes: both sides know that nothing has to be sent."""
@@ -155,6 +168,10 @@ class _Nothing:
 
     def describe(self) -> str:
         return "nothing"
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return ()
 
 
 class Transport(ABC):
@@ -215,14 +232,22 @@ class Transport(ABC):
     def close(self) -> None:
         """Release what the transport holds; closing twice is harmless."""
 
-    def look_around(self, operation: str) -> None:  # noqa: B027  (not every transport can tell)
+    def look_around(  # noqa: B027  (not every transport can tell)
+        self, operation: str, peers: Sequence[int] = ()
+    ) -> None:
         """Raise `PeerFailure` if any rank is known to be dead, also one that nothing is due from.
 
-        A wait does this by itself; who waits without messages has to call it, some times a second.
+        Also if one that something is due from is known to have ended its program. A wait does this
+        by itself; who waits without messages has to call it, some times a second.
 
         Args:
             operation: the name that the error carries.
+            peers: the ranks that this one waits for.
         """
+
+    def culprit(self, pending: Sequence[Message]) -> str:
+        """Say whom all wait for, if it is known to be another rank than those that owe messages."""
+        return ""
 
     def check_threads(self, operation: str) -> None:  # noqa: B027  (most transports do not mind)
         """Refuse to be used by several threads at a time, this transport and others like it.
@@ -287,11 +312,12 @@ class Transport(ABC):
         began = time.monotonic()
         look_at = began + _LOOK_EVERY
         while pending := [message for message in messages if not message.done()]:
-            deadline.check(self, pending)
+            deadline.check(self, pending, self.culprit)
             now = time.monotonic()
             if now > look_at:
                 look_at = now + _LOOK_EVERY
-                self.look_around(deadline.operation)
+                peers = [rank for message in pending for rank in message.peers]
+                self.look_around(deadline.operation, list(dict.fromkeys(peers)))
             if now - began < _DROWSY:
                 os.sched_yield()
             else:

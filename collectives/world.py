@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from collectives import crowding, launch, recorder, settings
+from collectives import crowding, launch, recorder, settings, whereabouts
 from collectives.communicator import Communicator, from_mpi
 
 __all__ = [
@@ -77,6 +77,7 @@ def init() -> Communicator:
     if _world is None:
         configuration = settings.from_environment()
         mpi_world = launch.start_mpi(configuration)
+        whereabouts.install(mpi_world, recorder.last_call)
         _world = from_mpi(mpi_world, configuration)
         recorder.install(_world.rank, _world.size, configuration.recorder_dir)
         if configuration.abort_on_exception:

@@ -38,6 +38,7 @@ COLLECTIVES = [
         "shared_arrays",
         "signatures",
         "liveness",
+        "whereabouts",
         "tuned",
     },
     {
@@ -116,6 +117,7 @@ MAY_IMPORT = {
         "collectives.crowding",
         "collectives.launch",
         "collectives.mail",
+        "collectives.whereabouts",
         "collectives.information",  # asks the library for its version
         "collectives.peers",  # is what ours is compared with
     },

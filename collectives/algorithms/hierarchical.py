@@ -202,8 +202,8 @@ class _Members(Transport):
     def number(self, rank: int) -> int:
         return self._ranks[rank]
 
-    def look_around(self, operation: str) -> None:
-        self._whole.look_around(operation)
+    def look_around(self, operation: str, peers: Sequence[int] = ()) -> None:
+        self._whole.look_around(operation, [self._ranks[rank] for rank in peers])
 
     def progress(self) -> None:
         self._whole.progress()

@@ -122,6 +122,10 @@ class _Absent:
     def describe(self) -> str:
         return f"{self._ranks.name([self._rank])} to enter the call"
 
+    @property
+    def peers(self) -> Sequence[int]:
+        return (self._rank,)
+
 
 def start(transport: Transport, directory: str | None, deadline: Deadline) -> Engine | None:
     """Make the engine of a group of ranks on one node; *collective*.
@@ -181,6 +185,7 @@ class Engine:
         size: how many there are.
         driven: how many calls this rank has begun to `drive`.
         shared: arrays that are reduced where they are.
+        last_call: tells what a rank did last, for errors: "after allreduce #2 at train.py:5".
     """
 
     def __init__(
@@ -195,6 +200,8 @@ class Engine:
         self._is_part = transport.whole is not transport
         self._living = living
         self._looked = 0.0  # when somebody last looked for the dead
+        self._gone: tuple[int, float] | None = None  # rank that has left, and since when it is due
+        self.last_call: Callable[[int], str] = str
         first = transport.size * rounds.HEADER_BYTES
         self.notes = memory[first : first + transport.size * NOTE_BYTES]
         self.rank = transport.rank
@@ -352,8 +359,8 @@ class Engine:
     def _pause(self, block: Array, deadline: Deadline, since: float) -> None:
         """Look at the clock between two calls of a kernel that waits for one thing since then."""
         whole = self._transport.whole
-        missing = self._transport.number(int(block[self._rounds.MISSING]))
-        deadline.check(whole, [_Absent(whole, missing)])
+        missing = int(block[self._rounds.MISSING])
+        deadline.check(whole, [_Absent(whole, self._transport.number(missing))])
         if self._is_part:  # other nodes may wait for what this rank has sent
             self._transport.progress()
         now = time.monotonic()
@@ -364,17 +371,35 @@ class Engine:
         if now - self._looked > _LOOK_SECONDS:
             self._looked = now
             self._look_for_the_dead(deadline.operation)
+            self._look_after(missing, deadline.operation, since)
         time.sleep(min(_MOST_NAP_SECONDS, (now - since) / 64))
 
     def _look_for_the_dead(self, operation: str) -> None:
         """Raise `PeerFailure` if a rank has died, however the job was launched."""
-        self._transport.look_around(operation)
+        dead = self.dead()
+        if dead:
+            whole = self._transport.whole
+            raise PeerFailure(f"{operation}: {whole.name(dead)} died ({whole.where})")
+
+    def dead(self) -> list[int]:
+        """Return the ranks that have died, by their numbers in the whole group."""
         dead = [] if self._living is None else self._living.dead()
         if dead:
             liveness.limit_exit()
+        return [self._transport.number(rank) for rank in dead]
+
+    def _look_after(self, missing: int, operation: str, since: float) -> None:
+        """Raise `PeerFailure` if a rank that has not come has left."""
+        self._transport.look_around(operation, [missing])
+        gone = "" if self._living is None else self._living.gone(missing)
+        if gone and self._gone == (missing, since):
             whole = self._transport.whole
-            names = whole.name([self._transport.number(rank) for rank in dead])
-            raise PeerFailure(f"{operation}: {names} died ({whole.where})")
+            raise PeerFailure(
+                f"{operation}: {whole.name([self._transport.number(missing)])} {gone} "
+                f"({self.last_call(missing)}) ({whole.where})"
+            )
+        # Not before the next look: it may have come, and left, since the kernel last looked.
+        self._gone = (missing, since) if gone else None
 
     def close(self) -> None:
         """Take back this rank's sign of life."""

@@ -1,0 +1,191 @@
+"""Ranks whose programs end while others go on, each job in an mpirun of its own."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import time
+
+import pytest
+
+from launcher import mpirun
+
+# Messages only: without shared memory a rank of the node is as far away as one of another node.
+MESSAGES = {"UNISONO_SHARED_MEMORY": "off"}
+FAULT_TOLERANT = ("--with-ft", "ulfm")
+
+# Seconds from the call to the error.
+ON_A_NODE, BETWEEN_NODES = 1.0, 3.0
+
+HEAD = """
+    import os, signal, sys, threading, time
+    import numpy as np
+    import collectives as cc
+
+    def told(kind, function):
+        began = time.monotonic()
+        try:
+            function()
+        except cc.PeerFailure as error:
+            seconds = time.monotonic() - began
+            print(f"{kind}: rank {comm.rank} after {seconds:.2f} s: {error}", flush=True)
+
+    comm = cc.init()
+    x = np.ones(8)
+"""
+
+
+def program(tmp_path, text):
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(HEAD) + textwrap.dedent(text))
+    return file
+
+
+def check_told(result, ranks, kind, words, within):
+    """All of some ranks have got an error with these words in time."""
+    for rank in ranks:
+        told = re.search(rf"{kind}: rank {rank} after (\S+) s: .*{words}", result.stdout)
+        assert told, result
+        assert float(told[1]) < within
+
+
+# Every call on a communicator of its own, as none is usable after an error.
+CALLS = """
+    def bucket_step(buckets):
+        for index in range(2):
+            buckets.ready(index, x)
+        buckets.wait()
+
+    comms = {name: comm.split(0) for name in
+             "plain new planned asynchronous buckets native receive first".split()}
+    for name, one in comms.items():
+        if name != "first":
+            one.allreduce(x)
+    comms["asynchronous"].allreduce_async(x).wait(30)
+    plan = comms["planned"].plan_allreduce(x.copy())
+    buckets = comms["buckets"].plan_buckets([x, x])
+    bucket_step(buckets)
+    if comm.rank == 1:
+        if how == "ends":
+            sys.exit()
+        for name in ("plain", "new", "planned"):
+            comms[name].close()
+        while not os.path.exists("told"):
+            time.sleep(0.01)
+        sys.exit()
+    told("plain", lambda: comms["plain"].allreduce(x))
+    told("new", lambda: comms["new"].allgather(x))
+    told("planned", plan)
+    if how == "ends":
+        told("asynchronous", lambda: comms["asynchronous"].allreduce_async(x).wait(30))
+        told("buckets", lambda: bucket_step(buckets))
+        told("native", lambda: comms["native"].allreduce(x, algorithm="native"))
+        told("receive", lambda: comms["receive"].recv(1))
+        told("first", comms["first"].barrier)
+"""
+KINDS = ("plain", "new", "planned", "asynchronous", "buckets", "native")
+
+
+@pytest.mark.parametrize("settings", [{}, MESSAGES], ids=["node", "messages"])
+def test_who_needs_a_rank_that_has_ended_is_told(tmp_path, settings):
+    result = mpirun(3, program(tmp_path, "how = 'ends'\n" + textwrap.dedent(CALLS)), **settings)
+    words = r"rank 1 has ended its program \((after|before) [\w# ]+( at program.py:\d+)?\)"
+    within = BETWEEN_NODES if settings else ON_A_NODE
+    for kind in (*KINDS, "receive", "first"):
+        check_told(result, (0, 2), kind, words, within)
+    assert result.status == 0, result
+
+
+def test_who_needs_a_rank_of_its_node_that_has_closed_the_communicator_is_told(tmp_path):
+    text = "how = 'closes'\n" + textwrap.dedent(CALLS) + "open('told', 'w').close()\n"
+    result = mpirun(3, program(tmp_path, text), cwd=tmp_path)
+    words = r"rank 1 has closed the communicator \(after \w+ #\d+ at program.py:\d+\)"
+    for kind in ("plain", "new", "planned"):
+        check_told(result, (0, 2), kind, words, ON_A_NODE)
+
+
+@pytest.mark.parametrize("settings", [{}, MESSAGES], ids=["node", "messages"])
+def test_a_rank_that_ends_early_disturbs_nobody_who_does_not_need_it(tmp_path, settings):
+    text = """
+        pair = comm.split(0 if comm.rank != 1 else 1)
+        comm.reduce(x, 0)
+        if comm.rank == 1:
+            comm.send(x, 0)
+            sys.exit()
+        time.sleep(1.5)
+        if comm.rank == 0:
+            time.sleep(1.5)               # rank 2 waits for long, rank 1 is in its group
+            comm.recv(1)                  # sent before the end
+        print("sum", pair.allreduce(1, op=cc.SUM), flush=True)
+    """
+    result = mpirun(3, program(tmp_path, text), **settings)
+    assert result.stdout.count("sum 2") == 2, result
+    assert result.status == 0, result
+
+
+def test_a_rank_that_finalizes_mpi_by_itself_waits_for_the_others(tmp_path):
+    text = """
+        comm.barrier()
+        if comm.rank == 0:
+            from mpi4py import MPI
+            MPI.Finalize()
+        else:
+            told("barrier", comm.barrier)
+    """
+    result = mpirun(2, program(tmp_path, text), **MESSAGES)
+    check_told(result, (1,), "barrier", "rank 0 has ended its program", BETWEEN_NODES)
+    assert result.status == 0, result
+
+
+@pytest.mark.parametrize(
+    ("leave", "shown", "status"),
+    [
+        ("sys.exit('no data')", "no data", 1),
+        ("sys.exit(3)", "sys.exit(3)", 3),
+        ("raise KeyError('here')", "KeyError: 'here'", 1),
+    ],
+)
+def test_an_exit_with_an_error_ends_the_job(tmp_path, leave, shown, status):
+    text = f"""
+        comm.barrier()
+        if comm.rank == 1:
+            {leave}
+        while True:
+            time.sleep(0.1)               # busy elsewhere: waits for nobody
+    """
+    result = mpirun(3, program(tmp_path, text))
+    assert f"[1/3] {shown}\n" in result.stderr, result
+    assert result.status == status, result
+
+
+def test_an_exit_that_is_caught_or_ends_a_thread_ends_nothing(tmp_path):
+    text = """
+        try:
+            sys.exit(3)
+        except SystemExit as error:
+            assert error.code == 3
+        thread = threading.Thread(target=sys.exit, args=(3,))
+        thread.start()
+        thread.join()
+        print("sum", comm.allreduce(1, op=cc.SUM), flush=True)
+    """
+    result = mpirun(2, program(tmp_path, text))
+    assert result.stdout.count("sum 2") == 2, result
+    assert result.status == 0, result
+
+
+@pytest.mark.parametrize("settings", [{}, MESSAGES], ids=["node", "messages"])
+def test_the_first_call_names_the_rank_that_has_not_come(tmp_path, settings):
+    text = """
+        try:
+            if comm.rank == 3:
+                while not os.path.exists("told"):
+                    time.sleep(0.01)
+                os._exit(1)
+            comm.allreduce(x, timeout=8 if comm.rank == 2 else 30)
+        except cc.CollectiveTimeout as error:
+            print(error, flush=True)
+            open("told", "w").close()
+    """
+    result = mpirun(4, program(tmp_path, text), cwd=tmp_path, **settings)
+    assert re.search(r"still waiting for rank 3\b.* \(rank 2 of 4\)", result.stdout), result
