@@ -127,7 +127,7 @@ class Channel:
 
     @property
     def dead(self) -> frozenset[int]:
-        """Ranks that are known to have died: on this node, or if MPI was started to survive that."""
+        """Ranks known to have died: those of this node, others if MPI survives their death."""
         return self._mail.dead().union(self._dead_here())
 
     def send(self, dest: int, frames: Sequence[Bytes]) -> None:

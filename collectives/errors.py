@@ -28,7 +28,7 @@ class CollectiveTimeout(CollectiveError, TimeoutError):
 
 
 class PeerFailure(CollectiveError):
-    """A rank of the communicator is dead; the communicator is not usable any more."""
+    """A rank is dead or has ended its program; the communicator is not usable any more."""
 
 
 class LaunchError(CollectiveError):

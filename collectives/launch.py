@@ -3,8 +3,8 @@
 Two things go wrong quietly. A launcher that does not fit the MPI library starts N processes that
 each believe to be alone (`srun --mpi=pmi2` with Open MPI 5 does, with exit status 0): each would
 train its own model. And a Python exception on one rank, or `sys.exit` with an error, leaves the
-others waiting for it for ever, because the interpreter waits in `MPI_Finalize` for them. `start_mpi`
-refuses the first, `abort_on_exception` ends the second.
+others waiting for it for ever, because the interpreter waits in `MPI_Finalize` for them.
+`start_mpi` refuses the first, `abort_on_exception` ends the second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from collectives import liveness
 from collectives.errors import CollectiveTimeout, LaunchError
 from collectives.settings import Settings
 from collectives.tracebacks import await_turn
@@ -44,8 +43,9 @@ log = logging.getLogger(__name__)
 # like have numbers close to 2^32.
 _SLURM_SPECIAL_STEPS = 0xFFFFFF00
 
-# Seconds within which ranks that a death has made fail end; the others learn that much later.
-_OTHERS_END_WITHIN = 5.0
+# Seconds in which the lowest rank expects others to fail as it does, and then the next one after
+# each; those that do not fail learn of its end that much later.
+_LEAST_WAIT, _OTHERS_END_WITHIN = 1.0, 5.0
 
 
 def start_mpi(configuration: Settings) -> MPI.Intracomm:
@@ -202,7 +202,7 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end("".join(traceback.format_exception(kind, error, trace)), 1, error)
-        sys.__excepthook__(kind, error, trace)  # in a forked child, or after MPI
+        sys.__excepthook__(kind, error or kind(), trace)  # in a forked child, or after MPI
 
     def abort_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:
@@ -229,22 +229,24 @@ def _end(world: MPI.Intracomm, status: int, error: BaseException | None) -> None
 def _is_last(world: MPI.Intracomm) -> bool:
     """Tell whether all other ranks are dead, so that this one says how the job has ended.
 
-    Where a death made all others fail, the one with the lowest number waits for them.
+    Where others fail, too, the one with the lowest number waits for them.
     """
     from mpi4py import MPI
 
-    give_up = time.monotonic() + _OTHERS_END_WITHIN
-    while liveness.knows_of_death():
+    give_up = time.monotonic() + _LEAST_WAIT
+    before: set[int] = set()
+    while True:
         MPI.COMM_SELF.Iprobe()  # MPI hears of deaths only while it is called
         failed = world.Get_failed()
         dead = set(failed.Translate_ranks(None, world.Get_group()))
+        if dead != before:
+            before, give_up = dead, time.monotonic() + _OTHERS_END_WITHIN
         living = sorted(set(range(world.Get_size())) - dead)
         if len(living) == 1:
             return True
         if living[0] != world.Get_rank() or time.monotonic() > give_up:
-            break
+            return False
         time.sleep(0.01)
-    return False
 
 
 def _exit(status: Any = None, /) -> NoReturn:

@@ -28,7 +28,7 @@ import weakref
 from dataclasses import dataclass, field
 from types import TracebackType
 
-__all__ = ["Liveness", "create", "knows_of_death", "limit_exit", "look_before_exit", "prepare_exit"]
+__all__ = ["Liveness", "create", "limit_exit", "look_before_exit", "prepare_exit"]
 
 # How long MPI may take to end after a rank has died.
 _EXIT_SECONDS = 5
@@ -71,11 +71,6 @@ def limit_exit(seconds: float = _EXIT_SECONDS) -> None:
 
 
 _exit_limit = math.inf
-
-
-def knows_of_death() -> bool:
-    """Tell whether this process has learned that a rank has died."""
-    return _exit_limit <= _EXIT_SECONDS
 
 
 @atexit.register

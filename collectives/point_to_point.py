@@ -20,7 +20,7 @@ import logging
 import math
 import operator
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 

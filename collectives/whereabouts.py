@@ -1,22 +1,22 @@
 """Where is a rank that does not come? It is asked, by messages of their own, and says so if it can.
 
-A rank that has waited for a moment asks the one that it waits for. That one keeps the question until
-it has something to tell:
+A rank that has waited for a moment asks the one that it waits for. That one keeps the question
+until it has something to tell:
 
     rank 0 waits for 1        rank 1 waits for 2          rank 2 has ended its program
     asks 1                    asks 2                      stays, and tells who asks
                               fails, tells who asked
     fails
 
-A rank that computes tells nothing. One that waits itself says for whom, so that a rank whose time is
-over follows the chain to the one that everybody waits for. One that fails, because another has
+A rank that computes tells nothing. One that waits itself says for whom, so that a rank whose time
+is over follows the chain to the one that everybody waits for. One that fails, because another has
 ended, passes the news on. One that has ended its program stays until all have, and answers.
 
 Questions name the communicator in which the asking rank waits: what happens in others is no news.
 
 Cost: nothing for operations that take less than a tenth of a second. Per rank that is waited for,
-and communicator, one message of 8 bytes in the life of a program, and at most one answer; at the end
-a barrier that does not block.
+and communicator, one message of 8 bytes in the life of a program, and few answers; at the end a
+barrier that does not block.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _ANSWERS_WITHIN = 0.3
 _LONGEST_CHAIN = 8
 _LOOK_AGAIN = 0.002
 
-# At the end, polls before the first nap (those who end together are soon done), and the nap: each of
-# the log2 P rounds of the last barrier may be late by it.
+# At the end, polls before the first nap (those who end together are soon done), and the nap: each
+# of the log2 P rounds of the last barrier may be late by it.
 _POLLS, _NAP = 1000, 0.001
 
 
 class News(NamedTuple):
-    """That a rank of the world has ended its program, after what, and when this rank heard of it."""
+    """That a rank of the world has ended its program, after what, and when this one heard of it."""
 
     rank: int
     text: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-import time
 
 import pytest
 
@@ -189,3 +188,42 @@ def test_the_first_call_names_the_rank_that_has_not_come(tmp_path, settings):
     """
     result = mpirun(4, program(tmp_path, text), cwd=tmp_path, **settings)
     assert re.search(r"still waiting for rank 3\b.* \(rank 2 of 4\)", result.stdout), result
+
+
+STRATEGIES = {
+    "parameter server": """
+        from strategies.cluster.cluster import Cluster
+        from strategies.cluster.server import Server
+        from strategies.cluster.spec import ClusterSpec
+        server = Server(Cluster(ClusterSpec.from_ranks(comm.size, ps=1), comm))
+        strategy = strategies.ParameterServerStrategy(server, strategies.SGD(1.0))
+        strategy.close = server.close
+        """,
+    "spare replicas": """
+        strategy = strategies.SpareReplicaStrategy(2)
+        """,
+}
+WAYS = {
+    "exception": "raise KeyError('here')",
+    "sys.exit": "sys.exit(3)",
+    "os._exit": "os._exit(1)",
+    "segfault": "__import__('ctypes').string_at(0)",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_strategies_learn_of_a_rank_that_fails_in_a_job_that_survives_it(tmp_path, kind, way):
+    text = f"""
+        import strategies
+        {STRATEGIES[kind].strip()}
+        w = strategy.variable(np.zeros(4), name="w")
+        comm.barrier()
+        if comm.rank == 2:
+            {WAYS[way]}
+        strategy.close()
+        print("closed", flush=True)
+        os._exit(0)                       # MPI_Finalize may wait for the dead
+    """
+    result = mpirun(4, program(tmp_path, text), timeout=60, options=FAULT_TOLERANT)
+    assert result.stdout.count("closed") == 3, result
