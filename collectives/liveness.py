@@ -131,9 +131,14 @@ class Liveness:
         file = self._file
         if file is None:
             return []
-        joined = enumerate(self._words(file))
-        others = [rank for rank, word in joined if word > 0 and word != file.word]
-        return [rank for rank in others if not _locked(file.descriptor, rank)]
+        before = self._words(file)
+        others = [rank for rank, word in enumerate(before) if word > 0 and word != file.word]
+        unlocked = [rank for rank in others if not _locked(file.descriptor, rank)]
+        if not unlocked:
+            return []
+        # One that has left between the two looks says so by now: a lock goes after the word.
+        after = self._words(file)
+        return [rank for rank in unlocked if after[rank] == before[rank]]
 
     def gone(self, rank: int) -> str:
         """Say how a rank has left in good order; empty if it has not."""

@@ -118,8 +118,11 @@ class MpiTransport(Transport):
 
     def lane(self) -> MpiTransport:
         """Return messages over the same communicator with another tag."""
+        from mpi4py import MPI
+
         lane = copy.copy(self)  # shares the set of messages under way
         lane._tag = _LANE_TAG
+        lane._status = MPI.Status()  # another thread may complete messages of the lane
         return lane
 
     def open_mail(self) -> MpiMail:

@@ -17,6 +17,7 @@ import pytest
 
 REQUIREMENTS = (
     "compiler",  # of C++
+    "cores",  # two of them
     "gpu",  # a CUDA device, and CuPy
     "jax",  # with Optax
     "matplotlib",

@@ -12,6 +12,7 @@ import pytest
 from collectives import benchmark, information, quantities, selection, tuned
 from collectives.links import DEFAULT, Link, Machine
 from launcher import ROOT, mpirun, run
+from requirements import require
 
 COMMAND = ("-m", "collectives")
 
@@ -194,8 +195,9 @@ sys.exit(__main__.main(["bench", "--sizes", "8,64K", "--json", *sys.argv[1:]]))
 """
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be shared out")
 def test_bench_counts_the_cores_of_all_ranks_that_are_bound(tmp_path):
+    if len(os.sched_getaffinity(0)) < 2:
+        require("cores", "one core cannot be shared out")
     program = tmp_path / "bound.py"
     program.write_text(BOUND_BENCH)
     result = mpirun(2, program, tmp_path / "figures.json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 
 import launcher
 from launcher import ROOT, mpirun
-from requirements import require
+from requirements import needs
 
 PAGE = (ROOT / "docs" / "from-torch-distributed.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -19,8 +18,7 @@ PROGRAMS = [text for language, text in BLOCKS if language == "python"]
 
 @pytest.fixture
 def needs_torch():
-    if importlib.util.find_spec("torch") is None:
-        require("torch", "torch is not installed")
+    needs("torch")
 
 
 def run(tmp_path, text: str):

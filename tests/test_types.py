@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 import sys
@@ -14,7 +13,7 @@ import pytest
 from collectives import signatures
 from collectives.communicator import Communicator
 from launcher import ROOT, run
-from requirements import require
+from requirements import needs
 from strategies import distributed_optimizer
 
 # As much of these libraries as the signatures look at, for a machine that has none of them.
@@ -168,7 +167,6 @@ pytestmark = pytest.mark.timeout(600)
 
 def check(folder: Path, programs: dict[str, str], stubs: dict[str, str]) -> None:
     """Check programs beside the packages as pip lays them; expected errors are marked WRONG."""
-    pytest.importorskip("mypy")
     (folder / "site").mkdir()
     for package in ("collectives", "strategies"):
         (folder / "site" / package).symlink_to(ROOT / package)
@@ -195,8 +193,7 @@ def test_what_goes_in_comes_out(tmp_path):
 
 
 def test_the_same_with_pytorch_itself(tmp_path):
-    if importlib.util.find_spec("torch") is None:
-        require("torch", "torch is not installed")
+    needs("torch")
     others = {name: text for name, text in STUBS.items() if not name.startswith("torch")}
     check(tmp_path, {"of_others.py": LIBRARIES}, others)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 from collections import Counter
 from itertools import islice
 
@@ -13,6 +11,7 @@ import pytest
 
 import collectives as cc
 import strategies
+from requirements import installed
 from strategies.errors import OutOfRangeError
 from strategies.input import empty, sharding
 from strategies.input.prefetch import prefetch
@@ -129,10 +128,7 @@ def test_a_rank_without_any_batch_learns_their_form(world, uneven, steps):
 
 def of_library(library):
     """Return what makes an array of a library out of a NumPy array."""
-    if library in os.environ.get("UNISONO_REQUIRE", "").split(","):
-        module = importlib.import_module(library)
-    else:
-        module = pytest.importorskip(library, reason=f"{library} is not installed")
+    module = installed(library)
     return module.as_tensor if library == "torch" else module.numpy.asarray
 
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from collectives import liveness
 from collectives.liveness import Liveness, create
 
 LIMIT = 10.0
@@ -110,6 +111,18 @@ def test_ranks_that_have_not_come_or_have_closed_are_not_dead(path, children):
         os.kill(pid, signal.SIGKILL)
         assert mine.dead() == []
     assert mine.dead() == []
+
+
+def test_a_rank_that_leaves_while_it_is_looked_at_is_not_dead(path, children, monkeypatch):
+    def gone_by_now(descriptor, byte):
+        # What the other rank does between the two looks: it says so, and then its lock is gone.
+        liveness._write_word(mine._file, rank=1, size=2, word=liveness._ENDED)
+        return False
+
+    with Liveness(path, 0, 2) as mine:
+        children.start(lambda: Liveness(path, 1, 2))
+        monkeypatch.setattr(liveness, "_locked", gone_by_now)
+        assert mine.dead() == []
 
 
 def test_ranks_that_are_threads_of_one_process_share_its_life(path, children):
