@@ -147,6 +147,9 @@ def _launched(environ: Mapping[str, str]) -> tuple[str, int, str, str] | None:
     own = "OMPI_COMM_WORLD_SIZE"
     if own in environ:
         return own, _count(environ[own]), "mpirun of Open MPI", mixed
+    if "TORCHELASTIC_RUN_ID" in environ:
+        cure = "torchrun starts no MPI: start with `mpirun -np N python train.py`, or `srun`"
+        return "WORLD_SIZE", _count(environ.get("WORLD_SIZE", "1")), "torchrun", cure
     if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
         step = _count(environ.get("SLURM_STEP_ID", "0"))
         count = _count(environ["SLURM_STEP_NUM_TASKS"])

@@ -37,12 +37,13 @@ def test_every_row_of_the_tables(subject, request):
     assert int(result.stdout.split()[0]) > 15
 
 
-def test_torchrun_starts_worlds_of_one_rank():
+def test_torchrun_is_refused():
     assert "**Not\n`torchrun`**" in PAGE
-    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
-    text = "import collectives as cc; print(cc.init().size)"
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    text = "import collectives as cc; cc.init()"
     result = launcher.run([sys.executable, "-c", text], timeout=60, **torchrun)
-    assert result.stdout.strip() == "1", result.stderr
+    assert "LaunchError: init: torchrun started 2 processes (WORLD_SIZE=2)" in result.stderr
+    assert "mpirun -np N python train.py" in result.stderr
 
 
 @pytest.mark.usefixtures("needs_torch")

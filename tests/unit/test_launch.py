@@ -22,6 +22,11 @@ STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCI
         (STEP, OPEN_MPI, ["srun started 4", "SLURM_STEP_NUM_TASKS=4", "--mpi=pmi2", "Open MPI v5"]),
         ({**STEP, "PMI_SIZE": "4"}, OPEN_MPI, ["srun started 4", "--mpi=pmi2"]),
         (
+            {**STEP, "TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "8"},
+            OPEN_MPI,
+            ["torchrun started 8", "WORLD_SIZE=8", "mpirun -np N"],
+        ),
+        (
             {"PMI_SIZE": "2", "PMI_RANK": "1"},
             OPEN_MPI,
             ["mpirun of MPICH started 2", "another MPI"],
