@@ -145,7 +145,7 @@ def worker(options: argparse.Namespace) -> None:
     from mpi4py import MPI
 
     import collectives as cc
-    from collectives import peers
+    from collectives.tools import peers
 
     comm = cc.init()
     world = MPI.COMM_WORLD

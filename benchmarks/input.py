@@ -33,10 +33,10 @@ from typing import NamedTuple
 import numpy as np
 
 from strategies.errors import OutOfRangeError
-from strategies.input import decode
-from strategies.input.queues import FIFOQueue
+from strategies.input import csv as decode
 from strategies.input.readers import TextLineReader, TFRecordReader
 from strategies.input.records import TFRecordWriter
+from strategies.queues.kinds import FIFOQueue
 
 RECORD_BYTES = 64 << 10
 RECORDS = 1024

@@ -213,7 +213,7 @@ def rows_of(comm, job: str):
 
     import collectives as cc
     from collectives.algorithms import hierarchical
-    from collectives.transport import Deadline
+    from collectives.transport.transport import Deadline
 
     def of_mpi(buffer):
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM)

@@ -8,7 +8,8 @@ Example:
 
 from __future__ import annotations
 
-from collectives.buckets import Buckets
+from collectives.arrays.reduction import MAX, MEAN, MIN, PRODUCT, SUM
+from collectives.buckets.buckets import Buckets
 from collectives.communicator import Communicator
 from collectives.compression import BF16, FP16, NONE, Compression
 from collectives.errors import (
@@ -19,9 +20,8 @@ from collectives.errors import (
     PeerFailure,
 )
 from collectives.launch import launched_processes
-from collectives.plans import Plan
-from collectives.reduction import MAX, MEAN, MIN, PRODUCT, SUM
-from collectives.requests import Request
+from collectives.operations.plan import Plan
+from collectives.operations.requests import Request
 from collectives.world import (
     allgather,
     allgather_async,

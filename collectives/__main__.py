@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _info(options: argparse.Namespace) -> int:
-    from collectives import information
+    from collectives.tools import info as information
 
     comm = cc.init()
     facts = information.gather_facts(comm)
@@ -113,18 +113,19 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from collectives import selftest
+    from collectives.tools import check as selftest
 
     return selftest.run(options.limit, options.whole)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from collectives import benchmark, quantities
+    from collectives import units
+    from collectives.tools import bench as benchmark
 
     try:
         chosen = benchmark.Options(
             options.operation,
-            quantities.sizes(options.sizes),
+            units.sizes(options.sizes),
             options.dtype,
             [peer for peer in options.peers.split(",") if peer],
             options.algorithm,
@@ -136,24 +137,26 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from collectives import tune
+    from collectives.tools import tune
 
     return tune.run(options.out, options.seconds)
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from collectives import costs, fingerprint, links, quantities, selection
+    from collectives import links, units
+    from collectives.algorithms import costs, selection
+    from collectives.operations import compare
 
     try:
         known = _links(options)
-        (nbytes,) = quantities.sizes(options.bytes)
+        (nbytes,) = units.sizes(options.bytes)
         shape = costs.Shape(options.ranks, options.nodes)
         times = costs.estimate(options.operation, nbytes, shape, known.machine)
     except ValueError as error:
         return _refuse(error)
     layout = selection.Layout(shape.ranks, shape.nodes, known.machine)
     auto = selection.automatic(options.operation, nbytes, layout)
-    size = quantities.size_text(nbytes)
+    size = units.size_text(nbytes)
     print(f"{options.operation}, {size} bytes, {shape.ranks} ranks on {shape.nodes} nodes")
     print(links.table(known))
     print(f"{'algorithm':<14}{'estimated ms':>12}")
@@ -162,11 +165,11 @@ def _explain(options: argparse.Namespace) -> int:
         marks = ["fastest"] * (name == fastest) + ["picked by auto"] * (name == auto)
         print(f"{name:<14}{1e3 * seconds:12.4f}  {', '.join(marks)}".rstrip())
     if auto != "node" and shape.ranks > 1:
-        letters = costs.estimate("allreduce", fingerprint.LETTER_BYTES, shape, known.machine)
+        letters = costs.estimate("allreduce", compare.LETTER_BYTES, shape, known.machine)
         comparison = letters.get("hierarchical", letters["halving"])
         print(
             f"{'comparison':<14}{1e3 * comparison:12.4f}  of the call; reductions and broadcasts "
-            f"up to {fingerprint.CARRIED_BYTES} bytes travel with it"
+            f"up to {compare.CARRIED_BYTES} bytes travel with it"
         )
     return 0
 

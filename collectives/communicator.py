@@ -8,36 +8,33 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
-from collectives import (
-    arrays,
-    awareness,
-    buckets,
-    composites,
-    fingerprint,
+from collectives import settings, topology, tuned
+from collectives.algorithms import selection
+from collectives.arrays import host, reduction
+from collectives.arrays.host import Array, Borrowed
+from collectives.arrays.reduction import MEAN, Op
+from collectives.buckets import buckets
+from collectives.channel.channel import Channel, open_channel
+from collectives.compression import NONE, Compression, chosen
+from collectives.operations import (
+    compare,
+    cuda_aware,
     grouped,
     groups,
-    operations,
-    point_to_point,
-    reduction,
+    objects,
     rows,
-    selection,
-    settings,
+    send_recv,
     shared,
-    topology,
-    tuned,
+    ways,
 )
-from collectives.arrays import Array, Borrowed
-from collectives.calls import Call, Calls
-from collectives.channel import Channel, open_channel
-from collectives.compression import NONE, Compression, chosen
-from collectives.mpi import MpiTransport
-from collectives.on_devices import OnDevices
-from collectives.reduction import MEAN, Op
-from collectives.repeats import NEW, Repeats
-from collectives.requests import Progress, asynchronous
+from collectives.operations.call import Call, Calls
+from collectives.operations.on_devices import OnDevices
+from collectives.operations.repeats import NEW, Repeats
+from collectives.operations.requests import Progress, asynchronous
 from collectives.signatures import A, Compressing, Detachable, Numbers, Reducing, Waiting
 from collectives.tracebacks import in_turn
-from collectives.transport import Transport
+from collectives.transport.mpi import MpiTransport
+from collectives.transport.transport import Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -66,8 +63,8 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
     comm.Allgather(leader, leaders)
     transport = MpiTransport(comm)
     configuration = tuned.agreed(configuration or settings.from_environment(), transport)
-    configuration = awareness.agreed(configuration, transport)
-    configuration = fingerprint.agreed(configuration, transport)
+    configuration = cuda_aware.agreed(configuration, transport)
+    configuration = compare.agreed(configuration, transport)
     return Communicator(transport, leaders.tolist(), configuration)
 
 
@@ -103,7 +100,7 @@ class Communicator:
         self._repeats = Repeats(self._calls)
         self._on_devices = OnDevices(self._calls, self._leaders)
         self._progress = Progress(self._background)
-        self._direct = point_to_point.PointToPoint(transport, self._calls)
+        self._direct = send_recv.PointToPoint(transport, self._calls)
         self._splits_made = 0
         self._memory = np.empty(0, np.uint8)
         self._groupings = grouped.Groupings()
@@ -169,8 +166,8 @@ class Communicator:
         As if all arrays were gathered and combined in a fixed order of ranks.
 
         Args:
-            x: shape (...), any dtype of the table in `collectives.reduction`; any strides. A NumPy,
-                PyTorch, JAX or CuPy array, a number or a nested list of numbers.
+            x: shape (...), any dtype of the table in `collectives.arrays.reduction`; any strides. A
+                NumPy, PyTorch, JAX or CuPy array, a number or a nested list of numbers.
             op: how to combine; the default divides by the number of ranks.
             out: where to put the result, may be `x` itself; an array of the shape and dtype of `x`
                 that can be written, of NumPy, PyTorch, CuPy or another library with DLPack.
@@ -222,12 +219,10 @@ class Communicator:
             facts = {"op": op.value, "dtype": array.dtype, "shape": array.shape}
             self._describe(call, algorithm, **facts, compression=compression)
             result = np.empty(array.shape, array.dtype) if loan.target is None else loan.target
-            flat = arrays.flat_target(result, array)
-            operations.allreduce(
-                self._transport, call, arrays.flat(array), flat, op, algorithm, codec
-            )
+            flat = host.flat_target(result, array)
+            ways.allreduce(self._transport, call, host.flat(array), flat, op, algorithm, codec)
             self._repeats.note_allreduce(call, x, result, op, algorithm, compression)
-        return loan.give_back(arrays.stored(flat, result))
+        return loan.give_back(host.stored(flat, result))
 
     @overload
     def reduce(
@@ -275,16 +270,14 @@ class Communicator:
             facts = {"op": op.value, "dtype": array.dtype, "shape": array.shape, "root": root}
             self._describe(call, algorithm, **facts)
             if self.rank != root:
-                operations.reduce(
-                    self._transport, call, arrays.flat(array), None, op, root, algorithm
-                )
+                ways.reduce(self._transport, call, host.flat(array), None, op, root, algorithm)
                 self._repeats.note_reduce(call, x, root, op, algorithm)
                 return None
             result = np.empty(array.shape, array.dtype) if loan.target is None else loan.target
-            flat = arrays.flat_target(result, array)
-            operations.reduce(self._transport, call, arrays.flat(array), flat, op, root, algorithm)
+            flat = host.flat_target(result, array)
+            ways.reduce(self._transport, call, host.flat(array), flat, op, root, algorithm)
             self._repeats.note_reduce(call, x, root, op, algorithm)
-        return loan.give_back(arrays.stored(flat, result))
+        return loan.give_back(host.stored(flat, result))
 
     @overload
     def reduce_scatter(self, x: Numbers, **options: Unpack[Reducing]) -> Array: ...
@@ -331,8 +324,8 @@ class Communicator:
             own = rows[self.rank + 1] - rows[self.rank]
             result = np.empty((own, *array.shape[1:]), array.dtype)
             bounds = [row * math.prod(array.shape[1:]) for row in rows]
-            operations.reduce_scatter(
-                self._transport, call, arrays.flat(array), result.reshape(-1), bounds, op, algorithm
+            ways.reduce_scatter(
+                self._transport, call, host.flat(array), result.reshape(-1), bounds, op, algorithm
             )
             self._repeats.note_reduce_scatter(call, x, bounds, result, op, algorithm)
         return loan.give_back(result)
@@ -396,18 +389,18 @@ class Communicator:
                 self._describe(call, algorithm, **facts, memory="device")
                 self._on_devices.broadcast(call, there, root, algorithm)
                 return there.finish()
-            loan = arrays.borrow(x, out, operation="broadcast")
+            loan = host.borrow(x, out, operation="broadcast")
             array = loan.host
             self._check_root(call, root)
             self._describe(call, algorithm, dtype=array.dtype, shape=array.shape, root=root)
             if loan.target is None:
-                buffer = arrays.flat_copy(array, None, array.dtype)
+                buffer = host.flat_copy(array, None, array.dtype)
             else:
                 own = self.rank == root
-                buffer = arrays.flat(array) if own else arrays.flat_target(loan.target)
-            operations.broadcast(self._transport, call, buffer, root, algorithm)
+                buffer = host.flat(array) if own else host.flat_target(loan.target)
+            ways.broadcast(self._transport, call, buffer, root, algorithm)
             self._repeats.note_broadcast(call, x, root, algorithm)
-        return loan.give_back(arrays.store(buffer, array.shape, array.dtype, loan.target))
+        return loan.give_back(host.store(buffer, array.shape, array.dtype, loan.target))
 
     def barrier(self, *, algorithm: str = "auto", timeout: float | None = None) -> None:
         """Return when every rank of the group has called this.
@@ -420,7 +413,7 @@ class Communicator:
             return
         with self._calls.enter("barrier", timeout) as call:
             self._describe(call, algorithm)
-            operations.barrier(self._transport, call, algorithm)
+            ways.barrier(self._transport, call, algorithm)
             self._repeats.note_barrier(call, algorithm)
 
     gather = rows.gather
@@ -428,13 +421,13 @@ class Communicator:
     scatter = rows.scatter
     alltoall = rows.alltoall
 
-    broadcast_object = composites.broadcast_object
-    allgather_object = composites.allgather_object
+    broadcast_object = objects.broadcast_object
+    allgather_object = objects.allgather_object
     grouped_allreduce = grouped.grouped_allreduce
-    sparse_allreduce = composites.sparse_allreduce
+    sparse_allreduce = objects.sparse_allreduce
 
-    send = point_to_point.send
-    recv = point_to_point.recv
+    send = send_recv.send
+    recv = send_recv.recv
 
     shared_empty = shared.shared_empty
     plan_allreduce = shared.plan_allreduce
@@ -519,7 +512,7 @@ class Communicator:
 
     def _reducible(self, call: Call, x: Any, op: Op, out: Any) -> Borrowed:
         """Check the arguments of a reduction."""
-        loan = arrays.borrow(x, out, operation=call.operation)
+        loan = host.borrow(x, out, operation=call.operation)
         reduction.check(op, loan.host.dtype, operation=call.operation)
         return loan
 

@@ -38,8 +38,8 @@ from typing import Any, Literal, get_args
 import ml_dtypes
 import numpy as np
 
-from collectives.arrays import Array
-from collectives.reduction import MEAN, SUM, Op
+from collectives.arrays.host import Array
+from collectives.arrays.reduction import MEAN, SUM, Op
 
 __all__ = ["BF16", "FP16", "NONE", "Codec", "Compression", "Residuals", "Where", "chosen"]
 
@@ -134,10 +134,10 @@ class Codec:
         Returns:
             A new array of shape (n,) and the codec's dtype.
         """
-        from collectives import packing
+        from collectives.kernels import convert
 
         packed = np.empty(source.size, self.dtype)
-        packing.narrow(
+        convert.narrow(
             source,
             packed,
             divisor=divisor,
@@ -147,9 +147,9 @@ class Codec:
 
     def unpack(self, packed: Array, out: Array) -> None:
         """Fill `out`, shape (n,), float32 or float64, with a packed array."""
-        from collectives import packing
+        from collectives.kernels import convert
 
-        packing.widen(packed, out)
+        convert.widen(packed, out)
 
     def result_residual(self, count: int, rank: int, size: int) -> Array | None:
         """Return what is to be added to the `count` sums that this rank rounds for all."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from collectives import quantities
+from collectives import units
 
 __all__ = ["DEFAULT", "Link", "Links", "Machine", "defaults", "overridden", "parse", "table"]
 
@@ -53,9 +53,9 @@ DEFAULT = Machine(
 )
 
 _READERS: dict[str, Callable[[str], float]] = {
-    "alpha": quantities.seconds,
-    "beta": quantities.seconds_per_byte,
-    "gamma": quantities.seconds_per_byte,
+    "alpha": units.seconds,
+    "beta": units.seconds_per_byte,
+    "gamma": units.seconds_per_byte,
 }
 
 

@@ -20,8 +20,8 @@ from typing import Any, Protocol, TypedDict, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from collectives.arrays.reduction import Op
 from collectives.compression import Compression
-from collectives.reduction import Op
 
 __all__ = [
     "A",

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from collectives import links
-from collectives.arrays import Array
+from collectives.arrays.host import Array
 from collectives.links import Link, Links, Machine
 from collectives.settings import Settings
-from collectives.transport import Deadline, Transport
+from collectives.transport.transport import Deadline, Transport
 
 __all__ = ["agreed", "found", "path", "read", "write"]
 

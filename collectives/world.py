@@ -8,8 +8,10 @@ import os
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from collectives import crowding, launch, recorder, settings, whereabouts
+from collectives import crowding, launch, settings
 from collectives.communicator import Communicator, from_mpi
+from collectives.operations import recorder
+from collectives.transport import whereabouts
 
 __all__ = [
     "allgather",

@@ -11,11 +11,15 @@ Example:
 
 from __future__ import annotations
 
-from strategies import errors, schedules
-from strategies.alike import check_alike
-from strategies.base import Strategy
+from strategies import errors
+from strategies.accumulators.accumulators import (
+    ConditionalAccumulator,
+    SparseConditionalAccumulator,
+    shared_accumulator,
+)
+from strategies.averaging.alike import check_alike
+from strategies.averaging.broadcast import broadcast_optimizer_state, broadcast_parameters
 from strategies.central_storage import CentralStorageStrategy
-from strategies.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.gpus import limit_gpu_memory, use_gpus
@@ -26,7 +30,6 @@ from strategies.cluster.resolvers import (
     UnionResolver,
 )
 from strategies.cluster.scopes import current_device, device
-from strategies.cluster.server import Server
 from strategies.cluster.setter import (
     GreedyLoadBalancing,
     RandomChoice,
@@ -36,8 +39,6 @@ from strategies.cluster.setter import (
 )
 from strategies.cluster.slurm import SlurmClusterResolver
 from strategies.cluster.spec import ClusterSpec
-from strategies.contexts import ReplicaContext
-from strategies.datasets import InputContext, ValueContext
 from strategies.default import (
     DefaultStrategy,
     get_replica_context,
@@ -53,7 +54,7 @@ from strategies.input.batching import (
     shuffle_batch_join,
 )
 from strategies.input.coordinator import Coordinator, LooperThread
-from strategies.input.decode import decode_csv
+from strategies.input.csv import decode_csv
 from strategies.input.files import match_files
 from strategies.input.filtering import (
     maybe_batch,
@@ -70,12 +71,6 @@ from strategies.input.producers import (
     slice_input_producer,
     string_input_producer,
 )
-from strategies.input.queues import (
-    FIFOQueue,
-    PaddingFIFOQueue,
-    PriorityQueue,
-    RandomShuffleQueue,
-)
 from strategies.input.readers import (
     FixedLengthRecordReader,
     IdentityReader,
@@ -87,40 +82,36 @@ from strategies.input.records import TFRecordWriter
 from strategies.input.runners import QueueRunner, start_queue_runners
 from strategies.input.sharded import ShardedInput
 from strategies.input.sharding import in_step
-from strategies.input.shared import shared_queue
-from strategies.input.shared_files import shared_files
 from strategies.mirrored import MirroredStrategy
 from strategies.multi_worker import MultiWorkerMirroredStrategy
 from strategies.one_device import OneDeviceStrategy
-from strategies.optimizers import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
+from strategies.optimizers import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp, schedules
+from strategies.optimizers.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from strategies.options import CommunicationOptions
 from strategies.parameter_server import ClusterCoordinator, Drop, ParameterServerStrategy, Scale
-from strategies.parameters import broadcast_optimizer_state, broadcast_parameters
-from strategies.per_replica import PerReplica
-from strategies.resources import partition
-from strategies.resources.accumulators import (
-    ConditionalAccumulator,
-    SparseConditionalAccumulator,
-    shared_accumulator,
-)
-from strategies.resources.container import container
-from strategies.resources.items import Reading, Update
-from strategies.resources.partitioned import PartitionedVariable
-from strategies.resources.service import Service
-from strategies.resources.shared_variables import SharedVariable
-from strategies.resources.sharing import (
-    reset_container,
-    shared_partitioned_variable,
-    shared_variable,
-)
-from strategies.resources.tasks import RemoteTraceback, Task, TaskFuture
-from strategies.resources.variable_groups import apply_all, assign_all, read_all
-from strategies.resources.variables import Variable
+from strategies.queues.files import shared_files
+from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
+from strategies.queues.shared import shared_queue
+from strategies.remote.container import container
+from strategies.remote.functions import RemoteTraceback, Task, TaskFuture
+from strategies.remote.server import Server
+from strategies.remote.service import Service
+from strategies.replicas.context import ReplicaContext
+from strategies.replicas.datasets import InputContext, ValueContext
+from strategies.replicas.per_replica import PerReplica
+from strategies.replicas.variable import Variable
 from strategies.spare_replica import SpareReplicaStrategy
 from strategies.sparse import Rows
+from strategies.strategy import Strategy
 from strategies.training.checkpoint import Checkpoint
 from strategies.training.checkpoint_manager import CheckpointManager
 from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics
+from strategies.variables import partition
+from strategies.variables.items import Reading, Update
+from strategies.variables.open import reset_container, shared_partitioned_variable, shared_variable
+from strategies.variables.partitioned import PartitionedVariable
+from strategies.variables.together import apply_all, assign_all, read_all
+from strategies.variables.variable import SharedVariable
 
 __all__ = [
     "LARS",

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 import collectives as cc
-from strategies.base import Strategy
 from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.options import CommunicationOptions
 from strategies.ranks import of_this_job
-from strategies.resources.variables import Variable
+from strategies.replicas.variable import Variable
+from strategies.strategy import Strategy
 
 __all__ = ["CentralStorageStrategy"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from strategies import contexts
-from strategies.base import Strategy
-from strategies.contexts import ReplicaContext
+from strategies.replicas import context
+from strategies.replicas.context import ReplicaContext
+from strategies.strategy import Strategy
 
 __all__ = [
     "DefaultStrategy",
@@ -27,7 +27,7 @@ _default_replica = ReplicaContext(_default, 0)
 
 def get_strategy() -> Strategy:
     """Return the strategy whose scope or replica this thread is in, or the default one."""
-    top = contexts.current()
+    top = context.current()
     return _default if top is None else top.strategy
 
 
@@ -36,7 +36,7 @@ def get_replica_context() -> ReplicaContext | None:
 
     Outside of any scope this is the only replica of the default strategy.
     """
-    top = contexts.current()
+    top = context.current()
     return _default_replica if top is None else top.replica
 
 

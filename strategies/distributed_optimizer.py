@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 import numpy as np
 
 import collectives as cc
-from strategies import arrays, contexts
+from strategies import arrays
 from strategies.agreement import agree
-from strategies.alike import Compare, Fact, facts_of_optimizer
-from strategies.averaging import Averaging, Leaf, Rule
-from strategies.gradients import is_variable, refuse_jax, split
-from strategies.passes import Passes
+from strategies.averaging.alike import Compare, Fact, facts_of_optimizer
+from strategies.averaging.averaging import Averaging, Leaf, Rule
+from strategies.averaging.passes import Passes
+from strategies.optimizers.pairs import is_variable, refuse_jax, split
+from strategies.replicas import context
 from strategies.sparse import Rows, in_order
 
 if TYPE_CHECKING:
     import optax
     from typing_extensions import Unpack
 
-    from strategies.torch import TorchOptimizer
+    from strategies.torch.optimizer import TorchOptimizer
 
 __all__ = ["ArrayOptimizer", "AveragingOptimizer", "DistributedOptimizer", "Options", "fitted"]
 
@@ -207,11 +208,11 @@ def _recognised(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]
     """
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-        from strategies import torch as of_torch
-        from strategies import torch_parameters
+        from strategies.torch import optimizer as of_torch
+        from strategies.torch import parameters
 
-        names = torch_parameters.names_of(optimizer, named_parameters)
-        facts = torch_parameters.described(optimizer, names)
+        names = parameters.names_of(optimizer, named_parameters)
+        facts = parameters.described(optimizer, names)
         return lambda comm, rule: of_torch.wrap(optimizer, names, comm, rule), facts
     if named_parameters is not None:
         raise ValueError(
@@ -222,7 +223,7 @@ def _recognised(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]
     if callable(getattr(optimizer, "apply_gradients", None)):
         return lambda comm, rule: AveragingOptimizer(optimizer, comm, rule), [_ARRAYS]
     if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-        from strategies import jax as of_jax
+        from strategies.jax import transformation as of_jax
 
         return lambda comm, rule: of_jax.wrap(optimizer, comm, rule), [_JAX]
     raise TypeError(
@@ -295,7 +296,7 @@ class AveragingOptimizer:
             MismatchError: ranks differ in the variables' shapes or dtypes, or in what they compare
                 in the first step; on all ranks.
         """
-        top = contexts.current()
+        top = context.current()
         if top is not None and top.replica is not None and len(top.strategy.devices) > 1:
             # One of several replicas of this rank: they update once, together.
             top.strategy.apply_gradients(self, grads_and_vars, examples=examples)

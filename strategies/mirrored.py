@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import collectives as cc
-from strategies.base import Strategy
 from strategies.options import CommunicationOptions
 from strategies.ranks import of_this_job
+from strategies.strategy import Strategy
 
 __all__ = ["MirroredStrategy"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import collectives as cc
-from strategies.base import Strategy
 from strategies.options import CommunicationOptions
+from strategies.strategy import Strategy
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strategies.base import Strategy
+from strategies.strategy import Strategy
 
 __all__ = ["OneDeviceStrategy"]
 

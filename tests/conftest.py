@@ -17,9 +17,9 @@ import pytest
 
 import inprocess
 import reports
+from collectives.algorithms.selection import ALGORITHMS
+from collectives.arrays.reduction import SUM
 from collectives.communicator import from_mpi
-from collectives.reduction import SUM
-from collectives.selection import ALGORITHMS
 from collectives.settings import Settings
 
 WORLD_RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))

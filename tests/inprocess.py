@@ -13,13 +13,13 @@ from collections import defaultdict, deque
 import numpy as np
 
 import fakecupy
-from collectives.arrays import raw_bytes
-from collectives.buffers import DeviceBuffer
+from collectives.arrays.device import DeviceBuffer
+from collectives.arrays.host import raw_bytes
 from collectives.communicator import Communicator
 from collectives.errors import MismatchError
-from collectives.mail import Mail
 from collectives.settings import Settings
-from collectives.transport import Transport
+from collectives.transport.mailbox import Mail
+from collectives.transport.transport import Transport
 
 MODES = ("eager", "synchronous")
 

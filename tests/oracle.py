@@ -25,7 +25,7 @@ _NUMPY_REDUCTIONS = {
 
 
 def is_defined(op, dtype):
-    """Whether the op has a meaning for the dtype: the table of `collectives.reduction`."""
+    """Whether the op has a meaning for the dtype: the table of `collectives.arrays.reduction`."""
     if dtype in INTEGERS:
         return op is not cc.MEAN
     if dtype == BOOL:

@@ -9,9 +9,9 @@ import pytest
 
 import strategies
 from strategies.cluster.cluster import Cluster
-from strategies.cluster.server import Server
 from strategies.cluster.spec import ClusterSpec
 from strategies.parameter_server import ParameterServerStrategy
+from strategies.remote.server import Server
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
 

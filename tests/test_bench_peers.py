@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from collectives import benchmark
+from collectives.tools import bench as benchmark
 from launcher import mpirun
 from requirements import needs
 

@@ -15,10 +15,10 @@ PRELUDE = """
     import numpy as np
     import collectives as cc
     from strategies.cluster.cluster import Cluster
-    from strategies.cluster.server import Server
+    from strategies.remote.server import Server
     from strategies.errors import *
-    from strategies.input.queues import FIFOQueue
-    from strategies.input.shared import shared_queue
+    from strategies.queues.kinds import FIFOQueue
+    from strategies.queues.shared import shared_queue
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,8 +9,10 @@ import sys
 
 import pytest
 
-from collectives import benchmark, information, quantities, selection, tuned
+from collectives import tuned, units
+from collectives.algorithms import selection
 from collectives.links import DEFAULT, Link, Machine
+from collectives.tools import bench, info
 from launcher import ROOT, mpirun, run
 from requirements import require
 
@@ -21,7 +23,8 @@ FAULTY = """
 import os, sys
 import numpy as np
 import collectives as cc
-from collectives import __main__, information
+from collectives import __main__
+from collectives.tools import info as information
 
 fault = {fault!r}
 bad_rank = 1
@@ -169,7 +172,7 @@ def test_wrong_arguments_are_refused(arguments):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("operation", benchmark.OPERATIONS)
+@pytest.mark.parametrize("operation", bench.OPERATIONS)
 def test_bench_measures_every_operation(operation, tmp_path):
     file = tmp_path / "figures.json"
     result = mpirun(2, *COMMAND, "bench", operation, "--sizes", "8,4K", "--json", file)
@@ -180,7 +183,7 @@ def test_bench_measures_every_operation(operation, tmp_path):
     for row in figures["rows"]:
         assert 0 < row["median"] <= row["p99"] <= row["max"]
         assert row["algbw"] == pytest.approx(row["bytes"] / row["median"])
-        assert row["busbw"] == pytest.approx(row["algbw"] * benchmark.bus_factor(operation, 2))
+        assert row["busbw"] == pytest.approx(row["algbw"] * bench.bus_factor(operation, 2))
         assert row["ratios"]["native"] == pytest.approx(row["peers"]["native"] / row["median"])
         reduces = operation in ("allreduce", "reduce", "reduce_scatter")
         assert row["error"] <= (1e-6 if reduces else 0)
@@ -240,8 +243,8 @@ def test_bench_names_its_peer_and_recommends_plans_for_small_arrays(tmp_path):
     ],
 )
 def test_the_name_of_an_mpi_library(monkeypatch, said, name):
-    monkeypatch.setattr(information, "_library", lambda: said)
-    assert information.library_name() == name
+    monkeypatch.setattr(info, "_library", lambda: said)
+    assert info.library_name() == name
 
 
 @pytest.mark.parametrize(
@@ -272,7 +275,7 @@ def test_bench_draws_or_says_what_is_missing(tmp_path):
 
 
 def test_bandwidth_factors_are_those_of_nccl_tests():
-    factors = {name: benchmark.bus_factor(name, 4) for name in benchmark.OPERATIONS}
+    factors = {name: bench.bus_factor(name, 4) for name in bench.OPERATIONS}
     assert factors == {
         "allreduce": 1.5, "reduce": 1, "broadcast": 1, "reduce_scatter": 0.75, "gather": 0.75,
         "allgather": 0.75, "scatter": 0.75, "alltoall": 0.75,
@@ -282,15 +285,13 @@ def test_bandwidth_factors_are_those_of_nccl_tests():
 @pytest.mark.parametrize("text", ["", "8:", "0", "x", "4Q", "1.5K", "-8", "8:4", "8,,16"])
 def test_sizes_that_are_none_are_refused(text):
     with pytest.raises(ValueError, match="sizes: "):
-        quantities.sizes(text)
+        units.sizes(text)
 
 
 def test_sizes_are_written_as_they_are_read():
     texts = ["0", "8", "1000", "1K", "48K", "1M", "3G"]
-    assert [
-        quantities.size_text(n) for n in (0, 8, 1000, 1 << 10, 48 << 10, 1 << 20, 3 << 30)
-    ] == texts
-    assert [quantities.sizes(text)[0] for text in texts[1:]][:3] == [8, 1000, 1024]
+    assert [units.size_text(n) for n in (0, 8, 1000, 1 << 10, 48 << 10, 1 << 20, 3 << 30)] == texts
+    assert [units.sizes(text)[0] for text in texts[1:]][:3] == [8, 1000, 1024]
 
 
 def test_explain_needs_no_mpi():
@@ -438,7 +439,8 @@ def test_tune_says_that_it_cannot_keep_what_it_found(tmp_path):
 
 STUCK = """
 import sys, threading
-from collectives import __main__, measuring
+from collectives import __main__
+from collectives.tools import measure as measuring
 
 timed, calls = measuring.Clock._timed, []
 

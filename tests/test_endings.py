@@ -193,7 +193,7 @@ def test_the_first_call_names_the_rank_that_has_not_come(tmp_path, settings):
 STRATEGIES = {
     "parameter server": """
         from strategies.cluster.cluster import Cluster
-        from strategies.cluster.server import Server
+        from strategies.remote.server import Server
         from strategies.cluster.spec import ClusterSpec
         server = Server(Cluster(ClusterSpec.from_ranks(comm.size, ps=1), comm))
         strategy = strategies.ParameterServerStrategy(server, strategies.SGD(1.0))

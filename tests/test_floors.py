@@ -101,25 +101,25 @@ COLLECTIVES = [
 ]
 
 # A public module, since whatever imports it loads numba.
-PUBLIC = {"collectives.compiling"}
+PUBLIC = {"collectives.kernels.compiling"}
 
 MAY_IMPORT = {
     "cupy": {
-        "collectives.devices",
-        "collectives.kernels",
+        "collectives.arrays.foreign",
+        "collectives.kernels.elementwise",
         "strategies.cluster.gpus",  # bounds its pool
     },
     "mpi4py": {
-        "collectives.mpi",
+        "collectives.transport.mpi",
         "collectives.algorithms.native",
-        "collectives.awareness",  # asks the library whether it takes device memory
+        "collectives.operations.cuda_aware",  # asks the library whether it takes device memory
         "collectives.communicator",
         "collectives.crowding",
         "collectives.launch",
-        "collectives.mail",
-        "collectives.whereabouts",
-        "collectives.information",  # asks the library for its version
-        "collectives.peers",  # is what ours is compared with
+        "collectives.transport.mailbox",
+        "collectives.transport.whereabouts",
+        "collectives.tools.info",  # asks the library for its version
+        "collectives.tools.peers",  # is what ours is compared with
     },
 }
 
@@ -206,7 +206,7 @@ def test_no_pickle_on_the_wire_but_in_the_object_methods():
             text = file.read_text()
             for method in ("bcast", "isend", "irecv", "Send_init"):
                 assert f".{method}(" not in text, f"{name} calls {method}"
-            assert ("import pickle" in text) == (name == "collectives.composites"), name
+            assert ("import pickle" in text) == (name == "collectives.operations.objects"), name
 
 
 def test_the_file_table_of_the_documentation_names_every_module():

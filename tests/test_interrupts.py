@@ -106,8 +106,8 @@ HANDLER = """
 import os, signal, sys, threading, time
 import numpy as np
 import collectives as cc
-from strategies.early import Early
-from strategies.passes import Contribution
+from strategies.averaging.overlap import Early
+from strategies.averaging.passes import Contribution
 
 world = cc.init()
 ONES = np.ones(2, np.float32)

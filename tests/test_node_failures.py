@@ -87,7 +87,8 @@ def test_nothing_stays_in_shared_memory_when_all_ranks_are_killed(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from collectives import liveness, segment
+from collectives.transport import liveness
+from collectives.node import segment
 import collectives as cc
 
 def kill(*_):

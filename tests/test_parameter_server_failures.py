@@ -16,7 +16,7 @@ PRELUDE = """
     import collectives as cc
     import strategies
     from strategies.cluster.cluster import Cluster
-    from strategies.cluster.server import Server
+    from strategies.remote.server import Server
     from strategies.cluster.spec import ClusterSpec
     from strategies.errors import OpError, UnavailableError
     from strategies.parameter_server import ClusterCoordinator, ParameterServerStrategy

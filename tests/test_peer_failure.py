@@ -97,8 +97,8 @@ def test_a_killed_rank_is_named_on_all_others_and_the_program_goes_on(tmp_path, 
 def test_a_rank_that_waits_for_a_living_one_learns_of_another_ones_death(tmp_path):
     # Rank 0 waits for rank 1, which is busy, so nobody is there to tell it about rank 2.
     text = """
-        from collectives.mpi import MpiTransport
-        from collectives.transport import Deadline
+        from collectives.transport.mpi import MpiTransport
+        from collectives.transport.transport import Deadline
         from mpi4py import MPI
         transport = MpiTransport(MPI.COMM_WORLD)
         buffer = np.zeros(8)
@@ -152,7 +152,7 @@ def test_a_group_without_the_dead_rank_goes_on(tmp_path):
 
 def test_a_request_raises_when_a_rank_is_killed(tmp_path):
     text = """
-        from collectives.requests import Progress
+        from collectives.operations.requests import Progress
         progress = Progress(lambda: comm.split(0, comm.rank))
         progress.submit("barrier", lambda c: c.barrier()).wait(30)
         if comm.rank == 1:
@@ -166,7 +166,7 @@ def test_a_request_raises_when_a_rank_is_killed(tmp_path):
 
 def test_a_job_ends_and_names_a_request_that_the_other_rank_never_starts(tmp_path):
     text = """
-        from collectives.requests import Progress
+        from collectives.operations.requests import Progress
         progress = Progress(lambda: comm.split(0, comm.rank))
         progress.submit("barrier", lambda c: c.barrier()).wait(30)
         if comm.rank == 0:
@@ -181,8 +181,8 @@ def test_a_job_ends_and_names_a_request_that_the_other_rank_never_starts(tmp_pat
 def test_memory_of_a_message_that_nobody_waits_for_any_more_is_kept(tmp_path):
     text = """
         import gc, weakref
-        from collectives.mpi import MpiTransport
-        from collectives.transport import Deadline
+        from collectives.transport.mpi import MpiTransport
+        from collectives.transport.transport import Deadline
         from mpi4py import MPI
         transport = MpiTransport(MPI.COMM_WORLD)
         array = np.zeros(8)

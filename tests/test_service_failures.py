@@ -15,10 +15,10 @@ PRELUDE = """
     import numpy as np
     import collectives as cc
     from strategies.errors import *
-    from strategies.input.attempts import Dequeue
-    from strategies.input.queues import FIFOQueue
-    from strategies.input.shared import shared_queue
-    from strategies.resources.service import Service
+    from strategies.queues.attempts import Dequeue
+    from strategies.queues.kinds import FIFOQueue
+    from strategies.queues.shared import shared_queue
+    from strategies.remote.service import Service
 
     def say(*words):
         print(f"rank {comm.rank}:", *words, flush=True)

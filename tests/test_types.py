@@ -127,7 +127,7 @@ LIBRARIES = """
 
     import collectives as cc
     import strategies
-    from strategies.torch import TorchOptimizer
+    from strategies.torch.optimizer import TorchOptimizer
 
     def arrays(t: torch.Tensor, p: torch.nn.Parameter, j: jax.Array) -> None:
         assert_type(cc.allreduce(t), torch.Tensor)

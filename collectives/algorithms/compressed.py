@@ -43,10 +43,10 @@ from collectives import topology
 from collectives.algorithms import ring
 from collectives.algorithms.hierarchical import Levels
 from collectives.algorithms.rotation import IN_FLIGHT
-from collectives.arrays import Array
+from collectives.arrays.host import Array
+from collectives.arrays.reduction import Op
 from collectives.compression import Codec
-from collectives.reduction import Op
-from collectives.transport import Deadline, Message, Transport
+from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = ["Exchange", "allreduce", "allreduce_16", "between_nodes", "exchanges"]
 
@@ -155,7 +155,7 @@ def _reduce_scatter(
     deadline: Deadline,
 ) -> None:
     """Reduce so that this rank's chunk of a 16-bit buffer is complete; the others stay."""
-    from collectives import packing
+    from collectives.kernels import convert
 
     rank, size = transport.rank, transport.size
     longest = bounds[1] - bounds[0]
@@ -173,7 +173,7 @@ def _reduce_scatter(
         start = at.start - bounds[rank]
         left = None if residual is None else residual[start : start + at.stop - at.start]
         parts = landing[number % depth]
-        packing.reduce(parts, buffer[at], rank=rank, op=op, divisor=divisor, residual=left)
+        convert.reduce(parts, buffer[at], rank=rank, op=op, divisor=divisor, residual=left)
 
     def finish() -> None:
         exchange, messages = under_way.popleft()

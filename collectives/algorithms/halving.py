@@ -39,10 +39,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from collectives import buffers, reduction, topology
+from collectives import topology
 from collectives.algorithms import ring
-from collectives.arrays import Array
-from collectives.transport import Deadline, Message, Transport
+from collectives.arrays import device, reduction
+from collectives.arrays.host import Array
+from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = ["allgather", "allreduce", "double", "reduce_scatter"]
 
@@ -90,7 +91,7 @@ def reduce_scatter(
     largest = max(
         (sum(p.size for p in _run(buffer, bounds, s.receive, s.chunks)) for s in steps), default=0
     )
-    scratch = buffers.empty(largest, buffer)
+    scratch = device.empty(largest, buffer)
     sends: list[Message] = []
     for step in steps:
         ours = _run(buffer, bounds, step.receive, step.chunks)
@@ -141,7 +142,7 @@ def double(
         transport.send(buffer, part.proxy, deadline)
         transport.receive(buffer, part.proxy, deadline)
         return
-    ours, theirs = buffer, buffers.empty(buffer.size, buffer)
+    ours, theirs = buffer, device.empty(buffer.size, buffer)
     if part.guest is not None:
         transport.receive(theirs, part.guest, deadline)
         combine(ours, theirs)
@@ -151,6 +152,6 @@ def double(
             ours, theirs = theirs, ours
         combine(ours, theirs)
     if ours is not buffer:
-        buffers.copy(buffer, ours)
+        device.copy(buffer, ours)
     if part.guest is not None:
         transport.send(buffer, part.guest, deadline)

@@ -35,9 +35,9 @@ import numpy as np
 
 from collectives import topology
 from collectives.algorithms import halving, ring, tree
-from collectives.arrays import Array
-from collectives.reduction import Op
-from collectives.transport import Deadline, Message, Transport
+from collectives.arrays.host import Array
+from collectives.arrays.reduction import Op
+from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = ["Levels", "allreduce", "barrier", "broadcast", "double", "levels"]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from collectives import reduction
-from collectives.arrays import Array, raw_bytes
-from collectives.mpi import MpiTransport
-from collectives.transport import Deadline, Transport
+from collectives.arrays import reduction
+from collectives.arrays.host import Array, raw_bytes
+from collectives.transport.mpi import MpiTransport
+from collectives.transport.transport import Deadline, Transport
 
 __all__ = [
     "allgather",

@@ -33,10 +33,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from collectives import buffers, reduction, topology
-from collectives.arrays import Array
+from collectives import topology
+from collectives.arrays import device, reduction
+from collectives.arrays.host import Array
 from collectives.topology import RingStep
-from collectives.transport import Deadline, Message, Transport
+from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = [
     "allgather",
@@ -144,7 +145,7 @@ def _circulate(
     left, right = topology.ring_neighbours(transport.rank, transport.size)
     scratch = None
     if combine is not None:
-        scratch = buffers.empty(max(end - begin for begin, end in pairwise(bounds)), buffer)
+        scratch = device.empty(max(end - begin for begin, end in pairwise(bounds)), buffer)
     chunks = [buffer[begin:end] for begin, end in pairwise(bounds)]
     sends = [transport.start_send(s, right) for s in slices(chunks[steps[0].send])]
     for step in steps:

@@ -25,8 +25,8 @@ import numpy as np
 
 from collectives import topology
 from collectives.algorithms import ring
-from collectives.arrays import Array
-from collectives.transport import Deadline, Message, Transport
+from collectives.arrays.host import Array
+from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = ["alltoall"]
 

@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
-from collectives import reduction
 from collectives.algorithms.hierarchical import ONE_RAIL_BYTES, Levels
-from collectives.algorithms.node import Engine
-from collectives.arrays import Array
+from collectives.arrays import reduction
+from collectives.arrays.host import Array
+from collectives.arrays.reduction import MEAN, SUM, Op
 from collectives.errors import CollectiveError
-from collectives.reduction import MEAN, SUM, Op
-from collectives.transport import Deadline
+from collectives.node.engine import Engine
+from collectives.transport.transport import Deadline
 
 __all__ = ["in_shared_memory"]
 

@@ -34,10 +34,11 @@ from typing import Any
 
 import numpy as np
 
-from collectives import buffers, reduction, topology
+from collectives import topology
 from collectives.algorithms import ring
-from collectives.arrays import Array
-from collectives.transport import Deadline, Message, Transport
+from collectives.arrays import device, reduction
+from collectives.arrays.host import Array
+from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = ["allreduce", "barrier", "broadcast", "gather", "reduce", "scatter"]
 
@@ -70,7 +71,7 @@ def reduce(
     tree = topology.binomial_tree(transport.rank, transport.size, root)
     combine = reduction.combine(op)
     parts = ring.slices(buffer)
-    theirs = ring.landing(buffers.empty(buffer.size, buffer), parts) if tree.children else []
+    theirs = ring.landing(device.empty(buffer.size, buffer), parts) if tree.children else []
     for child in tree.children:
         receives = [transport.start_receive(landed, child) for landed in theirs]
         for part, landed, receive in zip(parts, theirs, receives, strict=True):

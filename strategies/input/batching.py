@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from strategies.input.decode import decode_csv
+from strategies.input.csv import decode_csv
 from strategies.input.files import match_files
 from strategies.input.pipelines import Batches, Read
 from strategies.input.producers import string_input_producer
-from strategies.input.queues import FIFOQueue, PaddingFIFOQueue, Queue, RandomShuffleQueue
-from strategies.input.reader_base import Damage
+from strategies.input.reader import Damage
 from strategies.input.readers import TextLineReader
 from strategies.input.runners import QueueRunner
+from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, Queue, RandomShuffleQueue
 
 __all__ = ["batch", "batch_join", "csv_batches", "shuffle_batch", "shuffle_batch_join"]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from collectives import compiling
-from strategies.input.rows import Array
+from collectives.kernels import compiling
+from strategies.queues.store import Array
 
 __all__ = ["can_split", "parse"]
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from strategies.errors import OutOfRangeError
 from strategies.input.coordinator import Coordinator
-from strategies.input.queues import FIFOQueue, Queue
 from strategies.input.runners import QueueRunner, start_queue_runners
-from strategies.input.values import dtype_of
+from strategies.queues.kinds import FIFOQueue, Queue
+from strategies.queues.values import dtype_of
 
 __all__ = ["Batches", "Read"]
 

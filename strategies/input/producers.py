@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from strategies.errors import OutOfRangeError
-from strategies.input.queues import FIFOQueue
-from strategies.input.rows import Array
 from strategies.input.runners import QueueRunner
-from strategies.input.values import dtype_of
+from strategies.queues.kinds import FIFOQueue
+from strategies.queues.store import Array
+from strategies.queues.values import dtype_of
 
 __all__ = [
     "Producer",

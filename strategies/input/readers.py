@@ -11,7 +11,7 @@ from typing import IO
 
 from strategies.errors import DataLossError, InvalidArgumentError
 from strategies.input.files import Compression, check_compression, open_source
-from strategies.input.reader_base import Damage, Reader, Records
+from strategies.input.reader import Damage, Reader, Records
 from strategies.input.records import unframe
 
 __all__ = [

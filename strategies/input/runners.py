@@ -9,7 +9,7 @@ from typing import Any
 
 from strategies.errors import OpError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
-from strategies.input.queues import Queue
+from strategies.queues.kinds import Queue
 
 __all__ = ["QueueRunner", "start_queue_runners"]
 

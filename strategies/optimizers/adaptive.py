@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from strategies.checks import number
-from strategies.gradients import Pair
 from strategies.optimizers import rules
 from strategies.optimizers.base import LearningRate, Optimizer
+from strategies.optimizers.pairs import Pair
 
 __all__ = ["Adagrad", "Adam", "AdamW", "RMSProp"]
 

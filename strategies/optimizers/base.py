@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from strategies import arrays, gradients
+from strategies import arrays
 from strategies.arrays import COMPUTE
 from strategies.checks import number
-from strategies.gradients import Pair
+from strategies.optimizers import pairs as gradients
 from strategies.optimizers import state
+from strategies.optimizers.pairs import Pair
 from strategies.optimizers.rules import Rule
 
 __all__ = ["LearningRate", "Optimizer"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from strategies.checks import number
-from strategies.gradients import Pair
 from strategies.optimizers import rules
 from strategies.optimizers.base import LearningRate, Optimizer
 from strategies.optimizers.norms import norm, squares
+from strategies.optimizers.pairs import Pair
 
 __all__ = ["LARS", "SGD", "Momentum"]
 

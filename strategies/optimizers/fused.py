@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import overload, register_jitable
 
 import collectives as cc
-from collectives import compiling
+from collectives.kernels import compiling
 from strategies.optimizers import rules
 
 __all__ = ["apply", "sum_of_squares"]

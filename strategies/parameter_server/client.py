@@ -19,14 +19,14 @@ from strategies.parameter_server.part import State
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Record
-from strategies.resources import asking, bundles
-from strategies.resources.actions import compressed, widened
-from strategies.resources.asking import Question
-from strategies.resources.container import Place
-from strategies.resources.items import packing
-from strategies.resources.requests import Answer
-from strategies.resources.service import Service
+from strategies.remote import asking, bundles
+from strategies.remote.asking import Question
+from strategies.remote.container import Place
+from strategies.remote.outgoing import Answer
+from strategies.remote.service import Service
 from strategies.sparse import Rows
+from strategies.variables.actions import compressed, widened
+from strategies.variables.items import packing
 
 __all__ = ["Client", "Report"]
 

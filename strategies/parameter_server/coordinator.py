@@ -22,14 +22,14 @@ from concurrent.futures import TimeoutError as LateError
 from types import TracebackType
 from typing import Any
 
-from strategies.datasets import InputContext
 from strategies.errors import FailedPreconditionError, OutOfRangeError, UnavailableError
 from strategies.parameter_server.closures import Closure, ClosureQueue, RemoteValue
 from strategies.parameter_server.strategy import ParameterServerStrategy
 from strategies.ranks import Ranks
-from strategies.resources.descriptions import function_named, name_of
-from strategies.resources.tasks import RemoteTraceback, Task
+from strategies.remote.functions import RemoteTraceback, Task
+from strategies.replicas.datasets import InputContext
 from strategies.structures import leaves, map_leaves
+from strategies.variables.descriptions import function_named, name_of
 
 __all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator"]
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from strategies.arrays import COMPUTE
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.mean import Gradient
-from strategies.resources.stored import Rate, Stored
 from strategies.sparse import Rows
+from strategies.variables.store import Rate, Stored
 
 __all__ = ["VALUE", "HeldPart", "HeldParts", "State"]
 

@@ -36,10 +36,10 @@ from strategies.optimizers import Optimizer
 from strategies.parameter_server.mean import Gradient, check, mean
 from strategies.parameter_server.part import HeldPart, HeldParts, State
 from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
-from strategies.resources import bundles
-from strategies.resources.actions import rounded, widened
-from strategies.resources.container import Handler, ResourceKind, Work, register
+from strategies.remote import bundles
+from strategies.remote.container import Handler, ResourceKind, Work, register
 from strategies.sparse import Rows
+from strategies.variables.actions import rounded, widened
 
 __all__ = ["PARAMETERS", "Rules", "Shard"]
 

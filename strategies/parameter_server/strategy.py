@@ -22,14 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies import contexts, datasets, replica_gradients
-from strategies.base import Strategy
+from strategies.averaging import replicas as replica_gradients
+from strategies.averaging.replicas import Gradients
 from strategies.checks import number
 from strategies.cluster.scopes import Placeable
-from strategies.cluster.server import Server
 from strategies.cluster.setter import RoundRobin
-from strategies.contexts import require_cross_replica
-from strategies.datasets import InputContext, Policy
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client, Report
 from strategies.parameter_server.layout import Part, Partitioner, cut, number_of_parts, parts_of
@@ -37,10 +34,15 @@ from strategies.parameter_server.mean import Gradient, check
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS, Rules, Shard
 from strategies.parameter_server.staleness import Decision, StalenessRule
-from strategies.per_replica import select
 from strategies.ranks import Ranks
-from strategies.replica_gradients import Gradients
+from strategies.remote.server import Server
+from strategies.replicas import context as contexts
+from strategies.replicas import datasets
+from strategies.replicas.context import require_cross_replica
+from strategies.replicas.datasets import InputContext, Policy
+from strategies.replicas.per_replica import select
 from strategies.sparse import Rows
+from strategies.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy", "Report"]
 

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from strategies.accumulators.engine import Engine, Take
 from strategies.errors import OpError
-from strategies.resources import protocol, waiting
-from strategies.resources.accumulation import Engine, Take
-from strategies.resources.rounds import Rounds
-from strategies.resources.values import Array
+from strategies.remote import message, waiting
+from strategies.remote.wire import Array
+from strategies.spare_replica.turns import Rounds
 
 __all__ = ["ChiefLoop"]
 
@@ -88,7 +88,7 @@ class ChiefLoop:
             if not self._stopped:
                 _log.exception("spare replicas: step %d has failed", self._rounds.step)
             known = isinstance(error, OpError)
-            failure = error if known else protocol.error_from(protocol.error_to(error))
+            failure = error if known else message.error_from(message.error_to(error))
             assert isinstance(failure, OpError)
             if failure is not error:
                 failure.__cause__ = error

@@ -6,18 +6,18 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from strategies.accumulators.engine import Apply, Engine
+from strategies.accumulators.remote import open_accumulation
+from strategies.accumulators.sums import Gradient, Part
 from strategies.distributed_optimizer import ArrayOptimizer
 from strategies.errors import OpError, UnavailableError
-from strategies.gradients import Pair
-from strategies.resources import waiting
-from strategies.resources.accumulation import Apply, Engine
-from strategies.resources.remote_accumulation import open_accumulation
-from strategies.resources.rounds import Leave, Rounds, Stay, Turn, open_rounds
-from strategies.resources.service import Service
-from strategies.resources.sums import Gradient, Part
-from strategies.resources.values import Array
-from strategies.resources.waiting import Attempt, Waiting
+from strategies.optimizers.pairs import Pair
+from strategies.remote import waiting
+from strategies.remote.service import Service
+from strategies.remote.waiting import Attempt, Waiting
+from strategies.remote.wire import Array
 from strategies.spare_replica.chief_loop import ChiefLoop
+from strategies.spare_replica.turns import Leave, Rounds, Stay, Turn, open_rounds
 from strategies.sparse import Rows
 
 __all__ = ["SpareSteps", "StepReport"]

@@ -11,15 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies import contexts, datasets, gradients
-from strategies.base import Strategy
-from strategies.contexts import require_cross_replica
-from strategies.datasets import InputContext, Policy
-from strategies.gradients import Pair
+from strategies.optimizers import pairs as gradients
+from strategies.optimizers.pairs import Pair
 from strategies.ranks import Ranks
-from strategies.resources.service import Service
-from strategies.resources.variables import Aggregation, Synchronization, Variable
+from strategies.remote.service import Service
+from strategies.replicas import context as contexts
+from strategies.replicas import datasets
+from strategies.replicas.context import require_cross_replica
+from strategies.replicas.datasets import InputContext, Policy
+from strategies.replicas.variable import Aggregation, Synchronization, Variable
 from strategies.spare_replica.steps import SpareSteps, StepReport
+from strategies.strategy import Strategy
 
 __all__ = ["SpareReplicaStrategy"]
 

@@ -12,11 +12,11 @@ import inprocess
 import strategies
 from collectives.settings import Settings
 from strategies.cluster.cluster import Cluster
-from strategies.cluster.server import Server
 from strategies.cluster.spec import ClusterSpec
-from strategies.input.queues import FIFOQueue
-from strategies.input.shared import shared_queue
 from strategies.parameter_server import ParameterServerStrategy
+from strategies.queues.kinds import FIFOQueue
+from strategies.queues.shared import shared_queue
+from strategies.remote.server import Server
 
 SHAPES = [
     {"ps": ps, "worker": workers, "chief": chief, "evaluator": (ps + workers) % 2}

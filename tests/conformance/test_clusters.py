@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 import collectives as cc
+from strategies.accumulators.accumulators import ConditionalAccumulator, shared_accumulator
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.resolvers import SimpleClusterResolver, TFConfigClusterResolver
 from strategies.cluster.scopes import Placeable, device
-from strategies.cluster.server import Server
 from strategies.cluster.setter import GreedyLoadBalancing, byte_size, replica_device_setter
 from strategies.cluster.spec import ClusterSpec
 from strategies.errors import DeadlineExceededError, InvalidArgumentError
-from strategies.input.queues import FIFOQueue
-from strategies.input.shared import shared_queue
-from strategies.resources.accumulators import ConditionalAccumulator, shared_accumulator
-from strategies.resources.container import container
-from strategies.resources.service import Service
-from strategies.resources.sharing import shared_variable
-from strategies.resources.tasks import Task
+from strategies.queues.kinds import FIFOQueue
+from strategies.queues.shared import shared_queue
+from strategies.remote.container import container
+from strategies.remote.functions import Task
+from strategies.remote.server import Server
+from strategies.remote.service import Service
+from strategies.variables.open import shared_variable
 
 
 def one_ps(comm, **options):

@@ -51,8 +51,8 @@ def test_groups_that_differ_are_one_error_on_all(world):
 
 
 def test_groups_of_many_stages_and_any_strides(world, monkeypatch):
-    monkeypatch.setattr("collectives.grouped.STAGE_BYTES", 4096)
-    monkeypatch.setattr("collectives.grouped.STAGE_BYTES_CROWDED", 4096)
+    monkeypatch.setattr("collectives.operations.grouped.STAGE_BYTES", 4096)
+    monkeypatch.setattr("collectives.operations.grouped.STAGE_BYTES_CROWDED", 4096)
 
     def check(comm):
         kinds = [((300, 7), "float32"), ((40,), "int16"), ((), "float64"), ((5000,), "float32")]

@@ -8,10 +8,10 @@ import pytest
 
 import collectives as cc
 import oracle
-from collectives import reduction
 from collectives.algorithms import compressed
+from collectives.arrays import reduction
 from collectives.compression import BF16, FP16
-from collectives.transport import Deadline
+from collectives.transport.transport import Deadline
 
 SCHEMES = [FP16, BF16]
 HALVES = [np.dtype(np.float16), oracle.BFLOAT16]

@@ -16,7 +16,7 @@ import collectives as cc
 import fakecupy
 import inprocess
 import oracle
-from collectives import staging
+from collectives.arrays import staging
 from collectives.settings import Settings
 
 # Bytes of a slice in these tests.

@@ -9,7 +9,7 @@ import pytest
 
 import collectives as cc
 from collectives.settings import Settings
-from collectives.transport import named
+from collectives.transport.transport import named
 
 
 def raised(function):

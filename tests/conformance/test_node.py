@@ -11,7 +11,7 @@ import pytest
 import collectives as cc
 import inprocess
 import oracle
-from collectives.algorithms import node
+from collectives.node import engine
 from collectives.settings import Settings
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
@@ -171,8 +171,8 @@ def test_without_shared_memory_messages_serve_and_the_reason_is_logged_once(dire
 
 
 def test_too_little_shared_memory_is_noticed_before_it_is_used(caplog, monkeypatch):
-    monkeypatch.setattr(node, "SLOT_BYTES", 1 << 50)
-    monkeypatch.setattr(node, "_MOST_SLOT_BYTES", 1 << 50)
+    monkeypatch.setattr(engine, "SLOT_BYTES", 1 << 50)
+    monkeypatch.setattr(engine, "_MOST_SLOT_BYTES", 1 << 50)
     before = set(os.listdir("/dev/shm"))
     settings = Settings(timeout=20, shared_memory="/dev/shm")
     total = inprocess.run_ranks(2, lambda c: int(c.allreduce(1, op=cc.SUM)), settings=settings)

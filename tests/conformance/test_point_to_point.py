@@ -9,7 +9,7 @@ import pytest
 
 import collectives as cc
 import oracle
-from collectives import point_to_point
+from collectives.operations import send_recv
 from requirements import installed
 
 # None, one, inside a head, the first that is not, larger than what MPI sends unasked.
@@ -228,7 +228,7 @@ def test_an_array_that_nobody_receives_is_found_out_by_the_next_call(world):
 
 
 def test_who_is_too_far_ahead_waits(world, monkeypatch):
-    monkeypatch.setattr(point_to_point, "AHEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(send_recv, "AHEAD_BYTES", 1 << 20)
     eager = getattr(world, "mode", None) == "eager"  # there, what is sent has been received
 
     def far_ahead(part):

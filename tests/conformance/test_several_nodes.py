@@ -16,11 +16,12 @@ import pytest
 import collectives as cc
 import inprocess
 import oracle
-from collectives import rounds, segment
-from collectives.algorithms import hierarchical, node
+from collectives.algorithms import hierarchical
 from collectives.communicator import Communicator
+from collectives.node import engine as node
+from collectives.node import rounds, segment
 from collectives.settings import Settings
-from collectives.transport import Deadline
+from collectives.transport.transport import Deadline
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
 UNDER_MPI = os.environ.get("UNISONO_TEST_WORLD") == "mpi"
@@ -47,7 +48,7 @@ class Nodes(NamedTuple):
             return
         from mpi4py import MPI
 
-        from collectives.mpi import MpiTransport
+        from collectives.transport.mpi import MpiTransport
 
         if MPI.COMM_WORLD.Get_size() != len(self.leaders):
             pytest.skip(f"needs {len(self.leaders)} ranks")

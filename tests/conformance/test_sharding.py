@@ -17,8 +17,8 @@ from strategies.input import empty, sharding
 from strategies.input.prefetch import prefetch
 from strategies.input.readers import TextLineReader
 from strategies.input.sharded import ShardedInput
-from strategies.input.shared_files import shared_files
-from strategies.resources.service import Service
+from strategies.queues.files import shared_files
+from strategies.remote.service import Service
 
 FILES = {f"f{i}": [10 * i + j for j in range(i + 2)] for i in range(5)}  # 2, 3, 4, 5, 6 records
 EVERYTHING = Counter(record for records in FILES.values() for record in records)

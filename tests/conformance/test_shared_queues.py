@@ -19,16 +19,11 @@ from strategies.errors import (
     OpError,
     OutOfRangeError,
 )
-from strategies.input.queues import (
-    FIFOQueue,
-    PaddingFIFOQueue,
-    PriorityQueue,
-    RandomShuffleQueue,
-)
-from strategies.input.shared import shared_queue
-from strategies.input.shared_files import shared_files
-from strategies.resources.container import container
-from strategies.resources.service import Service
+from strategies.queues.files import shared_files
+from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
+from strategies.queues.shared import shared_queue
+from strategies.remote.container import container
+from strategies.remote.service import Service
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
 F32 = np.float32
@@ -324,7 +319,7 @@ def an_interrupted_dequeue_loses_nothing(make):
 
 def _dequeue_late(queue):
     """As `dequeue`, but always get as far as waiting."""
-    from strategies.input.attempts import Dequeue
+    from strategies.queues.attempts import Dequeue
 
     attempt = Dequeue()
     queue.engine.submit(attempt)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import collectives as cc
+from strategies.accumulators.accumulators import ConditionalAccumulator, shared_accumulator
 from strategies.errors import InvalidArgumentError, OpError, OutOfRangeError, UnavailableError
 from strategies.optimizers import SGD, Momentum
-from strategies.resources.accumulators import ConditionalAccumulator, shared_accumulator
-from strategies.resources.service import Service
+from strategies.remote.service import Service
 from strategies.spare_replica import SpareReplicaStrategy
 from strategies.sparse import Rows
 

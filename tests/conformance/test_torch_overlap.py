@@ -11,7 +11,7 @@ import pytest
 import collectives as cc
 import strategies
 from requirements import installed
-from strategies import placing
+from strategies.averaging import placing
 from strategies.errors import OpError
 
 torch = installed("torch")

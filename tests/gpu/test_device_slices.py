@@ -10,7 +10,9 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives import awareness, packing, staging
+from collectives.arrays import staging
+from collectives.kernels import convert
+from collectives.operations import cuda_aware
 from collectives.settings import Settings
 from launcher import mpirun
 
@@ -24,7 +26,7 @@ MANY = 10 * (staging.SLICE_BYTES // 4) + 17
 
 
 def buffer_of(cupy, values):
-    from collectives.buffers import Device, DeviceBuffer
+    from collectives.arrays.device import Device, DeviceBuffer
 
     array = cupy.asarray(values)
     return DeviceBuffer(Device(cupy, array.device), array, array.dtype)
@@ -34,7 +36,7 @@ def buffer_of(cupy, values):
 @pytest.mark.parametrize("wide", [np.float32, np.float64])
 @pytest.mark.parametrize("feedback", [False, True])
 def test_kernels_give_the_host_s_bits(cupy, half, wide, feedback):
-    from collectives import device_kernels
+    from collectives.kernels import cuda
 
     bits = np.random.default_rng(3).integers(0, 1 << 32, 1_000_000, dtype=np.uint32)
     with np.errstate(all="ignore"):
@@ -44,14 +46,14 @@ def test_kernels_give_the_host_s_bits(cupy, half, wide, feedback):
     there = None if left[0] is None else buffer_of(cupy, left[0])
     expected = np.empty(values.size, half)
     for divisor in (1, 3):
-        packing.narrow(values, expected, divisor=divisor, residual=left[1])
-        got = device_kernels.narrow(buffer_of(cupy, values), half, divisor=divisor, residual=there)
+        convert.narrow(values, expected, divisor=divisor, residual=left[1])
+        got = cuda.narrow(buffer_of(cupy, values), half, divisor=divisor, residual=there)
         np.testing.assert_array_equal(got.view.get(), expected.view(np.uint16))
         if there is not None:
             np.testing.assert_array_equal(there.view.get().view(np.uint8), left[1].view(np.uint8))
         back, wanted = buffer_of(cupy, np.empty(values.size, wide)), np.empty(values.size, wide)
-        device_kernels.widen(got, back)
-        packing.widen(expected, wanted)
+        cuda.widen(got, back)
+        convert.widen(expected, wanted)
         np.testing.assert_array_equal(back.view.get().view(np.uint8), wanted.view(np.uint8))
 
 
@@ -118,7 +120,7 @@ def test_tensors_of_torch_pass_in_slices(torch, dtype):
 
 @pytest.mark.parametrize("aware", ["off", "on"])
 def test_ranks_of_a_job_share_the_devices_there_are(cupy, aware):
-    if aware == "on" and not awareness.library_says():
+    if aware == "on" and not cuda_aware.library_says():
         pytest.skip("this MPI library does not take device memory")
     for size in (2, 3):
         done = mpirun(size, PROGRAM, timeout=110, UNISONO_CUDA_AWARE=aware)

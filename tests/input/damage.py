@@ -26,8 +26,7 @@ from collections.abc import Callable
 import numpy as np
 
 from strategies.errors import DataLossError, InvalidArgumentError, OutOfRangeError
-from strategies.input import decode
-from strategies.input.queues import FIFOQueue
+from strategies.input import csv
 from strategies.input.readers import (
     FixedLengthRecordReader,
     TextLineReader,
@@ -35,6 +34,7 @@ from strategies.input.readers import (
     WholeFileReader,
 )
 from strategies.input.records import frame
+from strategies.queues.kinds import FIFOQueue
 
 RECORDS = [b"", b"abc", bytes(range(256)) * 3, b"x" * 1000]
 GOOD_RECORDS = b"".join(map(frame, RECORDS * 2))
@@ -106,7 +106,7 @@ def read_records(path: str, compression: str, damage: str) -> None:
 
 def read_csv(path: str, compression: str, damage: str, defaults: list) -> None:
     def use(keys: list, lines: list) -> None:
-        columns = decode.decode_csv(lines, defaults, keys=keys, on_damage=damage)
+        columns = csv.decode_csv(lines, defaults, keys=keys, on_damage=damage)
         assert len({len(column) for column in columns}) == 1
 
     read_all(TextLineReader(1, compression=compression, on_damage=damage), path, use)
@@ -164,8 +164,8 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable()
     chance = random.Random(options.seed)
-    decode._fields_before_loop = 0  # the compiled loop, as in a process that has read some files
-    decode.decode_csv(["1,2,3"], [0, 0.0, 0.0])
+    csv._fields_before_loop = 0  # the compiled loop, as in a process that has read some files
+    csv.decode_csv(["1,2,3"], [0, 0.0, 0.0])
     outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = os.path.join(folder, "file")

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from strategies.errors import InvalidArgumentError
-from strategies.input import decode
-from strategies.input.decode import decode_csv
+from strategies.input import csv
+from strategies.input.csv import decode_csv
 
 F32, F64, I32, I64 = (np.dtype(name) for name in ("float32", "float64", "int32", "int64"))
 
@@ -20,9 +20,7 @@ def required(dtype):
 
 @pytest.fixture(params=["exact", "compiled"], autouse=True)
 def way(request, monkeypatch):
-    monkeypatch.setattr(
-        decode, "_fields_before_loop", 0 if request.param == "compiled" else 1 << 62
-    )
+    monkeypatch.setattr(csv, "_fields_before_loop", 0 if request.param == "compiled" else 1 << 62)
 
 
 def check(records, defaults, expected, **options):
@@ -322,14 +320,14 @@ def _both_ways(rows, dtypes, na_value, needed, select):
     options = {"na_value": na_value, "keys": [f"file:{n}" for n in range(len(rows))]}
     if select:
         options["select_cols"] = select[: len(dtypes)]
-    before = decode._fields_before_loop
+    before = csv._fields_before_loop
     try:
-        decode._fields_before_loop = 1 << 62
+        csv._fields_before_loop = 1 << 62
         exact = outcome(rows, defaults, **options)
-        decode._fields_before_loop = 0
+        csv._fields_before_loop = 0
         assert outcome(rows, defaults, **options) == exact
     finally:
-        decode._fields_before_loop = before
+        csv._fields_before_loop = before
 
 
 def test_the_loop_starts_after_some_work(monkeypatch):
@@ -337,7 +335,7 @@ def test_the_loop_starts_after_some_work(monkeypatch):
 
     calls = []
     monkeypatch.setattr(csv_kernel, "parse", lambda *_: calls.append(1))
-    monkeypatch.setattr(decode, "_fields_before_loop", 5)
+    monkeypatch.setattr(csv, "_fields_before_loop", 5)
     for expected in (0, 0, 1, 2):
         check(["1,2,3"], [0, 0, 0], [[1], [2], [3]])
         assert len(calls) == expected

@@ -20,9 +20,9 @@ from strategies.errors import (
     UnknownError,
 )
 from strategies.input.files import match_files, open_source
-from strategies.input.queues import FIFOQueue
 from strategies.input.readers import TextLineReader, TFRecordReader, WholeFileReader
 from strategies.input.records import TFRecordWriter
+from strategies.queues.kinds import FIFOQueue
 
 
 def contents(path, compression=None, piece=-1):

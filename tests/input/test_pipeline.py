@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from strategies.errors import DataLossError, InvalidArgumentError, NotFoundError, OutOfRangeError
-from strategies.input import decode
+from strategies.input import csv
 from strategies.input.batching import (
     batch,
     batch_join,
@@ -25,9 +25,9 @@ from strategies.input.batching import (
 )
 from strategies.input.files import match_files
 from strategies.input.producers import preload, string_input_producer
-from strategies.input.queues import FIFOQueue
 from strategies.input.readers import FixedLengthRecordReader
 from strategies.input.runners import QueueRunner
+from strategies.queues.kinds import FIFOQueue
 
 LIMIT = 20.0
 I32, F32 = np.int32, np.float32
@@ -46,7 +46,7 @@ def nothing_leaks():
 
 
 def decode_csv_is_loaded():
-    decode.decode_csv(["1"], [0])
+    csv.decode_csv(["1"], [0])
 
 
 def open_files():
@@ -380,7 +380,7 @@ def read_csv(files, size=8, **options):
 @pytest.mark.parametrize("threads", [1, 3, 10])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_csv_rows_come_once_per_epoch(shards, threads, shuffled, way, monkeypatch):
-    monkeypatch.setattr(decode, "_fields_before_loop", way)
+    monkeypatch.setattr(csv, "_fields_before_loop", way)
     options = {"num_threads": threads, "num_epochs": 3, "shuffle": shuffled}
     with read_csv(shards, allow_smaller_final_batch=True, **options) as batches:
         labels = []
@@ -426,7 +426,7 @@ def test_csv_without_transform(tmp_path):
 )
 @pytest.mark.parametrize("way", [0, 1 << 62])
 def test_a_bad_line_is_an_error_with_file_and_line(tmp_path, line, what, threads, way, monkeypatch):
-    monkeypatch.setattr(decode, "_fields_before_loop", way)
+    monkeypatch.setattr(csv, "_fields_before_loop", way)
     files = [shard(tmp_path / f"{n}.csv", 20 * n) for n in range(3)]
     files.append(shard(tmp_path / "bad.csv", 0, bad={8: line}))
     with (

@@ -13,8 +13,8 @@ from strategies.errors import (
     InvalidArgumentError,
     OutOfRangeError,
 )
-from strategies.input.attempts import Close, Dequeue, Enqueue
-from strategies.input.queues import (
+from strategies.queues.attempts import Close, Dequeue, Enqueue
+from strategies.queues.kinds import (
     FIFOQueue,
     PaddingFIFOQueue,
     PriorityQueue,

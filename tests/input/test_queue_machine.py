@@ -14,13 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from strategies.errors import CancelledError, DeadlineExceededError, OutOfRangeError
-from strategies.input.attempts import Close, Dequeue, Enqueue
-from strategies.input.queues import (
-    FIFOQueue,
-    PaddingFIFOQueue,
-    PriorityQueue,
-    RandomShuffleQueue,
-)
+from strategies.queues.attempts import Close, Dequeue, Enqueue
+from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
 
 LIMIT = 20.0
 CAPACITY = 4

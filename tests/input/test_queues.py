@@ -21,8 +21,8 @@ from strategies.errors import (
     InvalidArgumentError,
     OutOfRangeError,
 )
-from strategies.input.attempts import Close, Dequeue, Enqueue
-from strategies.input.queues import FIFOQueue, RandomShuffleQueue
+from strategies.queues.attempts import Close, Dequeue, Enqueue
+from strategies.queues.kinds import FIFOQueue, RandomShuffleQueue
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
 F32 = np.float32

@@ -21,7 +21,6 @@ from strategies.errors import (
     OutOfRangeError,
     UnknownError,
 )
-from strategies.input.queues import FIFOQueue
 from strategies.input.readers import (
     FixedLengthRecordReader,
     IdentityReader,
@@ -30,6 +29,7 @@ from strategies.input.readers import (
     WholeFileReader,
 )
 from strategies.input.records import TFRecordWriter
+from strategies.queues.kinds import FIFOQueue
 
 LIMIT = 20.0
 

@@ -12,9 +12,9 @@ import pytest
 
 from strategies.errors import DataLossError, InvalidArgumentError, OutOfRangeError
 from strategies.input import records
-from strategies.input.queues import FIFOQueue
 from strategies.input.readers import TFRecordReader
 from strategies.input.records import TFRecordWriter, frame
+from strategies.queues.kinds import FIFOQueue
 
 EMPTY = bytes.fromhex("0000000000000000 29039807 d8ea82a2")
 ABC = bytes.fromhex("0300000000000000 b099490e 616263 6e57f121")

@@ -11,8 +11,8 @@ import pytest
 from strategies.errors import CancelledError, InvalidArgumentError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
 from strategies.input.producers import string_input_producer
-from strategies.input.queues import FIFOQueue
 from strategies.input.runners import QueueRunner, start_queue_runners
+from strategies.queues.kinds import FIFOQueue
 
 LIMIT = 20.0
 

@@ -10,9 +10,10 @@ from mpi4py import MPI
 
 import collectives as cc
 import oracle
-from collectives import reduction, topology
+from collectives import topology
 from collectives.algorithms import halving, hierarchical, native, ring, rotation, tree
-from collectives.transport import Deadline
+from collectives.arrays import reduction
+from collectives.transport.transport import Deadline
 
 comm = cc.init()
 transport = comm._transport

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import inprocess
 from collectives.communicator import Communicator
 from collectives.settings import Settings
-from strategies.input.attempts import Dequeue
-from strategies.input.remote_engine import RemoteEngine
-from strategies.input.shared import shared_queue
-from strategies.resources.service import Service
+from strategies.queues.attempts import Dequeue
+from strategies.queues.remote import RemoteEngine
+from strategies.queues.shared import shared_queue
+from strategies.remote.service import Service
 
 __all__ = ["Dequeue", "Settling", "maker", "two_tasks"]
 

@@ -17,17 +17,17 @@ sys.path[:0] = [str(ROOT / "tests" / "resources")]
 
 import elsewhere  # noqa: E402
 
+from strategies.accumulators.accumulators import (  # noqa: E402
+    ConditionalAccumulator,
+    SparseConditionalAccumulator,
+    shared_accumulator,
+)
+from strategies.accumulators.engine import Take  # noqa: E402
 from strategies.errors import (  # noqa: E402
     CancelledError,
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
-)
-from strategies.resources.accumulation import Take  # noqa: E402
-from strategies.resources.accumulators import (  # noqa: E402
-    ConditionalAccumulator,
-    SparseConditionalAccumulator,
-    shared_accumulator,
 )
 from strategies.sparse import Rows  # noqa: E402
 

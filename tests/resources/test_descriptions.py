@@ -11,7 +11,7 @@ import pytest
 
 import strategies
 from strategies.errors import InvalidArgumentError, NotFoundError
-from strategies.resources import descriptions
+from strategies.variables import descriptions
 
 MADE = [
     strategies.SGD(0.5),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from strategies import errors
 from strategies.errors import DataLossError, InternalError, InvalidArgumentError, OutOfRangeError
-from strategies.resources import protocol, values
-from strategies.resources.protocol import Kind
+from strategies.remote import message as protocol
+from strategies.remote import wire
+from strategies.remote.message import Kind
 
 
 def as_arrived(frames):
@@ -26,8 +27,8 @@ def as_arrived(frames):
 
 
 def travel(given_values):
-    layout, frames = values.pack(given_values)
-    return values.unpack(msgpack.unpackb(msgpack.packb(layout)), as_arrived(frames))
+    layout, frames = wire.pack(given_values)
+    return wire.unpack(msgpack.unpackb(msgpack.packb(layout)), as_arrived(frames))
 
 
 def same(got, sent):
@@ -99,10 +100,10 @@ def test_any_values_come_back_as_they_were(sent):
 
 def test_contiguous_arrays_are_not_copied():
     array = np.arange(100.0)
-    _, (frame,) = values.pack([array])
+    _, (frame,) = wire.pack([array])
     assert np.shares_memory(frame, array)
     (arrived,) = as_arrived([frame])
-    assert np.shares_memory(values.unpack([["float64", [100]]], [arrived])[0], arrived)
+    assert np.shares_memory(wire.unpack([["float64", [100]]], [arrived])[0], arrived)
 
 
 @pytest.mark.parametrize("value", [object(), (1,), np.array(["2020"], "M8[s]"), np.ones(2, ">f4")])
@@ -113,20 +114,20 @@ def test_other_things_are_refused(value):
 
 def test_objects_that_are_nested_more_deeply_than_documented_are_refused_on_both_sides():
     nested, packed = "x", "x"
-    for _ in range(values.DEEPEST):
+    for _ in range(wire.DEEPEST):
         nested = objects(nested)
         packed = msgpack.ExtType(2, msgpack.packb([[1], [packed]]))
     same(travel([nested])[0], nested)
-    same(values.unpack([None], as_arrived([msgpack.packb([packed])]))[0], nested)
-    with pytest.raises(TypeError, match=rf"expected at most {values.DEEPEST}"):
-        values.pack([objects(nested)])
+    same(wire.unpack([None], as_arrived([msgpack.packb([packed])]))[0], nested)
+    with pytest.raises(TypeError, match=rf"expected at most {wire.DEEPEST}"):
+        wire.pack([objects(nested)])
     packed = msgpack.ExtType(2, msgpack.packb([[1], [packed]]))
-    with pytest.raises(DataLossError, match=rf"more than {values.DEEPEST} levels"):
-        values.unpack([None], as_arrived([msgpack.packb([packed])]))
+    with pytest.raises(DataLossError, match=rf"more than {wire.DEEPEST} levels"):
+        wire.unpack([None], as_arrived([msgpack.packb([packed])]))
     endless = objects("x")
     endless[0] = endless
     with pytest.raises(TypeError, match="nested too deeply"):
-        values.pack([endless])
+        wire.pack([endless])
 
 
 FLOAT = as_arrived([np.arange(3.0)])
@@ -161,7 +162,7 @@ FLOAT = as_arrived([np.arange(3.0)])
 )
 def test_values_that_do_not_fit_are_an_error(layout, frames):
     with pytest.raises(DataLossError, match="message: the values cannot be read"):
-        values.unpack(layout, frames)
+        wire.unpack(layout, frames)
 
 
 def test_messages_come_back_as_they_were():

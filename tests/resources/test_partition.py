@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies.resources import partition
+from strategies.variables import partition
 
 F32 = np.dtype(np.float32)
 

@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / "tests" / "resources")]
 
 import elsewhere  # noqa: E402
 
-from collectives.channel import Incoming  # noqa: E402
+from collectives.channel.channel import Incoming  # noqa: E402
 from strategies.errors import (  # noqa: E402
     CancelledError,
     DeadlineExceededError,
@@ -26,13 +26,13 @@ from strategies.errors import (  # noqa: E402
     UnavailableError,
     UnimplementedError,
 )
-from strategies.input.queues import FIFOQueue  # noqa: E402
-from strategies.input.shared import shared_queue  # noqa: E402
-from strategies.resources import protocol  # noqa: E402
-from strategies.resources.container import Place, ResourceKind, register  # noqa: E402
-from strategies.resources.exchange import Exchange  # noqa: E402
-from strategies.resources.protocol import Kind  # noqa: E402
-from strategies.resources.requests import Requests  # noqa: E402
+from strategies.queues.kinds import FIFOQueue  # noqa: E402
+from strategies.queues.shared import shared_queue  # noqa: E402
+from strategies.remote import message as protocol  # noqa: E402
+from strategies.remote.container import Place, ResourceKind, register  # noqa: E402
+from strategies.remote.exchange import Exchange  # noqa: E402
+from strategies.remote.message import Kind  # noqa: E402
+from strategies.remote.outgoing import Requests  # noqa: E402
 
 LIMIT = 20.0
 
@@ -75,7 +75,7 @@ def test_waiting_for_a_task_that_lives_has_no_end(services):
 
 
 def test_a_decision_that_does_not_come_is_an_error_and_loses_nothing(services, monkeypatch):
-    monkeypatch.setattr("strategies.input.remote_engine._DECISION", 0.1)
+    monkeypatch.setattr("strategies.queues.remote._DECISION", 0.1)
     queue = queue_on_0(services[1])
     queue.enqueue(1)
     with Silence(services[0]):
@@ -370,7 +370,7 @@ def test_memory_of_requests_that_said_how_to_end_them_is_released(services):
 
 
 def test_wrong_timeouts():
-    from strategies.resources.service import Service
+    from strategies.remote.service import Service
 
     with pytest.raises(ValueError, match="timeout must be seconds > 0"):
         Service(None, timeout=0)

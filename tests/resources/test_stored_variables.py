@@ -27,8 +27,9 @@ from strategies.errors import (  # noqa: E402
     NotFoundError,
     UnavailableError,
 )
-from strategies.resources import actions, bundles, pool, serving  # noqa: E402
-from strategies.resources.stored import Rate, Stored  # noqa: E402
+from strategies.remote import bundles, pool  # noqa: E402
+from strategies.variables import actions, serving  # noqa: E402
+from strategies.variables.store import Rate, Stored  # noqa: E402
 
 LIMIT = 20.0
 
@@ -142,7 +143,7 @@ def test_a_request_that_waits_for_a_thread_ends_at_its_deadline(services, monkey
 
 
 def test_a_task_that_does_not_say_whether_it_succeeded(services, monkeypatch):
-    monkeypatch.setattr("strategies.resources.asking._DECISION", 0.1)
+    monkeypatch.setattr("strategies.remote.asking._DECISION", 0.1)
     v = shared_variable(0.0, service=services[1], shared_name="v")
     exchange, over = services[0]._exchange, threading.Event()
     handle = exchange._handle

@@ -31,8 +31,8 @@ from strategies.errors import (  # noqa: E402
     UnavailableError,
     UnknownError,
 )
-from strategies.resources import payloads, pool, tasks  # noqa: E402
-from strategies.resources.values import DEEPEST  # noqa: E402
+from strategies.remote import functions, payloads, pool  # noqa: E402
+from strategies.remote.wire import DEEPEST  # noqa: E402
 
 LIMIT = 20.0
 
@@ -118,7 +118,7 @@ class CountingPool(pool.Pool):
 @pytest.mark.parametrize("number", [0, 1], ids=["elsewhere", "here"])
 def test_a_function_that_has_not_begun_is_not_called(services, monkeypatch, number):
     calls_pool = CountingPool("one call", 1)
-    monkeypatch.setattr(tasks.pool, "CALLS", calls_pool)
+    monkeypatch.setattr(functions.pool, "CALLS", calls_pool)
     task = Task(services[1], number)
     running = task.submit(wait_for_gate, 1)
     until(lambda: calls == [1])
@@ -154,7 +154,7 @@ def test_errors_keep_their_class_where_that_can_be_made(services):
     with pytest.raises(ValueError, match="wrong") as caught:
         task.run(fail, "array")
     assert caught.value.args[1].tolist() == [0, 1]
-    assert isinstance(caught.value.__cause__, tasks.RemoteTraceback)
+    assert isinstance(caught.value.__cause__, functions.RemoteTraceback)
     assert "in fail\n    raise" in str(caught.value.__cause__)
     with pytest.raises(ValueError, match="class 'object'"):
         task.run(fail, "object")

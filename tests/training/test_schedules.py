@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from requirements import installed
-from strategies import SGD, schedules
+from strategies import SGD
+from strategies.optimizers import schedules
 
 STEPS = [0, 1, 2, 9, 10, 11, 49, 50, 51, 99, 100, 101, 149, 150, 151, 299, 300, 301, 5000]
 

@@ -8,9 +8,10 @@ import pytest
 import collectives as cc
 import inprocess
 import oracle
-from collectives import reduction, topology
+from collectives import topology
 from collectives.algorithms import halving, hierarchical, ring, rotation, tree
-from collectives.transport import Deadline, Transport
+from collectives.arrays import reduction
+from collectives.transport.transport import Deadline, Transport
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 13]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import oracle
-from collectives import arrays
+from collectives.arrays import host as arrays
 from fakecupy import Buffer, FakeCupy
 from requirements import installed
 

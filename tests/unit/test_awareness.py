@@ -7,16 +7,16 @@ import itertools
 import pytest
 
 import inprocess
-from collectives import awareness
+from collectives.operations import cuda_aware
 from collectives.settings import Settings
 
 
 def answers(wishes, monkeypatch, says=False):
-    monkeypatch.setattr(awareness, "library_says", lambda: says)
+    monkeypatch.setattr(cuda_aware, "library_says", lambda: says)
 
     def ask(comm):
         wish = Settings(timeout=10, cuda_aware=wishes[comm.rank])
-        return awareness.agreed(wish, comm._transport).cuda_aware
+        return cuda_aware.agreed(wish, comm._transport).cuda_aware
 
     return inprocess.run_ranks(len(wishes), ask)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import layouts
-from collectives.grouped import Groupings
+from collectives import bucket_layout
+from collectives.operations.grouped import Groupings
 from launcher import ROOT
 
 DTYPES = [np.dtype(t) for t in ("float32", "float64", "int8")]
@@ -30,7 +30,7 @@ def test_buckets_hold_each_array_once_by_dtype_in_the_order_of_readiness(arrays,
     order = list(range(len(arrays)))
     random.shuffle(order)
     when = {i: at for at, i in enumerate(order)}
-    buckets = layouts.lay_out(sizes, dtypes, order, limits)
+    buckets = bucket_layout.lay_out(sizes, dtypes, order, limits)
     assert sorted(i for bucket in buckets for i in bucket) == list(range(len(arrays)))
     for bucket in buckets:
         assert len({dtypes[i] for i in bucket}) == 1
@@ -46,11 +46,16 @@ def test_buckets_hold_each_array_once_by_dtype_in_the_order_of_readiness(arrays,
 
 
 def test_the_first_bucket_is_small_and_later_ones_are_not():
-    assert layouts.lay_out([10] * 6, ["a"] * 6, range(6), (1, 20)) == [(0,), (1, 2), (3, 4), (5,)]
+    assert bucket_layout.lay_out([10] * 6, ["a"] * 6, range(6), (1, 20)) == [
+        (0,),
+        (1, 2),
+        (3, 4),
+        (5,),
+    ]
 
 
 def test_dtypes_that_alternate_fill_buckets_side_by_side():
-    buckets = layouts.lay_out([10] * 6, list("ababab"), range(6), (30, 30))
+    buckets = bucket_layout.lay_out([10] * 6, list("ababab"), range(6), (30, 30))
     assert buckets == [(0, 2, 4), (1, 3, 5)]
 
 
@@ -58,13 +63,13 @@ def test_dtypes_that_alternate_fill_buckets_side_by_side():
 def test_places_do_not_overlap_and_neighbours_join(sizes, random):
     order = list(range(len(sizes)))
     random.shuffle(order)
-    starts, total = layouts.places(sizes, order)
+    starts, total = bucket_layout.places(sizes, order)
     assert all(start % 64 == 0 for start in starts)
     taken = sorted((starts[i], starts[i] + sizes[i]) for i in order if sizes[i])
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
     assert all(stop <= total for _, stop in taken)
     some = [i for i in order if random.random() < 0.6]
-    spans = layouts.spans([(starts[i], sizes[i]) for i in some])
+    spans = bucket_layout.spans([(starts[i], sizes[i]) for i in some])
     for i in some:
         if sizes[i]:
             assert sum(a <= starts[i] and starts[i] + sizes[i] <= b for a, b in spans) == 1
@@ -79,7 +84,7 @@ def test_places_do_not_overlap_and_neighbours_join(sizes, random):
 def test_stages_hold_each_element_once_in_order(arrays, limit):
     counts = [count for count, _ in arrays]
     dtypes = [dtype for _, dtype in arrays]
-    stages, starts, total = layouts.stages(counts, dtypes, limit)
+    stages, starts, total = bucket_layout.stages(counts, dtypes, limit)
     seen = {i: [] for i, count in enumerate(counts) if count}
     for stage in stages:
         at = stage.first
@@ -97,7 +102,7 @@ def test_stages_hold_each_element_once_in_order(arrays, limit):
 
 def test_a_short_description_tells_arrays_apart_also_when_it_is_cut():
     many = [("float32", (3, 3))] * 1000
-    a, b = layouts.shortened(many), layouts.shortened([*many[:-1], ("float32", (9,))])
+    a, b = bucket_layout.shortened(many), bucket_layout.shortened([*many[:-1], ("float32", (9,))])
     assert a[:20] != b[:20]
 
 

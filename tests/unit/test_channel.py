@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inprocess
-from collectives import channel, letters
-from collectives.doorbell import Doorbell
+from collectives.channel import channel
+from collectives.channel import frames as letters
+from collectives.channel.doorbell import Doorbell
 from collectives.errors import CollectiveError, PeerFailure
 
 LIMIT = 20.0

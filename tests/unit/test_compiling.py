@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 MODULE = """
-    from collectives import compiling
+    from collectives.kernels import compiling
 
     def multiplier(factor, includes=(), **options):
         def multiply(x):

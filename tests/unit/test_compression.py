@@ -11,10 +11,11 @@ import pytest
 import collectives as cc
 import inprocess
 import launcher
-from collectives import compression, reduction, topology
+from collectives import compression, topology
 from collectives.algorithms import compressed
+from collectives.arrays import reduction
 from collectives.compression import BF16, FP16, NONE
-from collectives.transport import Deadline
+from collectives.transport.transport import Deadline
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 FLOAT32 = np.dtype(np.float32)
@@ -287,8 +288,8 @@ def test_importing_loads_no_compiler():
 
 
 def test_all_ops_are_known_to_the_loops():
-    from collectives import packing
+    from collectives.kernels import convert
 
-    assert set(packing._CODES) == set(reduction.Op)
-    assert set(packing._LOOPS) == {FP16.dtype, BF16.dtype} == set(HALVES)
+    assert set(convert._CODES) == set(reduction.Op)
+    assert set(convert._LOOPS) == {FP16.dtype, BF16.dtype} == set(HALVES)
     assert compression.NONE.dtype is None

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from collectives import costs, selection
-from collectives.costs import Shape
+from collectives.algorithms import costs, selection
+from collectives.algorithms.costs import Shape
 from collectives.links import DEFAULT, Link, Machine
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives import device_kernels, packing
+from collectives.kernels import convert, cuda
 from requirements import require
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -28,7 +28,7 @@ static inline float __uint_as_float(unsigned b) { float x; std::memcpy(&x, &b, 4
 
 def loop(name, half, wide):
     """C++ of one kernel as a function of pointers; scalars are pointers to one number."""
-    kernel = device_kernels.KERNELS[name]
+    kernel = cuda.KERNELS[name]
     pairs = [p.split() for p in f"{kernel.reads}, {kernel.writes}".split(",")]
     parameters = ", ".join(f"{kind} *{p}_" for kind, p in pairs)
     elements = " ".join(f"{kind} &{p} = {p}_[{0 if p == 'divisor' else 'i'}];" for kind, p in pairs)
@@ -47,8 +47,8 @@ def compiled(tmp_path_factory):
     if compiler is None:
         require("compiler", "there is no C++ compiler")
     folder = tmp_path_factory.mktemp("kernels")
-    text = PROLOGUE + device_kernels.PREAMBLE
-    for name in device_kernels.KERNELS:
+    text = PROLOGUE + cuda.PREAMBLE
+    for name in cuda.KERNELS:
         text += "".join(loop(name, h.name, w.name) for h in HALVES for w in FLOATS)
     (folder / "kernels.cpp").write_text(text)
     library = folder / "kernels.so"
@@ -84,7 +84,7 @@ def test_widening_gives_the_host_s_bits(compiled, half, wide):
     source = np.arange(1 << 16, dtype=np.uint16)
     got, expected = np.empty(source.size, wide), np.empty(source.size, wide)
     call(compiled, "widen", half, wide, source, got)
-    packing.widen(source.view(half), expected)
+    convert.widen(source.view(half), expected)
     np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
 
 
@@ -95,7 +95,7 @@ def test_narrowing_gives_the_host_s_bits(compiled, half, wide, divisor):
     source = hard_numbers(wide)
     got, expected = np.empty(source.size, np.uint16), np.empty(source.size, half)
     call(compiled, "narrow", half, wide, source, np.array([divisor], wide), got)
-    packing.narrow(source, expected, divisor=divisor)
+    convert.narrow(source, expected, divisor=divisor)
     np.testing.assert_array_equal(got, expected.view(np.uint16))
 
 
@@ -107,12 +107,12 @@ def test_a_residual_gets_the_host_s_bits(compiled, half, wide):
     got, expected = np.empty(source.size, np.uint16), np.empty(source.size, half)
     for divisor in (1, 5):  # the second time with what the first has left
         call(compiled, "carry", half, wide, source, np.array([divisor], wide), got, residuals[0])
-        packing.narrow(source, expected, divisor=divisor, residual=residuals[1])
+        convert.narrow(source, expected, divisor=divisor, residual=residuals[1])
         np.testing.assert_array_equal(got, expected.view(np.uint16))
         np.testing.assert_array_equal(residuals[0].view(np.uint8), residuals[1].view(np.uint8))
 
 
 def test_the_preamble_uses_nothing_that_cuda_lacks():
-    text = device_kernels.PREAMBLE
+    text = cuda.PREAMBLE
     for word in ("std::", "#include", "0x1p"):
         assert word not in text

@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 
-from strategies.early import Early
-from strategies.passes import Contribution
+from strategies.averaging.overlap import Early
+from strategies.averaging.passes import Contribution
 
 PLACES = 6
 

@@ -7,14 +7,14 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives import fingerprint
+from collectives.operations import compare
 from collectives.settings import Settings
-from collectives.transport import named
+from collectives.transport.transport import named
 
 
 def test_differences_lists_fields_values_and_ranks():
     calls = [{"op": "SUM", "shape": (2,)}] * 3 + [{"op": "MAX", "shape": (2,), "root": 1}]
-    text = fingerprint.differences(calls)
+    text = compare.differences(calls)
     assert text == (
         "op is SUM on ranks 0 1 2, MAX on rank 3; root is absent on ranks 0 1 2, 1 on rank 3"
     )
@@ -25,7 +25,7 @@ def test_a_mismatch_of_many_ranks_is_short():
         {"operation": "allreduce", "shape": f"({rank},)", "site": f"train.py:{rank % 2}"}
         for rank in range(64)
     ]
-    text, first = fingerprint._mismatch(calls, named)
+    text, first = compare._mismatch(calls, named)
     assert first == 0
     assert text.count("on rank ") == 8
     assert "(7,) on rank 7, and 56 more; " in text
@@ -40,7 +40,7 @@ def test_a_mismatch_names_what_of_the_strategies_was_called():
         {"operation": "broadcast_object", "site": "a.py:1", "entry": "CheckpointManager.save"},
         {"operation": "barrier", "site": "a.py:2", "entry": ""},
     ]
-    text, _ = fingerprint._mismatch(calls, named)
+    text, _ = compare._mismatch(calls, named)
     assert text == (
         "CheckpointManager.save / barrier: the ranks do not mean the same call: "
         "CheckpointManager.save (broadcast_object) at a.py:1 on rank 0, barrier at a.py:2 on rank 1"
@@ -77,7 +77,7 @@ def test_sample_compares_the_first_calls_and_then_a_few():
     assert sent_messages("sample", 191, by_tree) == 191 + 63 + 2
 
 
-LARGEST_CARRIED = np.ones(fingerprint.CARRIED_BYTES // 8)
+LARGEST_CARRIED = np.ones(compare.CARRIED_BYTES // 8)
 SMALL = {
     "allreduce": lambda comm: comm.allreduce(LARGEST_CARRIED),
     "reduce": lambda comm: comm.reduce(LARGEST_CARRIED),
@@ -120,7 +120,7 @@ def test_a_small_array_is_not_touched_where_ranks_disagree(op):
 
 
 def test_many_ranks_bring_their_rows_after_the_comparison(monkeypatch):
-    monkeypatch.setattr(fingerprint, "CARRIED_BYTES", 16)  # two ranks' rows
+    monkeypatch.setattr(compare, "CARRIED_BYTES", 16)  # two ranks' rows
 
     def check(comm):
         with pytest.raises(cc.MismatchError, match="dtype"):
@@ -135,7 +135,7 @@ def test_many_ranks_bring_their_rows_after_the_comparison(monkeypatch):
 def test_all_ranks_compare_as_much_as_the_strictest(caplog, levels):
     def ask(comm):
         own = Settings(timeout=10, check=levels[comm.rank])
-        return fingerprint.agreed(own, comm._transport).check
+        return compare.agreed(own, comm._transport).check
 
     strictest = max(levels, key=["off", "sample", "always"].index)
     assert inprocess.run_ranks(3, ask) == [strictest] * 3

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 import launcher
-from collectives import folders
+from collectives.node import folders
 
 
 def test_a_folder_is_there_inside_and_gone_afterwards(tmp_path):
@@ -33,7 +33,7 @@ def test_what_a_killed_maker_left_goes_with_the_next_folder(tmp_path, forked):
     program = """
         import os, signal, subprocess, sys
         from pathlib import Path
-        from collectives import folders
+        from collectives.node import folders
         with folders.temporary(sys.argv[1]) as path:
             Path(path, "file").write_bytes(bytes(100))
             if sys.argv[2] == "True":  # a program that outlives its parent does not hold the lock

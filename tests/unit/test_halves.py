@@ -12,7 +12,8 @@ import pytest
 
 import collectives as cc
 import launcher
-from collectives import halves, packing
+from collectives.kernels import convert as packing
+from collectives.kernels import float16
 
 HALF = np.dtype(np.float16)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -115,8 +116,8 @@ def test_both_ways_to_convert_float16_agree():
     @numba.njit
     def loop(source, out, wide):
         for i in range(source.size):
-            out[i] = halves._round_half_by_integers(source[i])
-            wide[i] = halves._widen_half_by_integers(out[i])
+            out[i] = float16._round_half_by_integers(source[i])
+            wide[i] = float16._widen_half_by_integers(out[i])
 
     random = np.random.default_rng(1).integers(0, 1 << 32, 1 << 20, np.uint32).view(np.float32)
     source = np.concatenate([random, widened(ALL.view(HALF))])
@@ -242,7 +243,7 @@ def reduce(parts, own, rank=0, residual=None):
 
 @pytest.mark.parametrize("name", ["round_half", "round_bfloat16", "widen_half", "widen_bfloat16"])
 def test_the_element_functions_are_vectorised_in_other_loops(name):
-    convert = getattr(halves, name)
+    convert = getattr(float16, name)
 
     @numba.njit
     def loop(source, out):
@@ -260,7 +261,8 @@ def test_the_element_functions_are_vectorised_in_other_loops(name):
 @pytest.mark.parametrize("processor", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_ENABLE_AVX": "0"}])
 def test_processors_without_float16_instructions(processor, tmp_path):
     environment = {**processor, "NUMBA_CACHE_DIR": str(tmp_path)}
-    used = "from collectives import halves as h; print(h.round_half is h._round_half_by_integers)"
+    used = "from collectives.kernels import float16 as h; "
+    used += "print(h.round_half is h._round_half_by_integers)"
     result = launcher.run([sys.executable, "-c", used], timeout=100, **environment)
     assert result.stdout.strip() == "True", result
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
@@ -271,7 +273,7 @@ def test_processors_without_float16_instructions(processor, tmp_path):
 def test_a_second_process_finds_the_loops_compiled(tmp_path):
     script = """
 import collectives as cc, numpy as np
-from collectives import packing
+from collectives.kernels import convert as packing
 wide, residual = np.zeros((2, 1), np.float32)
 for half in packing._LOOPS:
     packed = np.zeros(1, half)

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from collectives import liveness
-from collectives.liveness import Liveness, create
+from collectives.transport import liveness
+from collectives.transport.liveness import Liveness, create
 
 LIMIT = 10.0
 

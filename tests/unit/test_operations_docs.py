@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 
-from collectives import selection
+from collectives.algorithms import selection
 from launcher import ROOT
 
 PAGE = ROOT / "docs" / "operations.md"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from requirements import installed
-from strategies import placing
+from strategies.averaging import placing
 
 torch = installed("torch")
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import inprocess
-from collectives import board, recorder
-from collectives.board import Board
 from collectives.errors import CollectiveError, CollectiveTimeout
-from collectives.recorder import Recorder, default_directory
+from collectives.operations import recorder, status
+from collectives.operations.recorder import Recorder, default_directory
+from collectives.operations.status import Board
 from launcher import run
 
 LIMIT = 20.0
@@ -236,7 +236,7 @@ def test_install_outside_the_main_thread_leaves_the_signal_alone(monkeypatch, tm
 def test_sigusr2_shows_where_the_main_thread_waits(tmp_path):
     text = f"""
         import os, signal, threading
-        from collectives import recorder
+        from collectives.operations import recorder
         recorder.install(0, 1, {str(tmp_path)!r})
         def a_long_wait():
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
@@ -272,7 +272,7 @@ class TestBoard:
 
     @pytest.fixture
     def ranks(self):
-        memory = np.zeros(3 * board.NOTE_BYTES, np.uint8)
+        memory = np.zeros(3 * status.NOTE_BYTES, np.uint8)
         names = [f"rank {rank}" for rank in range(3)]
         return [(Board(memory, rank, names), Recorder("world", rank, 3)) for rank in range(3)]
 

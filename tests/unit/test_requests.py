@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import inprocess
-from collectives import CollectiveError, CollectiveTimeout, MismatchError, requests
-from collectives.requests import Progress, asynchronous
-from collectives.transport import Deadline
+from collectives import CollectiveError, CollectiveTimeout, MismatchError
+from collectives.operations import requests
+from collectives.operations.requests import Progress, asynchronous
+from collectives.transport.transport import Deadline
 from launcher import run
 
 LIMIT = 20.0
@@ -324,7 +325,7 @@ def test_a_forked_child_starts_and_waits_for_nothing(owner, gate):
 
 HANGS_AT_EXIT = """
     import threading, time
-    from collectives import requests
+    from collectives.operations import requests
     requests._DRAIN = 0.2
     class Owner:
         def __init__(self):

@@ -13,10 +13,10 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives import costs, selection
-from collectives.costs import Shape
+from collectives.algorithms import costs, selection
+from collectives.algorithms.costs import Shape
+from collectives.algorithms.selection import Layout
 from collectives.links import DEFAULT, Link, Links, Machine
-from collectives.selection import Layout
 from collectives.settings import Settings
 
 KIB, MIB = 1 << 10, 1 << 20

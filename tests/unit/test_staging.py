@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives import staging
-from collectives.arrays import address
-from collectives.buffers import Device, DeviceBuffer
+from collectives.arrays import staging
+from collectives.arrays.device import Device, DeviceBuffer
+from collectives.arrays.host import address
 from fakecupy import FakeCupy
 
 SLICE = 64

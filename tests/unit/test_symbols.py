@@ -11,7 +11,7 @@ import pytest
 from numba.core.serialize import loads
 
 import launcher
-from collectives import compiling
+from collectives.kernels import compiling
 
 # Uses what the package compiles, one kind after the other in the order of the arguments, and
 # compares each result with NumPy's.
@@ -21,8 +21,8 @@ import sys
 import ml_dtypes
 import numpy as np
 
-from collectives import packing
-from collectives.reduction import SUM
+from collectives.kernels import convert as packing
+from collectives.arrays.reduction import SUM
 
 
 def halves(half):
@@ -46,7 +46,7 @@ def halves(half):
 def loops(*dtypes):
     """The loops of the rounds on a node, called by address."""
     import ctypes
-    from collectives import kernels
+    from collectives.kernels import elementwise as kernels
 
     for dtype in map(np.dtype, dtypes):
         for op, expected in {"SUM": 5, "MEAN": 2.5, "MIN": 2, "MAX": 3, "PRODUCT": 6}.items():
@@ -253,7 +253,7 @@ inner, outer = multiplier(int(sys.argv[2]))
 x = __import__("numpy").arange(9.0)
 if sys.argv[1] == "before":  # the program compiles it before the package is there
     numba.njit(lambda x: inner(x))(x)
-from collectives import compiling
+from collectives.kernels import compiling
 if sys.argv[1] == "fork":
     compiling.compiled(lambda: 1)()
     parent = os.fork()

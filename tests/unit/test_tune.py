@@ -8,36 +8,37 @@ import numpy as np
 import pytest
 
 import inprocess
-from collectives import costs, measuring, selection, tune
-from collectives.costs import Shape
+from collectives.algorithms import costs, selection
+from collectives.algorithms.costs import Shape
 from collectives.links import DEFAULT, Link
 from collectives.settings import Settings
-from collectives.tune import Row
+from collectives.tools import measure, tune
+from collectives.tools.tune import Row
 
 LAYOUTS = {"one node": [0, 0, 0], "two of two": [0, 0, 2, 2], "uneven": [0, 0, 2], "each": [0, 1]}
 
 
 @pytest.mark.parametrize("link", [Link(1e-6, 8e-11, 0), Link(2e-5, 8e-9, 0), Link(1e-4, 1e-9, 0)])
 def test_a_link_is_found_again_from_its_times(link):
-    times = [link.alpha + nbytes * link.beta for nbytes in measuring.SIZES]
-    shape = [[1.0, nbytes] for nbytes in measuring.SIZES]
-    assert measuring.fitted(shape, times) == pytest.approx(link[:2], rel=1e-6)
+    times = [link.alpha + nbytes * link.beta for nbytes in measure.SIZES]
+    shape = [[1.0, nbytes] for nbytes in measure.SIZES]
+    assert measure.fitted(shape, times) == pytest.approx(link[:2], rel=1e-6)
     noise = np.random.default_rng(1).uniform(1.0, 1.1, len(times))
-    assert measuring.fitted(shape, times * noise) == pytest.approx(link[:2], rel=0.25)
+    assert measure.fitted(shape, times * noise) == pytest.approx(link[:2], rel=0.25)
 
 
 @pytest.mark.parametrize(
     "times", [[5e-6, 4e-6, 3e-6], [1e-6, 1e-6, 1e-3], [2e-6, 2e-6, 2e-6], [3e-6]], ids=str
 )
 def test_times_that_contradict_the_model_still_give_numbers_above_zero(times):
-    shape = [[1.0, nbytes] for nbytes in measuring.SIZES[: len(times)]]
-    assert all(0 < number < 1 for number in measuring.fitted(shape, times))
+    shape = [[1.0, nbytes] for nbytes in measure.SIZES[: len(times)]]
+    assert all(0 < number < 1 for number in measure.fitted(shape, times))
 
 
 @pytest.mark.parametrize("leaders", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_link_that_there_is_gets_measured_alike_on_all_ranks(leaders):
     def check(comm):
-        return measuring.measure(measuring.Clock(comm), 0.2)
+        return measure.measure(measure.Clock(comm), 0.2)
 
     several = len(set(leaders)) > 1
     with_company = len(set(leaders)) < len(leaders)
@@ -51,7 +52,7 @@ def test_every_link_that_there_is_gets_measured_alike_on_all_ranks(leaders):
 
 def test_without_shared_memory_its_link_is_left_out():
     def check(comm):
-        return measuring.measure(measuring.Clock(comm), 0.1).keys()
+        return measure.measure(measure.Clock(comm), 0.1).keys()
 
     settings = Settings(timeout=20, shared_memory=None)
     assert inprocess.run_ranks(2, check, settings=settings) == [{"node"}] * 2
@@ -62,7 +63,7 @@ def test_what_has_several_algorithms_is_timed_by_all_of_them(leaders):
     shape = Shape(len(leaders), len(set(leaders)))
 
     def check(comm):
-        return list(tune.check(measuring.Clock(comm), DEFAULT, 0.1))
+        return list(tune.check(measure.Clock(comm), DEFAULT, 0.1))
 
     results = inprocess.run_ranks(len(leaders), check, leaders=leaders)
     assert all(other == results[0] for other in results)
@@ -84,9 +85,9 @@ def test_what_has_several_algorithms_is_timed_by_all_of_them(leaders):
 @pytest.mark.parametrize("operation", selection.ALGORITHMS)
 def test_every_operation_can_be_timed(operation):
     def check(comm):
-        clock = measuring.Clock(comm)
+        clock = measure.Clock(comm)
         comm.barrier()
-        times = clock.times(measuring.algorithms(clock, operation, 1000), 0.01)
+        times = clock.times(measure.algorithms(clock, operation, 1000), 0.01)
         assert all(seconds > 0 for seconds in times.values())
         return times
 

@@ -1,0 +1,95 @@
+"""Memory of ours, shown as arrays of the callers' kinds."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from collectives.arrays import foreign
+from collectives.arrays import host as arrays
+from collectives.arrays.host import Array
+
+__all__ = ["Kind", "View", "kind_of", "numpy_kind", "show"]
+
+
+class Kind(NamedTuple):
+    """What an array looks like.
+
+    Attributes:
+        shape, dtype: as of NumPy arrays.
+        library: an array of the other library that results are for, or None for NumPy.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    library: foreign.Foreign | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class View(NamedTuple):
+    """Some memory as an array.
+
+    Attributes:
+        memory: the array.
+        shown: it again, as a tensor where that is the caller's kind.
+        result: makes what the caller gets as a result: `shown`, or a new array on a device.
+    """
+
+    memory: Array
+    shown: Any
+    result: Callable[[], Any]
+
+
+def kind_of(x: Any, *, operation: str) -> Kind:
+    """Tell the kind of an array, or of a pair of a shape and a dtype, which stands for NumPy's.
+
+    Raises:
+        TypeError: this is no array, or its dtype is no number.
+        ValueError: a dimension is negative.
+    """
+    pair = isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], (int, tuple, list))
+    if pair:
+        return numpy_kind(*x, operation=operation)
+    library = None if isinstance(x, (np.ndarray, np.generic)) else foreign.foreign(x)
+    if library is None:
+        host = arrays.borrow(x, operation=operation).host
+        return Kind(host.shape, host.dtype, None)
+    return Kind(tuple(library.shape), _checked(library.dtype, operation), library)
+
+
+def numpy_kind(
+    shape: SupportsIndex | Iterable[SupportsIndex], dtype: npt.DTypeLike, *, operation: str
+) -> Kind:
+    """Check what a NumPy array shall look like; errors as `kind_of`."""
+    dims = shape if isinstance(shape, Iterable) else (shape,)
+    plain = tuple(map(operator.index, dims))  # the same text on all ranks, also of NumPy integers
+    if any(n < 0 for n in plain):
+        raise ValueError(f"{operation}: a dimension is negative, got {plain}")
+    return Kind(plain, _checked(np.dtype(dtype), operation), None)
+
+
+def show(memory: Array, kind: Kind) -> View:
+    """Show memory, shape (nbytes,), uint8, as an array of a kind."""
+    library = kind.library
+    view: Array = memory.view(kind.dtype).reshape(kind.shape)
+    if library is None:
+        return View(view, view, lambda: view)
+    if library.shared:
+        shown = library.wrap(view)
+        return View(view, shown, lambda: shown)
+    # Arrays that never change must not see what is written to this memory later.
+    return View(view, view, lambda: library.wrap(view if library.private else view.copy()))
+
+
+def _checked(dtype: np.dtype[Any], operation: str) -> np.dtype[Any]:
+    """Refuse a dtype that is no number; return it in native byte order."""
+    return arrays.borrow(np.empty(0, dtype), operation=operation).host.dtype

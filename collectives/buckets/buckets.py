@@ -1,0 +1,444 @@
+"""Many arrays in a few buckets, which are reduced one after the other while the caller computes.
+
+Gradients of a model are many and small, and become ready one after the other, those of the last
+layer first. They lie side by side in memory that the ranks of a node share, laid out once; several
+neighbours form a bucket, and a bucket is reduced as soon as all of its arrays are ready:
+
+    caller     ready(4)  ready(3)  ready(2)        ready(1)  ready(0)        wait()
+    thread                  |--- bucket 0: 4 3 ---|             |--- bucket 1: 2 1 0 ---|
+
+The first step takes the arrays from the last to the first. From the second on, the buckets follow
+the order in which the arrays became ready on rank 0 in the first one; the places of the arrays in
+memory stay. All ranks reduce the same buckets in the same order, without negotiating.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collectives import bucket_layout
+from collectives.arrays import host as arrays
+from collectives.arrays import reduction, views
+from collectives.arrays.host import Array
+from collectives.arrays.reduction import MEAN, Op
+from collectives.buckets.memory import Bucket, Places
+from collectives.compression import NONE, Compression, chosen
+from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.operations import groups
+from collectives.operations.requests import Progress, Request
+
+if TYPE_CHECKING:
+    from collectives.communicator import Communicator
+
+__all__ = ["Buckets", "plan_buckets"]
+
+# Bytes after which a bucket is full: of the first one, which is small so that its reduction begins
+# early; of later ones, in shared memory and by messages. `benchmarks/gradients.py`, 2 ranks on 2
+# cores, views of 102 MB, ms, smallest of 11: buckets of 1 MiB 12.0, 4 MiB 8.0, 8 MiB 7.2, 32 MiB
+# 6.5; small ones leave less to do when the last gradient is ready.
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES, BUCKET_BYTES_MESSAGES = 4 << 20, 16 << 20
+
+# How many arrays an error names.
+_NAMES = 8
+
+# Buckets that have no name of their own are numbered.
+_numbers = itertools.count()
+
+
+def plan_buckets(
+    self: Communicator,
+    like: Sequence[Any],
+    *,
+    op: Op = MEAN,
+    compression: Compression | None = NONE,
+    bucket_bytes: int | None = None,
+    first_bucket_bytes: int | None = None,
+    timeout: float | None = None,
+    name: str | None = None,
+    names: Sequence[str] | None = None,
+) -> Buckets:
+    """Lay out many arrays, which are reduced at every step, once.
+
+    *Collective*: all ranks, with the same shapes, dtypes and options.
+
+    Args:
+        like: for every array one of its kind, shape and dtype, which is not changed, or a pair of
+            a shape and a dtype, which stands for a NumPy array.
+        op: how to combine, defined for all of the dtypes.
+        compression: as for `allreduce`; with feedback, every bucket has its own residual.
+        bucket_bytes: after how many bytes a bucket is full.
+        first_bucket_bytes: the same for the first one.
+        timeout: seconds, of the reduction of each bucket.
+        name: of these arrays, for compression with feedback; numbered if None.
+        names: of the single arrays, for errors; their numbers if None.
+
+    Raises:
+        TypeError: there is no such dtype, or the op is not defined for it; this is not a
+            compression; bytes are not an integer.
+        ValueError: an option is out of range.
+        MismatchError: ranks differ in number, shapes or dtypes, or in the options; on all ranks.
+
+    Cost: the bytes of all arrays, in shared memory where there is some.
+
+    Example:
+        >>> import collectives as cc, numpy as np
+        >>> comm = cc.init()
+        >>> with comm.plan_buckets([((2, 3), "float32"), ((3,), "float32")]) as buckets:
+        ...     weight, bias = buckets.allreduce([np.ones((2, 3), np.float32), None])
+        ...     bool((weight == 1).all()), bias.tolist()
+        (True, [0.0, 0.0, 0.0])
+    """
+    with self._calls.enter("plan_buckets", timeout) as call:
+        compression = chosen(compression, call.operation)
+        kinds = [views.kind_of(x, operation=call.operation) for x in like]
+        for dtype in {kind.dtype for kind in kinds}:
+            reduction.check(op, dtype, operation=call.operation)
+            compression.codec(dtype, op, network=True, name="")
+        in_memory = call.engine is not None
+        usual = BUCKET_BYTES if in_memory else BUCKET_BYTES_MESSAGES
+        first = FIRST_BUCKET_BYTES if first_bucket_bytes is None else first_bucket_bytes
+        later = usual if bucket_bytes is None else bucket_bytes
+        limits = (operator.index(first), operator.index(later))
+        if min(limits) <= 0:
+            raise ValueError(f"plan_buckets: expected bytes > 0, got {limits} (first, later)")
+        if names is not None and len(names) != len(kinds):
+            raise ValueError(
+                f"plan_buckets: expected a name for each of {len(kinds)} arrays, got {len(names)}"
+            )
+        call.describe(
+            op=op.value, count=len(kinds), compression=compression, bytes=limits,
+            arrays=bucket_layout.shortened([(kind.dtype.name, kind.shape) for kind in kinds]),
+        )  # fmt: skip
+        call.agree()
+    comm = groups.duplicate(self)
+    places = Places(
+        comm, kinds, op=op, compression=compression, limits=limits, timeout=timeout,
+        name=name or f"buckets {next(_numbers)}", in_memory=in_memory,
+    )  # fmt: skip
+    return Buckets(comm, places, names or [str(i) for i in range(len(kinds))])
+
+
+class _Step:
+    """One pass over all arrays.
+
+    Attributes:
+        order: the arrays that are ready, as they became so.
+        missing: for each bucket, how many arrays are not ready.
+        requests: the reductions that were started.
+        failed: one of these has failed, and the later ones are left out, on all ranks.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.order: dict[int, None] = {}
+        self.missing = [len(bucket.members) for bucket in buckets]
+        self.requests: list[Request[None]] = []
+        self.failed = False
+
+
+class Buckets:
+    """Arrays that are reduced together, step by step; made by `Communicator.plan_buckets`.
+
+    A step is either a call of `allreduce`, or a call of `ready` for every array, in any order, and
+    then one of `wait`. All ranks take the same steps. Results lie where the arrays lay, in `views`,
+    until something else is written there.
+
+    Args:
+        comm: the ranks; belongs to the buckets alone.
+        places: where the arrays lie.
+        names: of the arrays.
+    """
+
+    def __init__(self, comm: Communicator, places: Places, names: Sequence[str]) -> None:
+        self._comm = comm
+        self._progress = Progress(lambda: comm)
+        self._places = places
+        self._views = places.views
+        self._names = names
+        self._use(places.buckets(range(len(names) - 1, -1, -1)))
+        self._step: _Step | None = None
+        self._learned = False
+        self._closed = False
+
+    @property
+    def views(self) -> list[Any]:
+        """The places of the arrays, in the caller's order: who writes there saves a copy.
+
+        Tensors where tensors of PyTorch on the CPU were asked for, else NumPy arrays, of the shapes
+        and dtypes that were asked for; the same ones at every step.
+        """
+        return [view.shown for view in self._views]
+
+    def allreduce(self, values: Sequence[Any] | None = None, *, scale: float = 1.0) -> list[Any]:
+        """Reduce all arrays.
+
+        *Collective*: all ranks.
+
+        Args:
+            values: an array for each place, None for zeros; or None: what stands in `views`.
+            scale: what the values are multiplied by on the way to their places; any number, also
+                another one on every rank. Needs `values`, and no integers among the arrays.
+
+        Returns:
+            The results in the caller's order: `views`, or new arrays where the kind that was asked
+            for is on a device, or immutable.
+
+        Raises:
+            TypeError, ValueError: an array does not fit; MismatchError on the other ranks.
+            CollectiveTimeout, PeerFailure: as `Communicator.allreduce`.
+        """
+        self._check_open("allreduce")
+        try:
+            if self._step is not None:
+                raise ValueError("allreduce: a step has begun with `ready`, expected `wait` first")
+            if scale != 1 and values is None:
+                raise ValueError(f"allreduce: expected values to scale, got None (scale: {scale})")
+            whole = [kind.dtype for kind in self._places.kinds if kind.dtype.kind in "iub"]
+            if scale != 1 and whole:
+                raise TypeError(
+                    f"allreduce: integers cannot be scaled, expected floats, got {whole[0]} "
+                    f"(scale: {scale})"
+                )
+            hosts = None if values is None else self._fitting(values)
+        except (TypeError, ValueError) as error:
+            self._end_by(error)
+            raise
+        for bucket in self._buckets:
+            if hosts is not None:
+                for i in bucket.members:
+                    _fill(self._views[i].memory, hosts[i], scale)
+            bucket.reduce()
+        return self._results()
+
+    def ready(self, index: int, value: Any = None) -> None:
+        """Say that one array is ready, which may start the reduction of its bucket.
+
+        One thread at a time.
+
+        Args:
+            index: of the array.
+            value: the array, which is copied; None: what stands in `views[index]`, which must not
+                change until `wait`.
+
+        Raises:
+            TypeError, ValueError: there is no such array, it is ready already, or the value does
+                not fit. The step is over; MismatchError in the `wait` of the other ranks.
+            LaunchError: ranks exchange messages, and this MPI cannot be used by several threads.
+        """
+        step = self._step or self._begun("ready")
+        try:
+            if not 0 <= index < len(self._views):
+                raise ValueError(
+                    f"ready: no such array, expected 0 .. {len(self._views) - 1}, got {index}"
+                )
+            if index in step.order:
+                raise ValueError(f"ready: the array is ready already (array: {self._names[index]})")
+            if value is not None:
+                self._views[index].memory[...] = self._host("ready", index, value)
+        except (TypeError, ValueError) as error:
+            self._end_by(error)
+            raise
+        step.order[index] = None
+        bucket = self._bucket_of[index]
+        step.missing[bucket] -= 1
+        if not step.missing[bucket]:
+            self._issue(step)
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """Wait until all arrays are reduced, which ends the step.
+
+        Args:
+            timeout: seconds for this wait; no limit but that of each reduction if None.
+
+        Returns:
+            As `allreduce`.
+
+        Raises:
+            ValueError: some arrays are not ready. The step is over; MismatchError on the others.
+            MismatchError: another rank refused; the step is over.
+            CollectiveTimeout: the reductions go on after `timeout`, and may be waited for again;
+                or a rank did not come.
+            BaseException: whatever a signal handler raises meanwhile; as after `timeout`.
+        """
+        step = self._step or self._begun("wait")
+        if len(step.order) < len(self._names):
+            late = [name for i, name in enumerate(self._names) if i not in step.order]
+            more = ", ..." if len(late) > _NAMES else ""
+            error = ValueError(
+                f"wait: {len(late)} of {len(self._names)} arrays are not ready: "
+                f"{', '.join(late[:_NAMES])}{more}"
+            )
+            self._end_by(error)
+            raise error
+        self._finish(step, timeout)
+        if not self._learned:
+            self._learn(list(step.order))
+        return self._results()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step has begun that is not over, and has to be waited for."""
+        return self._step is not None
+
+    def end_by(self, error: Exception) -> None:
+        """End the step by an error of this rank, as when an array cannot be written to its view.
+
+        All ranks reduce the same buckets in the same order: where the next one would be reduced,
+        this rank refuses the call, which is a MismatchError in the `wait` or `allreduce` of the
+        others, and all leave out the rest of the step. Waits for them; also before any array is
+        ready.
+
+        Args:
+            error: what the others are told; it is not raised here.
+
+        Raises:
+            CollectiveTimeout, PeerFailure: another rank does not come.
+        """
+        self._check_open("end_by")
+        self._end_by(error)
+
+    def close(self) -> None:
+        """Let go of memory and ranks; *collective*. Closing twice is harmless.
+
+        Views and results may still be read.
+        """
+        self._closed = True
+        self._step = None
+        self._progress.close()
+        self._comm.close()
+
+    def __enter__(self) -> Buckets:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise CollectiveError(f"{operation}: the buckets were closed")
+
+    def _results(self) -> list[Any]:
+        return [view.result() for view in self._views]
+
+    def _fitting(self, values: Sequence[Any]) -> list[Array | None]:
+        """See arrays of any kind as host memory."""
+        if len(values) != len(self._views):
+            raise ValueError(f"allreduce: expected {len(self._views)} arrays, got {len(values)}")
+        return [
+            None if value is None else self._host("allreduce", i, value)
+            for i, value in enumerate(values)
+        ]
+
+    def _host(self, operation: str, index: int, value: Any) -> Array:
+        kind = self._places.kinds[index]
+        host: Array = value
+        if type(value) is not np.ndarray:
+            host = arrays.borrow(value, operation=operation).host
+        if host.dtype != kind.dtype or host.shape != kind.shape:
+            error = TypeError if host.dtype != kind.dtype else ValueError
+            raise error(
+                f"{operation}: the array does not fit, expected {kind.dtype} of shape "
+                f"{kind.shape}, got {host.dtype} of shape {host.shape} "
+                f"(array: {self._names[index]})"
+            )
+        return host
+
+    def _begun(self, operation: str) -> _Step:
+        """Begin a step."""
+        self._check_open(operation)
+        groups.check_threads(self._comm, operation)
+        self._step = _Step(self._buckets)
+        return self._step
+
+    def _issue(self, step: _Step) -> None:
+        """Start the reductions of complete buckets whose turn it is."""
+        while len(step.requests) < len(self._buckets) and not step.missing[len(step.requests)]:
+            self._submit(step, self._buckets[len(step.requests)].reduce)
+
+    def _submit(self, step: _Step, reduce: Callable[[], None]) -> None:
+        """Let the thread reduce a bucket, unless one before it failed."""
+
+        def run(_: Any) -> None:
+            if step.failed:
+                return
+            try:
+                reduce()
+            except BaseException:
+                step.failed = True
+                raise
+
+        step.requests.append(self._progress.submit("buckets", run))
+
+    def _end_by(self, error: Exception) -> None:
+        step, self._step = self._step, None
+        first = 0 if step is None else len(step.requests)
+        learning = step is not None and not self._learned  # in which the others will meet
+        if learning or any(bucket.has_elements for bucket in self._buckets[first:]):
+            refused = _refusal(error)
+            if step is not None:
+                self._submit(step, lambda: self._refuse(refused))
+            else:
+                try:
+                    self._refuse(refused)
+                except (TypeError, ValueError) as raised:
+                    if raised is not refused:  # but of a signal handler
+                        raise
+        if step is not None:
+            for request in step.requests:
+                request.complete()
+
+    def _refuse(self, error: Exception) -> None:
+        """Make the next call one that this rank refuses, and raise the error."""
+        with self._comm._calls.enter("buckets", self._places.timeout):
+            raise error
+
+    def _finish(self, step: _Step, timeout: float | None) -> None:
+        """Wait for the reductions of a step, which is over then, however they end."""
+        give_up = None if timeout is None else time.monotonic() + timeout
+        for request in step.requests:
+            left = None if give_up is None else max(0.0, give_up - time.monotonic())
+            if not request.complete(left):
+                raise CollectiveTimeout(
+                    f"wait: {self._places.name} are not reduced within {timeout:g} s; this goes on"
+                )
+        self._step = None
+        for request in step.requests:
+            request.wait()  # all are complete: raises the first error
+
+    def _learn(self, order: Sequence[int]) -> None:
+        """Let the buckets follow the order in which rank 0's arrays became ready."""
+        own = np.array(order, np.int64)
+        first: list[int] = self._comm.broadcast(own, timeout=self._places.timeout).tolist()
+        self._use(self._places.buckets(first))
+        self._learned = True
+
+    def _use(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self._bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.members}
+
+
+def _refusal(error: Exception) -> Exception:
+    """Return an error that leaves the thread of the requests in order, to be told to the others."""
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(str(error) if type(error) is kind else f"{type(error).__name__}: {error}")
+
+
+def _fill(memory: Array, host: Array | None, scale: float) -> None:
+    if host is None:
+        memory[...] = 0
+    elif scale == 1:
+        memory[...] = host
+    else:
+        np.multiply(host, scale, out=memory, casting="same_kind")

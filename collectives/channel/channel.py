@@ -1,0 +1,273 @@
+"""Messages of several arrays between any two ranks at any time, for services in a thread.
+
+A message is one letter that holds its short frames, followed by its long frames as they are, see
+`letters`. Nothing is copied but short frames. A rank that waits sleeps on its doorbell; what comes
+from other nodes it has to look for, the less often the longer nothing has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from collectives.algorithms import ring
+from collectives.arrays.host import Array, raw_bytes
+from collectives.channel import frames as letters
+from collectives.channel.doorbell import Doorbell
+from collectives.errors import CollectiveError, PeerFailure
+from collectives.transport.mailbox import Delivery, Mail
+from collectives.transport.transport import Deadline, Transport
+
+__all__ = ["Channel", "Incoming", "open_channel"]
+
+Bytes = bytes | Array
+
+# Seconds. After something has moved, look again after an eighth of the time that has passed since:
+# an answer is noticed 12 % late. A rank that every other one can wake looks rarely, only to hear of
+# deaths; one that cannot be woken, 250 times a second (0.5 % of a core; 500 times cost 1.0 %).
+_YIELD = 0.0002
+_SHORTEST_NAP = 0.00005
+_NAP_SHARE = 1 / 8
+_SHORTEST_BELL = 0.001  # what the kernel's wait for a pipe can count
+_LONGEST_NAP_ALONE = 0.004
+_LONGEST_NAP_WOKEN = 0.1
+
+# MPI notices what has come while it is asked, and says so when it is asked again.
+_LOOKS = 2
+
+# Long receive buffers kept for reuse: fresh memory costs more than the message (64 MiB on a virtual
+# machine: 140 ms for the first touch, 11 ms for the transfer). Longer ones than this are not kept.
+_KEPT_BUFFERS = 4
+_KEPT_BYTES = 1 << 27
+
+
+class Incoming(NamedTuple):
+    """A message that has arrived: who sent it, and its frames, shape (n,), uint8, our own."""
+
+    source: int
+    frames: list[Array]
+
+
+def open_channel(
+    transport: Transport,
+    mail: Mail,
+    leaders: Sequence[int],
+    deadline: Deadline,
+    dead_here: Callable[[], Collection[int]] = frozenset,
+) -> Channel:
+    """Make a channel; *collective*.
+
+    Args:
+        transport: between the same ranks, used for a moment.
+        mail: the channel's own from now on.
+        leaders: for every rank an integer that is the same exactly for the ranks of one node.
+        deadline: until when all ranks must come.
+        dead_here: tells which ranks of this node have died, whatever MPI knows.
+    """
+    bell = Doorbell()
+    size, rank = transport.size, transport.rank
+    addresses = np.zeros((size, 4), np.uint64)
+    addresses[rank] = bell.address
+    ring.allgather(transport, addresses.reshape(-1), [4 * r for r in range(size + 1)], deadline)
+    reached = np.zeros((size, size), np.uint8)
+    for peer in range(size):
+        near = peer != rank and leaders[peer] == leaders[rank]
+        reached[rank, peer] = peer == rank or (
+            near and bell.connect(peer, addresses[peer].tolist())
+        )
+    # Also says that all have opened what they found, so that nobody closes it too early.
+    ring.allgather(transport, reached.reshape(-1), [size * r for r in range(size + 1)], deadline)
+    return Channel(mail, bell, dead_here, woken_by_all=bool(reached[:, rank].all()))
+
+
+class Channel:
+    """Sends messages from any thread, and receives them in one; see `open_channel`.
+
+    Args:
+        mail: carries letters and parcels.
+        bell: this rank's doorbell.
+        dead_here: tells which ranks of this node have died.
+        woken_by_all: whether every other rank can ring it.
+
+    Attributes:
+        rank: of this process.
+        size: number of ranks.
+    """
+
+    def __init__(
+        self,
+        mail: Mail,
+        bell: Doorbell,
+        dead_here: Callable[[], Collection[int]],
+        *,
+        woken_by_all: bool,
+    ) -> None:
+        self.rank = mail.rank
+        self.size = mail.size
+        self._mail = mail
+        self._bell = bell
+        self._dead_here = dead_here
+        self._woken = woken_by_all
+        self._longest_nap = _LONGEST_NAP_WOKEN if woken_by_all else _LONGEST_NAP_ALONE
+        self._lock = threading.Lock()  # of what sending changes
+        self._sent: deque[Delivery] = deque()  # not known to be done
+        self._arriving: dict[int, deque[_Arriving]] = {}
+        self._buffers: list[Array] = []
+        self._free = _holders([np.empty(1, np.uint8)], 0)  # of a buffer that nobody else holds
+        self._moved = time.monotonic()  # when something was sent or received
+        self._closed = False
+
+    @property
+    def dead(self) -> frozenset[int]:
+        """Ranks known to have died: those of this node, others if MPI survives their death."""
+        return self._mail.dead().union(self._dead_here())
+
+    def send(self, dest: int, frames: Sequence[Bytes]) -> None:
+        """Start sending a message; does not wait for the other side. From any thread.
+
+        Args:
+            dest: a rank, not this one.
+            frames: bytes or contiguous arrays, at most 65,536; long arrays must not change before
+                the other side has answered. Nothing happens if it is dead.
+
+        Raises:
+            CollectiveError: the channel is closed.
+            ValueError: too many frames.
+        """
+        letter, parcels = letters.write([_as_bytes(frame) for frame in frames])
+        with self._lock:
+            if self._closed:
+                raise CollectiveError(f"send: the channel is closed (rank {self.rank})")
+            if dest in self._mail.dead():
+                return
+            under_way = [self._mail.post(letter, dest)]
+            under_way += [self._mail.send(parcel, dest) for parcel in parcels]
+            under_way = [delivery for delivery in under_way if not delivery.done()]
+            self._sent.extend(under_way)
+            self._moved = time.monotonic()
+            self._bell.ring(dest)
+            if under_way:
+                self._bell.ring()  # our own thread has to keep MPI going
+
+    def poll(self) -> Incoming | None:
+        """Return a message that has arrived, or None. In the receiving thread.
+
+        Messages of one rank come in the order in which it sent them.
+
+        Raises:
+            CollectiveError: what has arrived is no message, or MPI reports an error.
+        """
+        for _ in range(_LOOKS):
+            while (found := self._mail.collect()) is not None:
+                source, letter = found
+                self._moved = time.monotonic()
+                with contextlib.suppress(PeerFailure):  # what its sender did not live to finish
+                    arriving = _Arriving(self._mail, source, letter, self._buffer)
+                    self._arriving.setdefault(source, deque()).append(arriving)
+        with self._lock:
+            while self._sent and self._sent[0].done():
+                self._sent.popleft()
+                self._moved = time.monotonic()
+        for source in list(self._arriving):
+            queue = self._arriving[source]
+            try:
+                if not queue[0].done():
+                    continue
+            except PeerFailure:
+                del self._arriving[source]
+                continue
+            frames = queue.popleft().frames
+            del self._arriving[source]
+            if queue:
+                self._arriving[source] = queue  # behind the others, so that each has its turn
+            self._moved = time.monotonic()
+            return Incoming(source, frames)
+        return None
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until a message may have come, `wake` is called, or the time is over."""
+        idle = time.monotonic() - self._moved
+        unfinished = bool(self._arriving or self._sent)
+        if unfinished and idle < _YIELD:
+            os.sched_yield()
+            return
+        nap = min(seconds, self._longest_nap, max(idle * _NAP_SHARE, _SHORTEST_NAP))
+        if nap < _SHORTEST_BELL and (unfinished or not self._woken):
+            time.sleep(nap)
+        else:
+            self._bell.wait(nap)
+
+    def wake(self) -> None:
+        """End the current or next `wait` of this rank; from any thread."""
+        self._bell.ring()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything sent has left this rank."""
+        return not self._sent
+
+    def close(self, *, all_together: bool = False) -> None:
+        """Release the channel; harmless when repeated.
+
+        Args:
+            all_together: whether all ranks are known to close now, without a message left.
+        """
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._mail.close(all_together=all_together)
+                self._bell.close()
+
+    def _buffer(self, length: int) -> Array:
+        """Return memory for a long frame, used before if nobody holds that any more."""
+        for index in range(len(self._buffers)):
+            fits = length <= self._buffers[index].size <= 2 * length
+            if fits and _holders(self._buffers, index) <= self._free:
+                self._buffers.append(self._buffers.pop(index))
+                return self._buffers[-1][:length]
+        fresh = np.empty(length, np.uint8)
+        if length > _KEPT_BYTES:
+            return fresh
+        self._buffers = [*self._buffers[1 - _KEPT_BUFFERS :], fresh]
+        return fresh[:]
+
+
+class _Arriving:
+    """A message whose letter has come, and whose long frames are coming."""
+
+    def __init__(
+        self, mail: Mail, source: int, letter: Array, buffer: Callable[[int], Array]
+    ) -> None:
+        self.frames: list[Array] = []
+        self._deliveries: deque[Delivery] = deque()
+        for length, start in letters.read(letter, source):
+            if start is None:
+                frame = buffer(length)
+                self._deliveries.append(mail.receive(frame, source))
+            else:
+                frame = letter[start : start + length]
+            self.frames.append(frame)
+
+    def done(self) -> bool:
+        while self._deliveries:
+            if not self._deliveries[0].done():
+                return False
+            self._deliveries.popleft()
+        return True
+
+
+def _holders(buffers: list[Array], index: int) -> int:
+    """Return how many references Python counts to a buffer, among them those of its views."""
+    return sys.getrefcount(buffers[index])
+
+
+def _as_bytes(frame: Bytes) -> Array:
+    return np.frombuffer(frame, np.uint8) if isinstance(frame, bytes) else raw_bytes(frame)

@@ -1,0 +1,129 @@
+"""Kernels of CUDA devices: 16-bit floats from 32- and 64-bit ones and back, error feedback.
+
+The same numbers, bit for bit, as `collectives.kernels.convert` makes on the host. The text is C++
+without anything of CUDA but two names, `__float_as_uint` and `__uint_as_float`, and CuPy compiles
+it for the device at first use.
+
+A kernel reads every element once: 4 bytes in and 2 out for a float32, 4 more each way with a
+residual, which is as fast as the device's memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.arrays.device import DeviceBuffer
+
+__all__ = ["KERNELS", "PREAMBLE", "Kernel", "narrow", "widen"]
+
+# The integer forms of `collectives.kernels.float16`, with the reasons for their constants.
+PREAMBLE = """
+__device__ inline float widen_float16(unsigned short half) {
+    unsigned bits = half, magnitude = (bits & 0x7fffu) << 13;
+    unsigned result = magnitude + 0x38000000u;
+    if (magnitude < 0x00800000u)
+        result = __float_as_uint(__uint_as_float(magnitude + 0x38800000u) - 6.103515625e-05f);
+    if (magnitude >= 0x0f800000u) result = magnitude + 0x70000000u;
+    if (magnitude > 0x0f800000u) result |= 0x00400000u;
+    return __uint_as_float(result | ((bits & 0x8000u) << 16));
+}
+__device__ inline unsigned short round_float16(float x) {
+    unsigned bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
+    unsigned odd = (magnitude >> 13) & 1u;
+    unsigned result = (magnitude - 0x38000000u + 0xfffu + odd) >> 13;
+    if (magnitude < 0x38800000u)
+        result = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
+    if (magnitude >= 0x477ff000u) result = 0x7c00u;
+    if (magnitude > 0x7f800000u) result = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+    return (unsigned short)(result | ((bits >> 16) & 0x8000u));
+}
+__device__ inline float widen_bfloat16(unsigned short half) {
+    return __uint_as_float((unsigned)half << 16);
+}
+__device__ inline unsigned short round_bfloat16(float x) {
+    unsigned bits = __float_as_uint(x);
+    unsigned result = bits + 0x7fffu + ((bits >> 16) & 1u);
+    if (x != x) result = bits | 0x00400000u;
+    return (unsigned short)(result >> 16);
+}
+__device__ inline float single(float x) { return x; }
+__device__ inline float single(double x) {
+    float nearest = (float)x;
+    double rounded = nearest < 0 ? -(double)nearest : (double)nearest;
+    double exact = x < 0 ? -x : x;
+    unsigned bits = __float_as_uint(nearest);
+    if (rounded > exact) bits = (bits - 1u) | 1u;
+    if (rounded < exact) bits |= 1u;
+    return __uint_as_float(bits);
+}
+"""
+
+
+class Kernel(NamedTuple):
+    """What is done to one element: parameters that are read, those that are written, and how.
+
+    `T` is float32 or float64, `HALF` stands for float16 or bfloat16.
+    """
+
+    reads: str
+    writes: str
+    operation: str
+
+
+KERNELS = {
+    "widen": Kernel("uint16 x", "T y", "y = (T)widen_HALF(x);"),
+    "narrow": Kernel("T x, T divisor", "uint16 y", "y = round_HALF(single((T)(x / divisor)));"),
+    "carry": Kernel(
+        "T x, T divisor",
+        "uint16 y, T residual",
+        "T total = x / divisor + residual;"
+        " y = round_HALF(single(total));"
+        " T error = total - (T)widen_HALF(y);"
+        " if (error - error == 0) residual = error;",
+    ),
+}
+
+
+def narrow(
+    source: DeviceBuffer,
+    dtype: np.dtype[Any],
+    *,
+    divisor: int = 1,
+    residual: DeviceBuffer | None = None,
+) -> DeviceBuffer:
+    """Return a buffer's numbers, divided and rounded to 16 bits; as `packing.narrow`.
+
+    Args:
+        source: float32 or float64.
+        dtype: float16 or bfloat16.
+        divisor: the quotient is rounded to the source's dtype first.
+        residual: as long as the source and of its dtype; changed in place.
+    """
+    out = source.empty(source.size, dtype)
+    by = source.dtype.type(divisor)
+    with source.device.context:
+        if residual is None:
+            _kernel(source.device.cupy, "narrow", dtype)(source.view, by, out.view)
+        else:
+            _kernel(source.device.cupy, "carry", dtype)(source.view, by, out.view, residual.view)
+    source.device.put()
+    return out
+
+
+def widen(source: DeviceBuffer, out: DeviceBuffer) -> None:
+    """Fill `out`, float32 or float64, with the numbers of `source`, float16 or bfloat16."""
+    with source.device.context:
+        _kernel(source.device.cupy, "widen", source.dtype)(source.view, out.view)
+    source.device.put()
+
+
+@functools.lru_cache(32)
+def _kernel(cupy: Any, name: str, half: np.dtype[Any]) -> Any:
+    kernel = KERNELS[name]
+    operation = kernel.operation.replace("HALF", half.name)
+    return cupy.ElementwiseKernel(
+        kernel.reads, kernel.writes, operation, f"unisono_{name}_{half.name}", preamble=PREAMBLE
+    )

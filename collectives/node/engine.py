@@ -1,0 +1,424 @@
+"""The node engine: ranks of one node meet in shared memory, without a message.
+
+Each rank owns two slots of a segment and a header with two numbers: up to which round its slot is
+filled, and up to which round its result is ready. Everything else follows from these (see
+`collectives.node.rounds`, which does the work).
+
+    small, one shot                          larger, pipelined, for 2 ranks
+    (one wait, everybody adds everything)    (chunk a belongs to rank 0, b to rank 1)
+
+    rank 0            rank 1                 rank 0                     rank 1
+    x -> slot 0       y -> slot 1            b0 -> slot 0               a1 -> slot 1
+    FILLED            FILLED                 FILLED                     FILLED
+    slot 0 + slot 1   slot 0 + slot 1        a0 + slot 1 -> slot 0      slot 0 + b1 -> slot 1
+                                             READY (next b0 is there)   READY
+                                             take b from slot 1         take a from slot 0
+
+    arrays from `shared_empty`: rank 0 adds chunk a of both arrays and writes it to both, rank 1
+    chunk b; nothing is copied.
+
+Small is what has at most 8 KiB, or 64 KiB where ranks outnumber the cores.
+
+Every call carries a hash of its description, compared by all ranks as they meet, for free.
+
+Cost per rank, S bytes, P ranks: one shot writes S and reads P S; pipelined reads each part of its
+chunk once and moves 2 S (P - 1)/P through the segment; shared reads and writes S in all. One wait,
+2 S / slot waits, two waits. Scratch: two slots per rank in the segment.
+
+Order: rank 0, 1, 2, ... for every element; the same bits on all ranks and in every run.
+
+Sources: S. Jain et al., "Framework for scalable intra-node collective operations using shared
+memory", SC18, section IV; J. Peng et al., "Optimizing MPI collectives on shared memory
+multi-cores", SC23, section 3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from collectives import topology
+from collectives.arrays.host import Array, address
+from collectives.arrays.reduction import Op
+from collectives.errors import PeerFailure
+from collectives.node import folders, segment
+from collectives.node.shared_arrays import SharedArrays
+from collectives.transport import liveness
+from collectives.transport.transport import Deadline, Transport, this_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Kernel = Callable[[int], int]
+
+__all__ = ["Engine", "Rows", "Work", "start"]
+
+# Bytes of a slot: large, so that ranks wait for each other seldom, but a rank's two stay in its
+# level 2 cache. Time of a private all-reduce over that of all ranks copying as much, 2 ranks, for
+# slots of 256 KiB, 512 KiB, 1 MiB, 2 MiB: arrays of 1 MiB 1.95 1.91 2.15 2.12, of 2 MiB 1.96 1.78
+# 1.60 2.27, of 4 MiB 2.14 1.82 1.74 1.84, of 16 MiB 1.99 1.93 1.94 2.12. With many ranks a slot
+# grows, so that a rank's piece of it keeps at least 16 KiB, up to 1 MiB.
+SLOT_BYTES = 1 << 19
+_PIECE_BYTES = 1 << 14
+_MOST_SLOT_BYTES = 1 << 20
+
+# At least, where the node is a part of a group, and its ranks often wait: fewer rounds in which
+# they meet. Reduce-scatter and all-gather of 16 MiB, 2 ranks on each of 4 machines that share 2
+# cores, slots of 512 KiB / 1 MiB / 4 MiB, in ms: 120 / 84 / 60 (by messages 48, shared arrays 36).
+SLOT_BYTES_OF_PART = 1 << 20
+
+# Bytes for the note of a rank's last call (`collectives.operations.status`).
+NOTE_BYTES = 128
+
+# Bytes of an array up to which every rank adds everything itself, with one wait instead of two. One
+# shot / pipelined, in us, medians (`benchmarks/allreduce.py` has the peers): 2 ranks on 2 cores
+# 8 KiB 0.90 / 1.17, 16 KiB 1.31 / 1.19, 64 KiB 5.7 / 3.6; 4 ranks on 2 cores, where a wait costs a
+# change of process, 8 KiB 4.4 / 6.2, 64 KiB 31 / 41, 128 KiB 80 / 52.
+ONE_SHOT_BYTES, ONE_SHOT_BYTES_CROWDED = 1 << 13, 1 << 16
+
+_PAGE = 4096
+
+# Polls before a kernel returns: with a core for each rank about 46 us of pauses, then a few
+# hundred yields; with fewer cores a rank that spins only keeps the one it waits for from running.
+# 8 bytes among 4 ranks on 2 cores, in us: 0 pauses 7.6, 20 8.0, 100 14.5, 1000 135; of 8 ranks 30,
+# 32, 67, 308. 20 or 2000 yields instead of 200: 9.1, 6.8; of 8 ranks 42, 42.
+_SPINS, _SPINS_CROWDED, _YIELDS = 2000, 20, 200
+
+# Between calls of a kernel that still waits: nothing for the first while, then naps that grow with
+# the wait, so that a rank that waits for a slow one leaves its core to others, and now and then a
+# look for ranks that have died.
+_DROWSY_SECONDS, _MOST_NAP_SECONDS, _LOOK_SECONDS = 0.02, 0.005, 0.1
+
+# The nap of a thread that waits in the background while its rank computes, and cores are few: about
+# a meeting's share of the time in which a bucket of 4 MiB is reduced.
+_BACKGROUND_NAP_SECONDS = 0.0002
+
+
+# Parts of other ranks' streams: rank, first byte, byte after the last, and where the bytes go.
+Rows = Sequence[tuple[int, int, int, int]]
+
+
+class Work(NamedTuple):
+    """A call, ready to be driven: kernel, block, and the memory that the block points to."""
+
+    kernel: Kernel
+    block: Array
+    keep: tuple[Array, ...]
+
+
+class _Absent:
+    """The message that nobody sends: a rank that has not entered a call."""
+
+    def __init__(self, ranks: Transport, rank: int) -> None:
+        self._ranks = ranks
+        self._rank = rank
+
+    def done(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        return f"{self._ranks.name([self._rank])} to enter the call"
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return (self._rank,)
+
+
+def start(transport: Transport, directory: str | None, deadline: Deadline) -> Engine | None:
+    """Make the engine of a group of ranks on one node; *collective*.
+
+    Returns:
+        None on all ranks where there is no shared memory.
+    """
+    if transport.size == 1 or directory is None:
+        return None
+    from collectives.node import rounds
+
+    slot = max(SLOT_BYTES, min(_MOST_SLOT_BYTES, transport.size * _PIECE_BYTES))
+    if transport.whole is not transport:
+        slot = max(slot, SLOT_BYTES_OF_PART)
+    headers = -(-transport.size * (rounds.HEADER_BYTES + NOTE_BYTES) // _PAGE) * _PAGE
+    memory = segment.create(transport, headers + transport.size * 2 * slot, directory, deadline)
+    if memory is None:
+        return None
+    return Engine(transport, memory, headers, slot, _signs_of_life(transport, directory, deadline))
+
+
+def _signs_of_life(
+    transport: Transport, directory: str, deadline: Deadline
+) -> liveness.Liveness | None:
+    """Let every rank see which others have died; None on all ranks where that is not possible."""
+    path, own, problem = "", None, ""
+    with contextlib.ExitStack() as stack:
+        if transport.rank == 0:
+            with contextlib.suppress(OSError):
+                path = liveness.create(stack.enter_context(folders.temporary(directory)))
+        path = segment.from_rank_0(transport, path, deadline)
+        try:
+            own = liveness.Liveness(path, transport.rank, transport.size) if path else None
+        except OSError as error:
+            problem = str(error)
+        problem = segment.first_problem(transport, problem, deadline)
+    if own is not None and problem:
+        own.close()
+        return None
+    return own
+
+
+class Engine:
+    """The operations of a group of ranks on one node.
+
+    Args:
+        transport: the ranks; serves for errors only. Where it is a part of a larger group, they
+            name ranks by their numbers there.
+        memory: the segment: headers, notes of the ranks' last calls, then two slots per rank.
+        headers: bytes in front of the slots.
+        slot: bytes of a slot.
+        living: tells which ranks have died.
+
+    Attributes:
+        notes: memory of the notes, shape (size * NOTE_BYTES,), uint8.
+        rank: this rank among them.
+        size: how many there are.
+        driven: how many calls this rank has begun to `drive`.
+        shared: arrays that are reduced where they are.
+        last_call: tells what a rank did last, for errors: "after allreduce #2 at train.py:5".
+    """
+
+    def __init__(
+        self, transport: Transport, memory: Array, headers: int, slot: int,
+        living: liveness.Liveness | None,
+    ) -> None:  # fmt: skip
+        from collectives.kernels import elementwise
+        from collectives.node import rounds
+
+        self._rounds = rounds
+        self._loops = elementwise.loops
+        self._transport = transport
+        self._is_part = transport.whole is not transport
+        self._living = living
+        self._looked = 0.0  # when somebody last looked for the dead
+        self._gone: tuple[int, float] | None = None  # rank that has left, and since when it is due
+        self.last_call: Callable[[int], str] = str
+        first = transport.size * rounds.HEADER_BYTES
+        self.notes = memory[first : first + transport.size * NOTE_BYTES]
+        self.rank = transport.rank
+        self.size = transport.size
+        self.driven = 0
+        self._memory = memory
+        self._slot = slot
+        self._counter = np.zeros(1, np.int64)
+        self._scratch = np.empty(2 * rounds.TILE_BYTES, np.uint8)
+        self.shared = SharedArrays(self.rank, self.size)
+        base = address(memory)
+        crowded = self.size > (os.cpu_count() or 1)
+        # Whether a second busy thread of every rank takes a core from somebody.
+        self._two_are_many = 2 * self.size > (os.cpu_count() or 1)
+        self._one_shot_bytes = ONE_SHOT_BYTES_CROWDED if crowded else ONE_SHOT_BYTES
+        self._template = np.zeros(rounds.WORDS, np.int64)
+        for word, value in (
+            (rounds.RANK, self.rank),
+            (rounds.SIZE, self.size),
+            (rounds.HEADERS, base),
+            (rounds.SLOTS, base + headers),
+            (rounds.SLOT_BYTES, slot),
+            (rounds.COUNTER, address(self._counter)),
+            (rounds.SCRATCH, address(self._scratch)),
+            (rounds.SPINS, _SPINS_CROWDED if crowded else _SPINS),
+            (rounds.YIELDS, _YIELDS),
+        ):
+            self._template[word] = value
+
+    def agree(self, digest: int, deadline: Deadline) -> bool:
+        """Wait for all ranks; tell whether they bring the same digest of their call."""
+        return self.publish(None, [], digest, deadline)
+
+    def exchange(self, number: int, digest: int, deadline: Deadline) -> list[int] | None:
+        """Return a number of every rank, in rank order; None if the digests differ."""
+        numbers = np.empty(self.size, np.int64)
+        wanted = [(rank, 0, numbers[rank : rank + 1]) for rank in range(self.size)]
+        own = np.array([number])
+        alike = self.publish(own, wanted, digest, deadline, own.nbytes)
+        return numbers.tolist() if alike else None
+
+    def allreduce(self, send: Array, out: Array, op: Op, digest: int, deadline: Deadline) -> bool:
+        """Reduce flat arrays into `out`, which may be `send`; False if the ranks disagree."""
+        return self.drive(self.plan_allreduce(send, out, op, digest), deadline)
+
+    def plan_allreduce(self, send: Array, out: Array, op: Op, digest: int) -> Work:
+        """Prepare an all-reduce; the work may be driven again and again while the arrays live."""
+        k = self._rounds
+        place = self.shared.place_of(send, out)
+        bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
+        block = self._block(digest, send, out, op)
+        block[k.COUNT] = send.size
+        block[k.BOUNDS], block[k.TAKE] = address(bounds), k.TAKE_ALL
+        if place is not None:
+            table = self.shared.addresses(place)
+            block[k.TABLE] = address(table)
+            return Work(k.shared, block, (bounds, table))
+        kernel = k.one_shot if send.nbytes <= self._one_shot_bytes else k.pipelined
+        return Work(kernel, block, (bounds,))
+
+    def reduce(
+        self, send: Array, out: Array | None, op: Op, root: int, digest: int, deadline: Deadline
+    ) -> bool:
+        """As `allreduce`, with the result on the root only; `out` is None elsewhere."""
+        return self.drive(self.plan_reduce(send, out, op, root, digest), deadline)
+
+    def plan_reduce(self, send: Array, out: Array | None, op: Op, root: int, digest: int) -> Work:
+        """Prepare a reduction; as `plan_allreduce`."""
+        k = self._rounds
+        bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
+        block = self._block(digest, send, out, op)
+        block[k.BOUNDS] = address(bounds)
+        block[k.TAKE] = k.TAKE_ALL if self.rank == root else k.TAKE_NONE
+        return Work(k.pipelined, block, (bounds,))
+
+    def reduce_scatter(
+        self, send: Array, out: Array, bounds: Sequence[int], op: Op, digest: int,
+        deadline: Deadline,
+    ) -> bool:  # fmt: skip
+        """Reduce flat arrays, of which this rank takes chunk `rank` into `out`."""
+        work = self.plan_reduce_scatter(send, bounds, op, digest)
+        # The kernel counts from where the whole array would begin.
+        work.block[self._rounds.OUT] = address(out) - bounds[self.rank] * send.itemsize
+        return self.drive(work, deadline)
+
+    def plan_reduce_scatter(self, send: Array, bounds: Sequence[int], op: Op, digest: int) -> Work:
+        """Prepare a reduction of which every rank takes its chunk; as `plan_allreduce`."""
+        k = self._rounds
+        table = np.array(bounds, np.int64)
+        block = self._block(digest, send, None, op)
+        block[k.BOUNDS], block[k.TAKE] = address(table), k.TAKE_OWN
+        return Work(k.pipelined, block, (table,))
+
+    def publish(
+        self, stream: Array | None, wanted: Sequence[tuple[int, int, Array]], digest: int,
+        deadline: Deadline, longest: int = 0,
+    ) -> bool:  # fmt: skip
+        """Publish bytes, and copy parts of what others publish.
+
+        Args:
+            stream: this rank's flat array, None for no bytes.
+            wanted: (rank, first byte of its stream, where to put the bytes) for every part.
+            digest: of the call.
+            deadline: the limit of every wait.
+            longest: bytes of the longest stream of all ranks, equal on all of them.
+        """
+        rows = [(r, first, first + a.nbytes, address(a)) for r, first, a in wanted if a.nbytes]
+        work = self.plan_publish(0 if stream is None else stream.nbytes, rows, digest, longest)
+        if stream is not None:
+            work.block[self._rounds.SEND] = address(stream)
+        return self.drive(work, deadline)
+
+    def plan_publish(self, nbytes: int, rows: Rows, digest: int, longest: int) -> Work:
+        """Prepare to publish; as `plan_allreduce`.
+
+        Args:
+            nbytes: of this rank's stream.
+            rows: what this rank wants; where it goes is counted from the address of the result.
+            digest: of the call.
+            longest: bytes of the longest stream of all ranks, equal on all of them.
+        """
+        k = self._rounds
+        table = np.array(rows, np.int64).reshape(-1, 4)
+        block = self._block(digest, None, None)
+        block[k.COUNT] = nbytes
+        block[k.TABLE], block[k.ROWS] = address(table), len(rows)
+        block[k.ROUNDS] = max(1, -(-longest // self._slot))
+        return Work(k.publish, block, (table,))
+
+    def drive(self, work: Work, deadline: Deadline, status: int | None = None) -> bool:
+        """Go on with a call until it is done; False if the ranks disagree about it.
+
+        Args:
+            work: the call.
+            deadline: the limit of every wait.
+            status: what the kernel returned, if it has been called.
+
+        Raises:
+            CollectiveTimeout: a rank has not come in time.
+        """
+        kernel, block = work.kernel, address(work.block)
+        self.driven += 1
+        if status is None:
+            status = kernel(block)
+        standing, since = None, 0.0
+        while status == self._rounds.WAITING:
+            # Only a wait for one thing makes drowsy: after a long one the next rounds are quick.
+            stands = work.block[self._rounds.PHASE], work.block[self._rounds.DONE_ROUNDS]
+            if stands != standing:
+                standing, since = stands, time.monotonic()
+            self._pause(work.block, deadline, since)
+            status = kernel(block)
+        return status == self._rounds.DONE
+
+    def _pause(self, block: Array, deadline: Deadline, since: float) -> None:
+        """Look at the clock between two calls of a kernel that waits for one thing since then."""
+        whole = self._transport.whole
+        missing = int(block[self._rounds.MISSING])
+        deadline.check(whole, [_Absent(whole, self._transport.number(missing))])
+        if self._is_part:  # other nodes may wait for what this rank has sent
+            self._transport.progress()
+        now = time.monotonic()
+        if now - since < _DROWSY_SECONDS:
+            if self._two_are_many and this_thread.stop is not None:
+                time.sleep(_BACKGROUND_NAP_SECONDS)  # a thread of the same rank computes
+            return
+        if now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            self._look_for_the_dead(deadline.operation)
+            self._look_after(missing, deadline.operation, since)
+        time.sleep(min(_MOST_NAP_SECONDS, (now - since) / 64))
+
+    def _look_for_the_dead(self, operation: str) -> None:
+        """Raise `PeerFailure` if a rank has died, however the job was launched."""
+        dead = self.dead()
+        if dead:
+            whole = self._transport.whole
+            raise PeerFailure(f"{operation}: {whole.name(dead)} died ({whole.where})")
+
+    def dead(self) -> list[int]:
+        """Return the ranks that have died, by their numbers in the whole group."""
+        dead = [] if self._living is None else self._living.dead()
+        if dead:
+            liveness.limit_exit()
+        return [self._transport.number(rank) for rank in dead]
+
+    def _look_after(self, missing: int, operation: str, since: float) -> None:
+        """Raise `PeerFailure` if a rank that has not come has left."""
+        self._transport.look_around(operation, [missing])
+        gone = "" if self._living is None else self._living.gone(missing)
+        if gone and self._gone == (missing, since):
+            whole = self._transport.whole
+            raise PeerFailure(
+                f"{operation}: {whole.name([self._transport.number(missing)])} {gone} "
+                f"({self.last_call(missing)}) ({whole.where})"
+            )
+        # Not before the next look: it may have come, and left, since the kernel last looked.
+        self._gone = (missing, since) if gone else None
+
+    def close(self) -> None:
+        """Take back this rank's sign of life."""
+        if self._living is not None:
+            self._living.close()
+
+    def _block(
+        self, digest: int, send: Array | None, out: Array | None, op: Op | None = None
+    ) -> Array:
+        """Describe a call as far as all kinds of calls are alike."""
+        block: Array = self._template.copy()
+        block[self._rounds.HASH] = digest
+        block[self._rounds.SEND] = 0 if send is None else address(send)
+        block[self._rounds.OUT] = 0 if out is None else address(out)
+        if op is not None and send is not None:
+            block[self._rounds.WIDTH] = send.itemsize
+            first = self._rounds.FILL
+            block[first : first + 4] = self._loops(send.dtype, op.value)
+        return block

@@ -1,0 +1,126 @@
+"""Memory that the ranks of one node share.
+
+A segment is a file in a folder of its own in `/dev/shm` (`collectives.node.folders`), mode 0600,
+mapped by all ranks and unlinked as soon as all have mapped it: when the last rank ends, however it
+ends, nothing is left. A rank 0 that is killed before has its folder removed by the next that makes
+one. All pages are allocated at once, so that too little memory is an error here and not a SIGBUS
+later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import stat
+
+import numpy as np
+
+from collectives.arrays.host import Array
+from collectives.node import folders
+from collectives.transport.transport import Deadline, Transport
+
+__all__ = ["create", "first_problem", "from_rank_0"]
+
+log = logging.getLogger(__name__)
+
+_TEXT_BYTES = 256
+
+
+def create(transport: Transport, nbytes: int, directory: str, deadline: Deadline) -> Array | None:
+    """Make a segment; *collective* over the ranks of `transport`, which are on one node.
+
+    Args:
+        transport: the ranks.
+        nbytes: size of the segment, equal on all ranks.
+        directory: a file system in memory, equal on all ranks.
+        deadline: the limit of every wait.
+
+    Returns:
+        shape (nbytes,), uint8, zeros, page-aligned, the same memory on all ranks; it is unmapped
+        when the last view of it is gone. None on all ranks where any of them could not map it; the
+        reason is logged once.
+    """
+    path, memory, problem = "", None, ""
+    with contextlib.ExitStack() as stack:
+        if transport.rank == 0:
+            try:
+                path = f"{stack.enter_context(folders.temporary(directory))}/segment"
+                memory = _make(path, nbytes)
+            except OSError as error:
+                path, problem = "", str(error)
+        path = from_rank_0(transport, path, deadline)
+        if transport.rank != 0 and path:
+            try:
+                memory = _open(path, nbytes)
+            except OSError as error:
+                problem = str(error)
+        problem = first_problem(transport, problem, deadline)
+    if problem:
+        if transport.rank == 0:
+            log.warning("no shared memory on this node, so messages serve instead: %s", problem)
+        return None
+    return memory
+
+
+def _make(path: str, nbytes: int) -> Array:
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return _map(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: str, nbytes: int) -> Array:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+            raise OSError(f"{path} is not the segment of this job")
+        if facts.st_size != nbytes:
+            raise OSError(f"{path} has {facts.st_size} bytes, expected {nbytes}")
+        return _map(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, nbytes: int) -> Array:
+    return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+
+
+def from_rank_0(transport: Transport, text: str, deadline: Deadline) -> str:
+    """Return rank 0's text, of at most 256 bytes, on all ranks."""
+    line = _encoded(text)
+    if transport.rank == 0:
+        for rank in range(1, transport.size):
+            transport.send(line, rank, deadline)
+    else:
+        transport.receive(line, 0, deadline)
+    return _decoded(line)
+
+
+def first_problem(transport: Transport, problem: str, deadline: Deadline) -> str:
+    """Return the problem of the lowest rank that has one, on all ranks."""
+    first = problem
+    line = _encoded(problem)
+    if transport.rank == 0:
+        for rank in range(1, transport.size):
+            transport.receive(line, rank, deadline)
+            if not first and _decoded(line):
+                first = f"{transport.whole.name([transport.number(rank)])}: {_decoded(line)}"
+    else:
+        transport.send(line, 0, deadline)
+    return from_rank_0(transport, first, deadline)
+
+
+def _encoded(text: str) -> Array:
+    line = np.zeros(_TEXT_BYTES, np.uint8)
+    data = text.encode()[:_TEXT_BYTES]
+    line[: len(data)] = np.frombuffer(data, np.uint8)
+    return line
+
+
+def _decoded(line: Array) -> str:
+    return line.tobytes().rstrip(b"\0").decode(errors="replace")

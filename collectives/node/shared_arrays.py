@@ -1,0 +1,103 @@
+"""Arrays in memory that the ranks of a node share: every rank has its own, and reaches all of them.
+
+The ranks make them together, so that all know them by the same numbers. An array that a call is
+given is looked for by its address: a slice of a shared array is in shared memory, too.
+
+    segment of a shared array of 3 ranks     | rank 0's part | rank 1's part | rank 2's part |
+                                             0               stride          2 stride
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from collectives.arrays.host import Array, address
+from collectives.node import segment
+from collectives.transport.transport import Deadline, Transport
+
+__all__ = ["Place", "SharedArrays"]
+
+_PAGE = 4096
+
+
+class Place(NamedTuple):
+    """A place in shared memory: the number of the shared array, and the bytes before the place."""
+
+    number: int
+    offset: int
+
+
+class _Shared(NamedTuple):
+    memory: Array
+    bases: list[int]  # addresses of the ranks' parts
+    stride: int  # bytes of a part
+
+
+class SharedArrays:
+    """The shared arrays of a group of ranks on one node, which live as long as this does.
+
+    Args:
+        rank: this rank among them.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._all: list[_Shared] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def create(
+        self, nbytes: int, transport: Transport, directory: str, deadline: Deadline
+    ) -> Array | None:
+        """Make memory that all ranks can reach; *collective*.
+
+        Returns:
+            shape (nbytes,), uint8: this rank's own part; None on all ranks if there is no room.
+        """
+        stride = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        memory = segment.create(transport, stride * self._size, directory, deadline)
+        if memory is None:
+            return None
+        bases = [address(memory) + stride * rank for rank in range(self._size)]
+        self._all.append(_Shared(memory, bases, stride))
+        return memory[stride * self._rank : stride * self._rank + nbytes]
+
+    def everyones(self, place: Place, like: Array) -> list[Array]:
+        """Return what all ranks have at a place, as flat arrays like `like`."""
+        memory, _, stride = self._all[place.number]
+        starts = [rank * stride + place.offset for rank in range(self._size)]
+        return [memory[at : at + like.nbytes].view(like.dtype) for at in starts]
+
+    def addresses(self, place: Place) -> Array:
+        """Return the addresses at which all ranks have a place, shape (size,), int64."""
+        return np.array([base + place.offset for base in self._all[place.number].bases], np.int64)
+
+    def place_of(self, array: Array, out: Array | None = None) -> Place | None:
+        """Say where an array that is changed in place lies.
+
+        Args:
+            array: flat.
+            out: where its change goes; the array itself if None.
+
+        Returns:
+            None if it lies in other memory, or if `out` does not begin where it does.
+        """
+        if not self._all or not array.size:
+            return None
+        start = address(array)
+        if out is not None and address(out) != start:
+            return None
+        return self.place_at(start, array.nbytes)
+
+    def place_at(self, start: int, nbytes: int) -> Place | None:
+        """As `place_of` an array that begins at an address."""
+        for number, shared in enumerate(self._all):
+            offset = start - shared.bases[self._rank]
+            if offset >= 0 and 0 < nbytes <= shared.stride - offset:
+                return Place(number, offset)
+        return None

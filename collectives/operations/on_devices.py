@@ -1,0 +1,259 @@
+"""Operations on large arrays in the memory of CUDA devices, where they are or in slices.
+
+| MPI takes device memory (`collectives.operations.cuda_aware`) | it does not |
+| --- | --- |
+| algorithms by messages, of device memory | the array passes through the host in slices |
+| kernels combine what arrives | as arrays of the host, in shared memory on one node |
+
+Small arrays, and operations that are not here, go the way of all foreign arrays: copied to the host
+as a whole, and back. From one slice on (`staging.slice_bytes`, equal on all ranks) an array that is
+on a device is part of what ranks compare: all bring one, or none does.
+
+Compressed arrays are packed on the device, and pass through the host as 16 bits, in either case;
+in shared memory, too, where the host's arrays stay as they are: here the way to the host is narrow.
+With feedback, or between nodes only, they are packed where the host's are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.algorithms import compressed, hierarchical, selection
+from collectives.arrays import foreign, reduction, staging
+from collectives.arrays.device import DeviceBuffer
+from collectives.arrays.foreign import Resident
+from collectives.arrays.host import Array
+from collectives.arrays.reduction import MEAN, SUM, Op
+from collectives.compression import Codec
+from collectives.kernels import cuda
+from collectives.operations import ways
+from collectives.operations.call import Call, Calls
+
+__all__ = ["Loan", "OnDevices"]
+
+
+class Loan(NamedTuple):
+    """A device array for the time of one call.
+
+    Attributes:
+        shape, dtype: as of NumPy arrays.
+        source: its elements.
+        target: where the result goes, perhaps the source itself.
+        result: what the caller gets once the target is complete.
+        out: whose memory the target is not, although the result is wanted there; else None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    source: DeviceBuffer
+    target: DeviceBuffer
+    result: Any
+    out: Resident | None
+
+    def finish(self) -> Any:
+        """Return the result, complete on the device."""
+        if self.out is not None:
+            self.out.write(self.target)
+        self.target.settle()
+        return self.result
+
+
+class OnDevices:
+    """How the calls of one communicator treat device arrays.
+
+    Args:
+        calls: those of the communicator.
+        leaders: for every rank an integer that is the same exactly for the ranks of one node.
+    """
+
+    def __init__(self, calls: Calls, leaders: Sequence[int]) -> None:
+        self._calls = calls
+        self._aware = calls.settings.cuda_aware == "on"
+        self._levels = hierarchical.levels(calls.transport, leaders)
+        size = calls.transport.size
+        self._slice = staging.slice_bytes(size, by_messages=calls.layout.num_nodes > 1)
+        self._windows: staging.Windows | None = None
+        self._lanes: dict[int, staging.Lanes] = {}
+
+    def lend(self, x: Any, out: Any) -> Loan | None:
+        """Borrow an array that these operations are for; None for every other one."""
+        if type(x) is np.ndarray or self._calls.transport.size == 1:
+            return None
+        try:
+            found = foreign.resident(x, self._slice + 1)
+            if found is None:
+                return None
+            memory, own = found
+            if out is None:
+                result, target = own.new()
+                return Loan(own.shape, own.dtype, own.buffer, target, result, None)
+            other = found if out is x else foreign.resident(out, self._slice + 1)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            return None  # the other way says what is wrong
+        if other is None or other[0].why_constant() is not None:
+            return None
+        memory, there = other
+        if (there.shape, there.dtype) != (own.shape, own.dtype):
+            return None
+        source, target = own.buffer, there.buffer
+        if out is x:
+            return Loan(own.shape, own.dtype, source, source, out, there)
+        if source.view.device.id != target.view.device.id:
+            return None
+        if not there.is_own or _overlap(source, target):
+            target = source.empty(source.size)
+        return Loan(own.shape, own.dtype, source, target, out, there)
+
+    def goes_to_mpi(self, algorithm: str) -> bool:
+        """Tell whether messages are made of device memory."""
+        return self._aware and algorithm not in ("node", "native")
+
+    def allreduce(
+        self, call: Call, loan: Loan, op: Op, algorithm: str, codec: Codec | None
+    ) -> None:
+        """Reduce a lent array over all ranks; the call has been described."""
+        if codec is not None:
+            codec.claim(loan.source.size, loan.dtype)
+        call.agree()
+        if codec is not None and (packed := self._pack(call, loan, op, algorithm, codec)):
+            self._allreduce_packed(call, packed, op, algorithm, codec)
+            cuda.widen(packed, loan.target)
+        elif codec is None and self.goes_to_mpi(algorithm):
+            self._allreduce_there(call, loan, op, algorithm)
+        else:
+            self._allreduce_staged(call, loan.source, loan.target, op, algorithm, codec)
+
+    def broadcast(self, call: Call, loan: Loan, root: int, algorithm: str) -> None:
+        """Replace the target by the root's source; the call has been described."""
+        call.agree()
+        transport = self._calls.transport
+        is_root = transport.rank == root
+        if is_root and loan.target is not loan.source:
+            loan.target.copy_from(loan.source)
+        if self.goes_to_mpi(algorithm):
+            self._by_messages(call, "broadcast", algorithm, loan.target.nbytes)(
+                loan.target, root, call.deadline
+            )
+            return
+
+        def work(part: Array, number: int) -> None:
+            ways.broadcast_agreed(transport, call, part, root, algorithm)
+
+        source, target = (loan.target, None) if is_root else (None, loan.target)
+        self._pass(call, source, target, work, loan.target)
+
+    def close(self) -> None:
+        """Give back what is pinned."""
+        if self._windows is not None:
+            self._windows.release()
+            self._windows = None
+
+    def _allreduce_there(self, call: Call, loan: Loan, op: Op, algorithm: str) -> None:
+        """Reduce by messages of device memory."""
+        work_dtype = reduction.work_dtype(loan.dtype)
+        buffer = loan.target
+        if work_dtype != loan.dtype:
+            buffer = loan.source.empty(loan.source.size, work_dtype)
+            cuda.widen(loan.source, buffer)
+        elif loan.target is not loan.source:
+            buffer.copy_from(loan.source)
+        if op is MEAN:
+            buffer.divide(self._calls.transport.size)
+        run = self._by_messages(call, "allreduce", algorithm, buffer.nbytes)
+        run(buffer, op, call.deadline)
+        if buffer is not loan.target:
+            loan.target.copy_from(cuda.narrow(buffer, loan.dtype))
+
+    def _by_messages(self, call: Call, operation: str, algorithm: str, nbytes: int) -> Any:
+        """Return an algorithm that only sends messages, also inside a node."""
+        name = call.picks(operation, algorithm, nbytes)
+        ranks = self._levels if name == "hierarchical" else self._calls.transport
+        run = selection.ALGORITHMS[operation][name]
+        return lambda *arguments: run(ranks, *arguments)
+
+    def _allreduce_staged(
+        self, call: Call, source: DeviceBuffer, target: DeviceBuffer, op: Op, algorithm: str,
+        codec: Codec | None,
+    ) -> None:  # fmt: skip
+        """Reduce slice by slice on the host."""
+
+        def work(part: Array, number: int) -> None:
+            own = _of_slice(codec, number)
+            ways.allreduce_agreed(self._calls.transport, call, part, part, op, algorithm, own)
+
+        self._pass(call, source, target, work, source)
+
+    def _pack(
+        self, call: Call, loan: Loan, op: Op, algorithm: str, codec: Codec
+    ) -> DeviceBuffer | None:
+        """Round a contribution to 16 bits on the device, where these go all the way."""
+        engine = selection.engine_for(call.engine, algorithm)
+        if engine is not None and codec.residuals is not None:
+            return None  # nothing would keep the errors of the results
+        if engine is None and call.levels is not None and algorithm in ("auto", "hierarchical"):
+            return None  # only the network carries 16 bits
+        residual = None
+        if codec.residuals is not None:
+            residual = codec.residuals.array(
+                codec.name, "contribution on a device", loan.source.size, loan.dtype,
+                make=lambda count, dtype: _zeros(loan.source, count),
+            )  # fmt: skip
+        divisor = self._calls.transport.size if op is MEAN else 1
+        return cuda.narrow(loan.source, codec.dtype, divisor=divisor, residual=residual)
+
+    def _allreduce_packed(
+        self, call: Call, packed: DeviceBuffer, op: Op, algorithm: str, codec: Codec
+    ) -> None:
+        """Reduce what is packed, slice by slice on the host, in place."""
+        kind = SUM if op is MEAN else op  # what is packed has been divided
+        engine = selection.engine_for(call.engine, algorithm)
+        transport = self._calls.transport
+
+        def work(part: Array, number: int) -> None:
+            if engine is not None:
+                call.met(engine.allreduce(part, part, kind, call.digest, call.deadline))
+            else:
+                own = _of_slice(codec, number)
+                compressed.allreduce_16(transport, part, kind, call.deadline, codec=own)
+
+        self._pass(call, packed, packed, work, packed)
+
+    def _pass(
+        self, call: Call, source: DeviceBuffer | None, target: DeviceBuffer | None, work: Any,
+        like: DeviceBuffer,
+    ) -> None:  # fmt: skip
+        """Pass an array through this communicator's windows."""
+        cupy, context = like.device.cupy, like.device.context
+        if self._windows is None:  # on all ranks at the same call, since all agree on it
+            memory = call.shared_empty(staging.WINDOWS * self._slice)
+            self._windows = (
+                staging.pinned(cupy, self._slice)
+                if memory is None
+                else staging.registered(cupy, memory)
+            )
+        lanes = self._lanes.get(context.id)
+        if lanes is None:
+            lanes = self._lanes[context.id] = staging.Lanes(cupy, context)
+        lanes.pass_slices(self._windows, source, target, work, like)
+
+
+def _of_slice(codec: Codec | None, number: int) -> Codec | None:
+    """Return the codec of one slice, whose residuals are its own."""
+    return codec and dataclasses.replace(codec, name=f"{codec.name}, slice {number}")
+
+
+def _zeros(like: DeviceBuffer, count: int) -> DeviceBuffer:
+    zeros = like.empty(count)
+    with like.device.context:
+        zeros.view[...] = like.dtype.type(0)
+    like.device.put()
+    return zeros
+
+
+def _overlap(a: DeviceBuffer, b: DeviceBuffer) -> bool:
+    """Tell whether two arrays share memory without being the same."""
+    return a.address != b.address and -a.nbytes < b.address - a.address < b.nbytes

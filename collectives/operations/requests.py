@@ -1,0 +1,338 @@
+"""Operations that go on while the caller does something else.
+
+`Communicator.allreduce_async` and its kind return a `Request` at once. One thread per communicator
+carries out the requests, one after the other in the order of issue, on a private duplicate of the
+communicator: it shares no message with the blocking operations, which may be called meanwhile.
+
+    caller     allreduce_async(a)   allreduce_async(b)   barrier()   wait(a)   wait(b)
+    thread            |------ allreduce a ------|------ allreduce b ------|
+
+The thread starts at the first request, sleeps while there is none, and ends with the communicator.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+from collectives.arrays import streams
+from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError
+from collectives.operations import recorder
+from collectives.transport.transport import this_thread
+
+__all__ = ["Progress", "Request", "asynchronous"]
+
+log = logging.getLogger(__name__)
+
+# Seconds that closing, and the end of the program, wait for requests under way: a rank that does
+# not need a result may leave early, and the others still need its part.
+_DRAIN = 5.0
+
+# Seconds within which an operation that waits sees that it shall stop.
+_STOP = 1.0
+
+# How many requests one warning names.
+_NAMES = 10
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+class _HasProgress(Protocol):
+    @property
+    def _progress(self) -> Progress: ...
+
+
+C = TypeVar("C", bound=_HasProgress)
+
+
+class _Job:
+    """One operation to carry out, and what became of it."""
+
+    def __init__(self, name: str, run: Callable[[Any], Any]) -> None:
+        self.name = name
+        self.origin = recorder.origin()
+        self.run: Callable[[Any], Any] | None = run
+        self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.trace: TracebackType | None = None  # of the operation's error
+        self.process = os.getpid()
+        # Whether someone has waited for it, or a warning has named it.
+        self.settled = False
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.origin.site}"
+
+    def succeed(self, result: Any) -> None:
+        """Hand over the result, unless `close` gave up before."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        """Hand over an error, unless `close` gave up before."""
+        self.trace = error.__traceback__
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.future.set_exception(error)
+
+
+class Request(Generic[T]):
+    """An operation under way, started by a method that ends in `_async`.
+
+    The array that was given to it must not change, and `out=` must not be read, until it is done.
+    A request must be waited for: one that is dropped before is named in a warning, with its error
+    if it had one. Any thread may wait, several at once and more than once.
+    """
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+
+    def done(self) -> bool:
+        """Tell whether `wait` would return, or raise, at once."""
+        return self._job.future.done()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait until the operation is complete, and return what it returned.
+
+        Ctrl-C, or whatever a signal handler raises, interrupts a wait; the operation goes on.
+
+        Args:
+            timeout: seconds that this wait may take, no limit but the operation's own if None.
+
+        Raises:
+            CollectiveTimeout: the operation is not complete within `timeout`; it goes on, and may
+                be waited for again.
+            CollectiveError: an earlier request of this communicator failed, which the error names,
+                or the communicator was closed.
+            Exception: whatever the operation raised, with its traceback.
+        """
+        job = self._job
+        if not self.complete(timeout):
+            raise CollectiveTimeout(
+                f"wait: {job} is not complete within {timeout:g} s, and goes on"
+            )
+        error = job.future.exception()
+        if error is None:
+            result: T = job.future.result()
+            return result
+        try:
+            # Every wait adds its own lines to those of the operation, not to each other's.
+            raise error.with_traceback(job.trace)
+        finally:
+            del error, job, self  # the traceback refers to this frame: no circle
+
+    def complete(self, timeout: float | None = None) -> bool:
+        """Wait as `wait`, and tell whether the operation is complete, whatever came of it.
+
+        So an error that is raised here is one of the wait, never of the operation.
+
+        Args:
+            timeout: as for `wait`.
+
+        Raises:
+            CollectiveError: this process is a fork of the rank.
+        """
+        job = self._job
+        done = job.future.done()
+        if not done:
+            if job.process != os.getpid():
+                raise CollectiveError(f"wait: {job} goes on in the parent, not in a forked child")
+            # `Future.exception` would say by a TimeoutError that the time is over, which a signal
+            # handler may raise as well.
+            done = bool(concurrent.futures.wait([job.future], timeout).done)
+        job.settled = job.settled or done
+        return done
+
+    def __repr__(self) -> str:
+        return f"<Request {self._job}: {self._state()}>"
+
+    def _state(self) -> str:
+        future = self._job.future
+        if not future.done():
+            return "under way" if future.running() else "not begun"
+        error = future.exception()
+        return "done" if error is None else f"failed: {type(error).__name__}: {error}"
+
+    def __del__(self) -> None:
+        job = self._job
+        if not job.settled and job.process == os.getpid():
+            job.settled = True
+            log.warning("nobody waited for %s, which is %s", job, self._state())
+
+
+class Progress:
+    """Carries out the requests of one communicator, in the order of issue.
+
+    Args:
+        duplicate: makes the private communicator; called once, at the first request, by the thread
+            that makes it. *Collective.*
+    """
+
+    def __init__(self, duplicate: Callable[[], _Closes]) -> None:
+        self._duplicate = duplicate
+        self._private: _Closes | None = None
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._starting = threading.Lock()
+        self._stop = threading.Event()
+        # Guards what follows, and is notified of every change of it.
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()  # in the order of issue; the first is under way
+        self._closed = False
+        self._failed: str | None = None  # which request made the communicator unusable, and how
+
+    def submit(self, name: str, run: Callable[[Any], T]) -> Request[T]:
+        """Let the thread call `run(private communicator)`.
+
+        Args:
+            name: of the operation, for errors and warnings.
+            run: a blocking operation.
+
+        Raises:
+            CollectiveError: the communicator was closed, or this process is a fork of the rank.
+        """
+        job = _Job(name, run)
+        if os.getpid() != self._process:
+            raise CollectiveError(f"{job}: a forked child is no rank, start requests in the parent")
+        with self._starting:
+            if self._thread is None and not self._closed:
+                self._start()
+        with self._changed:
+            if self._closed:
+                raise CollectiveError(f"{job}: the communicator was closed")
+            self._jobs.append(job)
+            self._changed.notify_all()
+        return Request(job)
+
+    def close(self) -> None:
+        """Wait for requests under way, and end the thread; closing twice is harmless.
+
+        Requests that do not become complete within a few seconds are stopped, fail, and are named
+        in one warning. *Collective.*
+        """
+        if os.getpid() == self._process and self._finish(_DRAIN) and self._private is not None:
+            self._private.close()
+            self._private = None
+
+    def _finish(self, drain: float) -> bool:
+        """Take no more requests, and tell whether all were done within `drain` seconds."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._jobs, drain)
+            unfinished = [job for job in self._jobs if not job.future.done()]
+            self._jobs.clear()
+        names = [str(job) for job in unfinished if not job.settled]
+        for job in unfinished:
+            job.settled = True
+            job.fail(CollectiveError(f"{job}: the communicator was closed before it was done"))
+        if names:
+            more = ", ..." if len(names) > _NAMES else ""
+            log.warning(
+                "%d request%s not done when their communicator was closed: %s%s",
+                len(names), "s" * (len(names) > 1), ", ".join(names[:_NAMES]), more,
+            )  # fmt: skip
+        if self._thread is not None:
+            if unfinished:
+                self._stop.set()
+            self._thread.join(_STOP)
+        return not unfinished
+
+    def _start(self) -> None:
+        self._private = self._duplicate()
+        self._thread = threading.Thread(
+            target=self._work, args=(self._private,), name="unisono-requests", daemon=True
+        )
+        self._thread.start()
+        _started.add(self)
+
+    def _work(self, private: _Closes) -> None:
+        this_thread.stop = self._stop
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    return
+                job = self._jobs[0]
+            self._carry_out(job, private)
+            with self._changed:
+                if self._jobs:  # empty if `close` has given up
+                    self._jobs.popleft()
+                self._changed.notify_all()
+            del job  # it holds the result, perhaps the last one for a long time
+
+    def _carry_out(self, job: _Job, private: _Closes) -> None:
+        run, job.run = job.run, None
+        if self._failed is not None:
+            job.fail(CollectiveError(f"{job}: not carried out, since {self._failed}"))
+            return
+        assert run is not None
+        job.future.set_running_or_notify_cancel()
+        recorder.given.site, recorder.given.entry = job.origin
+        try:
+            result = run(private)
+        except BaseException as error:
+            # After these the ranks are still in step, and the next request can be carried out.
+            if not isinstance(error, (MismatchError, TypeError, ValueError)):
+                self._failed = f"{job} failed: {type(error).__name__}: {error}"
+            job.fail(error)
+        else:
+            job.succeed(result)
+
+
+# Those whose threads were started.
+_started: weakref.WeakSet[Progress] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    """End the threads before the interpreter does; their communicators go with MPI."""
+    give_up = time.monotonic() + _DRAIN
+    for progress in list(_started):
+        if progress._process == os.getpid():
+            progress._finish(max(0.0, give_up - time.monotonic()))
+
+
+def asynchronous(
+    method: Callable[Concatenate[C, P], T],
+) -> Callable[Concatenate[C, P], Request[T]]:
+    """Make the twin of a blocking method that returns a `Request` at once.
+
+    The method is called with the same arguments on the private communicator; `timeout` begins when
+    it is its turn.
+    """
+    name = f"{method.__name__}_async"
+
+    @functools.wraps(method)
+    def start(self: C, /, *args: P.args, **kwargs: P.kwargs) -> Request[T]:
+        ordered = streams.order((*args, *kwargs.values()))
+
+        def run(private: C) -> T:
+            ordered()  # after what this thread's streams still do for the arrays
+            return method(private, *args, **kwargs)
+
+        return self._progress.submit(name, run)
+
+    start.__name__ = name
+    start.__qualname__ = f"{method.__qualname__}_async"
+    start.__doc__ = f"""Start `{method.__name__}`, and return a `Request` for its result.
+
+        *Collective*: all ranks start the same requests in the same order; blocking operations may
+        be called between them in any order. Arguments, result and errors as `{method.__name__}`;
+        `timeout` begins when the requests issued before are done. The array must not change before
+        the request is done.
+        """
+    return start

@@ -1,0 +1,187 @@
+"""`python -m collectives check`: does this cluster compute what it should?
+
+Every operation, with every dtype and op that is defined for it, is held against NumPy in float64;
+then come the things that go wrong on a new cluster: versions that differ between machines, clocks
+that do not agree, shared memory that cannot be had, a network that is slow.
+
+Each part ends with the ranks exchanging what they found, over a communicator of its own, so that
+all ranks print or return the same verdict also where one of them failed alone. Every wait has a
+limit, and past the limit of the whole the process ends with the stacks of its threads.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import collectives as cc
+from collectives import communicator, launch, settings
+from collectives.algorithms import selection
+from collectives.arrays.reduction import Op
+from collectives.tools import environment, reference
+from collectives.tools.environment import Line, some
+from collectives.transport.mpi import MpiTransport
+
+__all__ = ["run"]
+
+# Seconds that one operation may wait for another rank, and that the whole may take: a thousand
+# times what a healthy machine needs, little enough to be watched.
+OPERATION_SECONDS = 20.0
+WHOLE_SECONDS = 600.0
+
+# Elements of small inputs (more and less than there are ranks), and bytes of a large one.
+SMALL_COUNTS = (0, 1, 37)
+LARGE_BYTES = 1 << 20
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "allreduce": lambda comm, x, op, root, **how: comm.allreduce(x, op=op, **how),
+    "reduce": lambda comm, x, op, root, **how: comm.reduce(x, root, op=op, **how),
+    "reduce_scatter": lambda comm, x, op, root, **how: comm.reduce_scatter(x, op=op, **how),
+    "broadcast": lambda comm, x, op, root, **how: comm.broadcast(x, root, **how),
+    "gather": lambda comm, x, op, root, **how: comm.gather(x, root, **how),
+    "allgather": lambda comm, x, op, root, **how: comm.allgather(x, **how),
+    "scatter": lambda comm, x, op, root, **how: comm.scatter(x, root, **how),
+    "alltoall": lambda comm, x, op, root, **how: comm.alltoall(x, **how),
+}
+
+
+class _Case(NamedTuple):
+    operation: str
+    op: Op | None
+    dtype: str
+    size: int  # elements
+    algorithm: str
+
+    def __str__(self) -> str:
+        if self.operation == "barrier":
+            return f"barrier, {self.algorithm}"
+        op = "" if self.op is None else f" {self.op.value}"
+        return f"{self.operation}{op} {self.dtype}, {self.size} elements, {self.algorithm}"
+
+
+class _Finding(NamedTuple):
+    """What one rank found in one part."""
+
+    wrong: str | None  # the first wrong result
+    error: str | None  # why the part ended early
+
+
+def run(limit: float = OPERATION_SECONDS, whole: float = WHOLE_SECONDS) -> int:
+    """Check everything and print a table on rank 0; *collective* over the world.
+
+    Args:
+        limit: seconds that one operation may wait for another rank.
+        whole: seconds after which the process is ended.
+
+    Returns:
+        The exit status, the same on all ranks: 0, or 1 if something failed.
+    """
+    faulthandler.dump_traceback_later(whole, exit=True)
+    world = cc.init()
+    mpi_world = launch.start_mpi(settings.from_environment())
+    # Ranks that met a time limit come to the exchange later than the others by that limit.
+    patient = replace(settings.from_environment(), timeout=10 * limit)
+    reports = communicator.from_mpi(mpi_world, patient)
+    failed = False
+    try:
+        if world.rank == 0:
+            print(f"ranks: {world.size}, nodes: {world.num_nodes}", flush=True)
+        for line in _lines(mpi_world, reports, replace(patient, timeout=limit)):
+            failed |= line.verdict == "FAILED"
+            if world.rank == 0:
+                print(f"{line.name:<14}  {line.verdict:<6}  {line.text}", flush=True)
+    except cc.CollectiveError as error:
+        # Not even the verdicts come through: the others may wait for ever.
+        print(f"check: the ranks cannot tell each other what they found: {error}", file=sys.stderr)
+        sys.stderr.flush()
+        mpi_world.Abort(1)
+    if world.rank == 0:
+        print("FAILED" if failed else "all well", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    return int(failed)
+
+
+def _lines(
+    mpi_world: Any, reports: cc.Communicator, configuration: settings.Settings
+) -> Iterator[Line]:
+    """Make the lines one after the other; the same ones on all ranks."""
+    yield from environment.versions(reports)
+    yield environment.threads(reports)
+    yield environment.clocks(MpiTransport(mpi_world), reports, configuration.timeout)
+    comm = communicator.from_mpi(mpi_world, configuration)
+    yield environment.node_engine(comm, reports, configuration.shared_memory)
+    for operation in (*_CALLS, "barrier"):
+        line, intact = _operation(comm, reports, operation)
+        yield line
+        if not intact:
+            comm = communicator.from_mpi(mpi_world, configuration)
+    if comm.size > 1:
+        yield environment.bandwidth(comm, reports)
+
+
+def _operation(
+    comm: cc.Communicator, reports: cc.Communicator, operation: str
+) -> tuple[Line, bool]:
+    """Check one operation; also tells whether the communicator can go on being used."""
+    cases = list(_cases(operation, comm.size))
+    wrong, error = None, None
+    for case in cases:
+        try:
+            problem = _try(comm, case)
+        except Exception as exception:  # whatever it is, it goes into the report of this rank
+            error = f"{case}: {type(exception).__name__}: {exception}"
+            break
+        if problem is not None and wrong is None:
+            wrong = f"{case}: {problem}"
+    findings = reports.allgather_object(_Finding(wrong, error))
+    bad = [f"rank {r}: {f.wrong}" for r, f in enumerate(findings) if f.wrong]
+    bad += [f"rank {r}: {f.error}" for r, f in enumerate(findings) if f.error]
+    intact = not any(f.error for f in findings)
+    if bad:
+        text = f"on {len({b.split(':')[0] for b in bad})} ranks; {some(bad, 3)}"
+        return Line(operation, "FAILED", text), intact
+    dtypes = len({case.dtype for case in cases if case.size})
+    names = " ".join(dict.fromkeys(case.algorithm for case in cases))
+    of = f" of {dtypes} dtypes" if dtypes else ""
+    return Line(operation, "ok", f"{len(cases)} cases{of}; {names}"), intact
+
+
+def _cases(operation: str, size: int) -> Iterator[_Case]:
+    """List the cases of one operation: all dtypes by "auto", float32 by every algorithm."""
+    others = list(selection.ALGORITHMS[operation])
+    if operation == "barrier":
+        yield from (_Case(operation, None, "", 0, name) for name in ("auto", *others))
+        return
+    for name, dtype in reference.DTYPES.items():
+        ops = reference.ops(operation, dtype)
+        for op in ops:
+            for count in SMALL_COUNTS:
+                yield _Case(operation, op, name, count, "auto")
+        yield _Case(operation, ops[0], name, LARGE_BYTES // dtype.itemsize, "auto")
+    for algorithm in others:
+        op = reference.ops(operation, np.dtype(np.float32))[0]
+        for count in (37, LARGE_BYTES // 4):
+            yield _Case(operation, op, "float32", count, algorithm)
+
+
+def _try(comm: cc.Communicator, case: _Case) -> str | None:
+    """Run one case; says what is wrong with this rank's result, None if nothing is."""
+    if case.operation == "barrier":
+        comm.barrier(algorithm=case.algorithm)
+        return None
+    dtype = reference.DTYPES[case.dtype]
+    inputs = [
+        reference.contribution(r, comm.size, reference.rows_of(case.operation, r, case.size), dtype)
+        for r in range(comm.size)
+    ]
+    root = comm.size - 1
+    call = _CALLS[case.operation]
+    got = call(comm, inputs[comm.rank], case.op, root, algorithm=case.algorithm)
+    if got is not None and got.dtype != dtype:
+        return f"dtype {got.dtype} instead of {dtype}"
+    return reference.wrong(got, reference.result(case.operation, case.op, inputs, comm.rank, root))

@@ -1,0 +1,157 @@
+"""What is installed, what the MPI library can do, who is in the world."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import collectives as cc
+from collectives import launch, links
+from collectives.operations import cuda_aware
+
+__all__ = ["gather_facts", "library_name", "machine", "table", "thread_level", "versions"]
+
+# Import name of a package -> names of the distributions that may bring it.
+_PACKAGES = {
+    "numpy": ("numpy",),
+    "mpi4py": ("mpi4py",),
+    "numba": ("numba",),
+    "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
+    "torch": ("torch",),
+    "jax": ("jax",),
+}
+
+# How large arrays on CUDA devices travel, by what the ranks have agreed on.
+_ROUTES = {
+    "on": "messages of device memory",
+    "off": "staged through host memory",
+    "auto": "staged through host memory",  # nobody has been asked
+}
+
+
+def gather_facts(comm: cc.Communicator) -> dict[str, Any]:
+    """Collect the facts of this process and the ranks; *collective*."""
+    from mpi4py import MPI
+
+    names = comm.allgather_object((comm.node_rank, platform.node()))
+    mpi_set = {k: os.environ[k] for k in launch.mpi_settings({}, cores=1) if k in os.environ}
+    return {
+        "unisono": cc.__version__,
+        "python": platform.python_version(),
+        "mpi_library": _library(),
+        "mpi_standard": ".".join(map(str, MPI.Get_version())),
+        "thread_level": thread_level(),
+        "cuda_aware": cuda_aware.library_says(),
+        "device_arrays": _ROUTES[comm._calls.settings.cuda_aware],
+        "fault_tolerance": launch.is_fault_tolerant(),
+        "mpi_settings": mpi_set,
+        "links": _links(comm._calls.settings.links),
+        "ranks": comm.size,
+        "nodes": {
+            f"{node} {name}": sum(1 for other in names if other[0] == node)
+            for node, name in dict(sorted(names)).items()
+        },
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _links(known: links.Links) -> dict[str, dict[str, Any]]:
+    """Return the costs of the links that "auto" goes by, in seconds, and where they come from."""
+    return {
+        name: {**link._asdict(), "from": source}
+        for (name, link), source in zip(known.machine._asdict().items(), known.sources, strict=True)
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that should be equal on all ranks, of this process."""
+    return {
+        "unisono": cc.__version__,
+        "Python": platform.python_version(),
+        **{name: _version(name) or "absent" for name in ("numpy", "mpi4py", "numba")},
+        "MPI library": _library(),
+    }
+
+
+def library_name() -> str:
+    """Return the name and version of the MPI library, such as "Open MPI 5.0.11"."""
+    # "Open MPI v5.0.11, package: ...", "MPICH Version:      4.3.2"
+    return re.sub(r"(\s+Version\s*:)?\s+v?(?=\d)", " ", _library().partition(",")[0])
+
+
+def machine(comm: cc.Communicator) -> str:
+    """Describe the processor of rank 0's node, and the cores there that ranks run on; *collective*.
+
+    Where ranks are bound, one rank alone may run on few of the cores that all of them use.
+    """
+    everywhere = comm.allgather_object((comm.node_rank, os.sched_getaffinity(0)))
+    here = [cores for node, cores in everywhere if node == 0]
+    cores, each = len(set().union(*here)), min(map(len, here))
+    bound = "" if each == cores else f" ({each} for a rank)"
+    return f"{_processor()}, {cores} cores{bound}, {platform.system()} {platform.release()}"
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    models = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]
+    return models[0] if models else platform.machine()
+
+
+def thread_level() -> str:
+    """Return what the MPI library allows threads to do: "single" .. "multiple"."""
+    from mpi4py import MPI
+
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    return levels[MPI.Query_thread()]
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Lay facts out as lines of name and value."""
+    rows = []
+    for name, value in facts.items():
+        if name == "links":
+            rows += [f"{f'{link} link':<16} {_link(costs)}" for link, costs in value.items()]
+            continue
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {'absent' if v is None else v}" for k, v in value.items())
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        rows.append(f"{name.replace('_', ' '):<16} {value}")
+    return "\n".join(rows)
+
+
+def _link(costs: dict[str, Any]) -> str:
+    alpha, beta, gamma = 1e6 * costs["alpha"], 1e9 * costs["beta"], 1e9 * costs["gamma"]
+    return (
+        f"{alpha:.3g} us/message, {beta:.3g} ns/byte, {gamma:.3g} ns/byte reduced ({costs['from']})"
+    )
+
+
+def _library() -> str:
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().splitlines()[0].strip("\0 ,")
+
+
+def _version(package: str) -> str | None:
+    """Return the version of an installed package without importing it, None if it is absent."""
+    if util.find_spec(package) is None:
+        return None
+    for distribution in _PACKAGES[package]:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"

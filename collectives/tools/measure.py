@@ -1,0 +1,294 @@
+"""Alpha, beta and gamma of the links between some ranks, measured; and how long algorithms take.
+
+A *step* is what a ring makes of a message: every rank sends to its right neighbour and receives
+from its left one, with all that the programs do for it. A link's alpha and beta are fitted to steps
+of several sizes:
+
+    node       the ranks of a node around a ring of their own, on all nodes at once
+    network    one rank of every node around a ring; the link of a node is that rank's alone
+    shared     a planned all-reduce in the node engine, fitted to its closed form; whether a byte is
+               moved or combined makes no difference there, both are bound by the memory
+    gamma      the sum of two float32 arrays in place, on all ranks at once
+
+Cases take turns, so that a disturbance meets all of them. A time is the slowest rank's, and what
+counts is the first quartile: other work on a machine only ever adds time, and the median follows
+it as soon as it is there half of the time. Every wait has the communicator's deadline.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+import collectives as cc
+from collectives import links, topology
+from collectives.algorithms import costs, halving, hierarchical, ring, selection, tree
+from collectives.arrays import reduction
+from collectives.arrays.host import Array
+from collectives.links import Link
+from collectives.transport.mpi import MpiTransport
+from collectives.transport.transport import Deadline, Transport
+
+__all__ = ["Case", "Clock", "algorithms", "fitted", "measure"]
+
+# Bytes of a message, or an array. The smallest gives alpha, the largest are many slices.
+SIZES = (8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
+_COMBINED = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
+
+# A batch of calls is timed as a whole, so that the clock and the unequal leaving of the barrier
+# before it weigh little.
+_BATCH_SECONDS = 5e-4
+_TURNS = 5
+_MOST_BATCHES = 60
+
+Call = Callable[[Deadline], object]
+
+
+class Case(NamedTuple):
+    """Something to be timed."""
+
+    call: Call
+    steps: int = 1  # that one call makes, among which its time is shared
+
+
+class Clock:
+    """Times calls on all ranks of a communicator; its methods are *collective*."""
+
+    def __init__(self, comm: cc.Communicator) -> None:
+        self.comm = comm
+        self.transport = comm._transport
+        self.unrest: list[float] = []  # median over first quartile of every case so far
+
+    def deadline(self) -> Deadline:
+        """Return a deadline that begins now."""
+        calls = self.comm._calls
+        return calls.deadline("tune", calls.settings.timeout)
+
+    def times(self, cases: Mapping[str, Case], seconds: float) -> dict[str, float]:
+        """Return the seconds of a step of every case, of the slowest rank.
+
+        Args:
+            cases: what to time, in turns.
+            seconds: to spend on all of them; each is timed once at least.
+        """
+        share = seconds / len(cases)
+        counts: dict[str, tuple[int, int]] = {}
+        times: dict[str, list[float]] = {}
+        for name, case in cases.items():
+            self._timed(case, 1)  # connects the ranks and touches the memory
+            firsts = [self._timed(case, 1)]
+            while len(firsts) < 3 and sum(firsts) * case.steps < share / 2:
+                firsts.append(self._timed(case, 1))
+            times[name] = [min(firsts)]
+            whole = max(min(firsts) * case.steps, 1e-7)
+            batch = max(1, round(_BATCH_SECONDS / whole))
+            batches = int(share / _TURNS / (batch * whole))
+            counts[name] = batch, min(_MOST_BATCHES // _TURNS, batches)
+        for _ in range(_TURNS):
+            for name, case in cases.items():
+                batch, batches = counts[name]
+                times[name] += [self._timed(case, batch) for _ in range(batches)]
+        return {name: self._typical(own) for name, own in times.items()}
+
+    def _typical(self, own: list[float]) -> float:
+        times = sorted(own[1:] or own)  # the first is of a few calls, not of a batch
+        quartile = times[len(times) // 4]
+        self.unrest.append(statistics.median(times) / quartile)
+        return quartile
+
+    def _timed(self, case: Case, batch: int) -> float:
+        """Return the seconds of a step, the same on all ranks: those of the slowest."""
+        deadline = self.deadline()
+        tree.barrier(self.transport, deadline)
+        began = time.perf_counter()
+        for _ in range(batch):
+            case.call(deadline)
+        spent = np.array([(time.perf_counter() - began) / batch / case.steps])
+        halving.allreduce(self.transport, spent, reduction.MAX, deadline)
+        return float(spent[0])
+
+
+def measure(clock: Clock, seconds: float) -> dict[str, Link]:
+    """Measure every link that there is between the ranks.
+
+    Args:
+        clock: of the ranks.
+        seconds: to spend, roughly.
+
+    Returns:
+        Name of a link -> its numbers, the same on all ranks.
+    """
+    comm = clock.comm
+    levels = hierarchical.levels(clock.transport, comm._leaders)
+    share = seconds / 4
+    gamma = _gamma(clock, share)
+    found = {}
+    with_company = bool(comm.allreduce(comm.local_size > 1, op=cc.MAX))
+    if with_company:
+        found["node"] = Link(*_steps(clock, levels.node, share), gamma)
+        shared = _shared(clock, share)
+        if shared is not None:
+            found["shared"] = shared
+    if comm.num_nodes > 1:
+        leader = levels.network if comm.local_rank == 0 else None
+        found["network"] = Link(*_steps(clock, leader, share), gamma)
+    return comm.broadcast_object(found)  # processors may differ in the last bits of a fit
+
+
+def _gamma(clock: Clock, seconds: float) -> float:
+    combine = reduction.combine(reduction.SUM)
+    cases = {}
+    for nbytes in _COMBINED:
+        ours, theirs = np.zeros((2, nbytes // 4), np.float32)
+        cases[str(nbytes)] = Case(partial(_combine, combine, ours, theirs))
+    times = clock.times(cases, seconds)
+    shape = [[1.0, nbytes] for nbytes in _COMBINED]
+    return fitted(shape, list(times.values()))[1]
+
+
+def _combine(
+    combine: Callable[[Array, Array], None], ours: Array, theirs: Array, deadline: Deadline
+) -> None:
+    combine(ours, theirs)
+
+
+def _steps(clock: Clock, ranks: Transport | None, seconds: float) -> tuple[float, float]:
+    """Return alpha and beta of the steps of a ring; None on ranks that take no part in one."""
+    measured: list[tuple[int, float]] = []
+    for nbytes in SIZES:
+        times = clock.times({"step": _step(ranks, nbytes)}, seconds / len(SIZES))
+        measured.append((nbytes, times["step"]))
+        if times["step"] > seconds / 4:  # the next size would take too long
+            break
+    return fitted([[1.0, nbytes] for nbytes, _ in measured], [t for _, t in measured])
+
+
+def _step(ranks: Transport | None, nbytes: int) -> Case:
+    if ranks is None or ranks.size == 1:
+        return Case(lambda deadline: None)
+    buffer = np.zeros(ranks.size * nbytes, np.uint8)
+    bounds = [nbytes * rank for rank in range(ranks.size + 1)]
+    return Case(
+        lambda deadline: ring.allgather(ranks, buffer, bounds, deadline), steps=ranks.size - 1
+    )
+
+
+def _shared(clock: Clock, seconds: float) -> Link | None:
+    """Return the node engine's link; None on all ranks where no node has an engine."""
+    comm = clock.comm
+    node = comm.split(comm.node_rank)
+    assert node is not None
+    with node:
+        meets = _meets(node)
+        if not comm.allreduce(meets, op=cc.MAX):
+            return None
+        cases = {str(nbytes): _meeting(node if meets else None, nbytes) for nbytes in SIZES}
+        times = list(clock.times(cases, seconds).values())
+    shape = costs.Shape(int(comm.allreduce(comm.local_size, op=cc.MAX)))
+    per_call, per_byte = Link(1.0, 0.0, 0.0), Link(0.0, 1.0, 1.0)
+    factors = [
+        [
+            costs.estimate("allreduce", nbytes, shape, links.DEFAULT._replace(shared=unit))["node"]
+            for unit in (per_call, per_byte)
+        ]
+        for nbytes in SIZES
+    ]
+    alpha, beta = fitted(factors, times)
+    return Link(alpha, beta, beta)
+
+
+def _meets(node: cc.Communicator) -> bool:
+    """Tell whether the ranks of a node meet in shared memory."""
+    try:
+        node.barrier(algorithm="node")
+    except ValueError:
+        return False
+    return True
+
+
+def _meeting(node: cc.Communicator | None, nbytes: int) -> Case:
+    if node is None:
+        return Case(lambda deadline: None)
+    plan = node.plan_allreduce(np.zeros(nbytes // 4, np.float32), op=reduction.MAX)
+    return Case(lambda deadline: plan())
+
+
+def fitted(shape: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[float, float]:
+    """Return the two numbers > 0 of which `shape @ numbers` is closest to the times.
+
+    Closest is meant in proportion: an error of 10 % weighs as much at 8 bytes as at 4 MiB.
+
+    Args:
+        shape: for every time, the factors of both numbers, > 0.
+        times: seconds > 0, of a growing number of bytes.
+    """
+    factors = np.array(shape) / np.array(times)[:, None]
+    scale = factors.max(axis=0)
+    numbers = np.linalg.lstsq(factors / scale, np.ones(len(times)), rcond=None)[0] / scale
+    if len(times) < 2 or numbers.min() <= 0:
+        # The times contradict each other: the first and the last one decide.
+        numbers = 1 / np.array([factors[0, 0], factors[-1, 1]])
+    first, second = numbers.tolist()
+    return first, second
+
+
+def algorithms(clock: Clock, operation: str, nbytes: int) -> dict[str, Case]:
+    """Return all algorithms of an operation, ready to be timed without what a call adds to them.
+
+    Args:
+        clock: of the ranks.
+        operation: a key of `selection.ALGORITHMS`.
+        nbytes: of the whole array.
+
+    Returns:
+        Name -> case; "hierarchical" and "native" only where they make sense.
+    """
+    calls, transport = clock.comm._calls, clock.transport
+    cases = {}
+    for name, function in selection.ALGORITHMS[operation].items():
+        if name == "hierarchical" and not calls.layout.is_hierarchical:
+            continue
+        if name == "native" and not isinstance(transport, MpiTransport):
+            continue
+        ranks = calls.levels if name == "hierarchical" else transport
+        # Roots at both ends in turns: from one alone, the next call would begin before the last
+        # rank has got anything of this one.
+        each = [_arguments(operation, nbytes, transport, root) for root in (0, transport.size - 1)]
+        cases[name] = Case(partial(_call, function, ranks, each), steps=len(each))
+    return cases
+
+
+def _call(
+    function: Callable[..., object],
+    ranks: object,
+    each: Sequence[tuple[object, ...]],
+    deadline: Deadline,
+) -> None:
+    for arguments in each:
+        function(ranks, *arguments, deadline)
+
+
+def _arguments(operation: str, nbytes: int, transport: Transport, root: int) -> tuple[object, ...]:
+    """Return what an algorithm takes between the ranks and the deadline; MAX keeps zeros zero."""
+    rank, size = transport.rank, transport.size
+    array = np.zeros(max(1, nbytes // 4), np.float32)
+    bounds = topology.chunk_bounds(array.size, size)
+    counts = np.diff(bounds).tolist()
+    own = array[bounds[rank] : bounds[rank + 1]]
+    arguments: dict[str, tuple[object, ...]] = {
+        "allreduce": (array, reduction.MAX),
+        "reduce": (array, reduction.MAX, root),
+        "reduce_scatter": (array, bounds, reduction.MAX),
+        "broadcast": (array, root),
+        "gather": (own, counts, root),
+        "allgather": (array, bounds),
+        "scatter": (array if rank == root else None, counts, root, array.dtype),
+        "alltoall": (array, counts, [counts[rank]] * size),
+        "barrier": (),
+    }
+    return arguments[operation]

@@ -1,0 +1,188 @@
+"""What an operation should give, computed slowly from the inputs of all ranks.
+
+Every rank can compute every rank's input, so nothing has to be sent to know the right result. The
+self-test and the benchmark hold results against this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from collectives import topology
+from collectives.arrays import reduction
+from collectives.arrays.host import Array
+from collectives.arrays.reduction import MAX, MEAN, MIN, PRODUCT, SUM, Op
+
+__all__ = [
+    "DTYPES",
+    "REDUCTIONS",
+    "Exact",
+    "contribution",
+    "is_defined",
+    "ops",
+    "result",
+    "rows_of",
+    "wrong",
+]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(getattr(ml_dtypes, name, name))
+    for name in (
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+        *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"),
+    )
+}
+
+REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
+
+# Elements after which an input repeats itself: large inputs cost little, and since the number is a
+# prime, a slice or chunk in a wrong place shows.
+_PERIOD = 4093
+
+
+_EPS_16 = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+class Exact(NamedTuple):
+    """The right result: its values, wide, and by how much each may be off; both shape (n,)."""
+
+    values: Array
+    allowed: Array
+
+
+def is_defined(op: Op, dtype: np.dtype[Any]) -> bool:
+    """Tell whether an op has a meaning for a dtype."""
+    try:
+        reduction.check(op, dtype, operation="exact")
+    except TypeError:
+        return False
+    return True
+
+
+def ops(operation: str, dtype: np.dtype[Any]) -> list[Op | None]:
+    """Return the ops to try an operation with; [None] where it reduces nothing."""
+    if operation not in REDUCTIONS:
+        return [None]
+    return [op for op in Op if is_defined(op, dtype)]
+
+
+def rows_of(operation: str, rank: int, count: int) -> int:
+    """Return how many elements a rank brings: in joins every other rank brings one more."""
+    return count + rank % 2 if operation in ("gather", "allgather") else count
+
+
+def contribution(rank: int, size: int, count: int, dtype: np.dtype[Any]) -> Array:
+    """Return the input of a rank, shape (count,); every rank has other values.
+
+    Floats stay near enough to 1 that products over `size` ranks fit 16 bits.
+    """
+    random = np.random.default_rng(rank)
+    n = min(count, _PERIOD)
+    if dtype.kind == "b":
+        values: Array = random.integers(0, 2, n).astype(bool)
+    elif dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        values = random.integers(info.min, info.max, n, dtype, endpoint=True)
+    else:
+        values = 2.0 ** (random.uniform(-1, 1, n) * 4 / max(4, size)) * random.choice([-1, 1], n)
+        if dtype.kind == "c":
+            values = values * np.exp(1j * random.uniform(0, 6, n))
+        values = values.astype(dtype)
+    return np.resize(values, count)
+
+
+def result(
+    operation: str, op: Op | None, inputs: Sequence[Array], rank: int, root: int
+) -> Exact | None:
+    """Return what `rank` should get; None where an operation gives it nothing.
+
+    Args:
+        operation: a name such as "allreduce".
+        op: of a reduction, else None.
+        inputs: of all ranks, flat; of the root alone counts in a broadcast or scatter.
+        rank: whose result.
+        root: of the operations that have one.
+    """
+    if operation in ("reduce", "gather") and rank != root:
+        return None
+    if op is not None:
+        whole = _reduced(inputs, op)
+        if operation != "reduce_scatter":
+            return whole
+        own = slice(*topology.chunk_bounds(inputs[0].size, len(inputs))[rank : rank + 2])
+        return Exact(whole.values[own], whole.allowed[own])
+    if operation == "broadcast":
+        moved = inputs[root]
+    elif operation in ("gather", "allgather"):
+        moved = np.concatenate(inputs)
+    elif operation == "scatter":
+        moved = _share(inputs[root], len(inputs), rank)
+    else:
+        moved = np.concatenate([_share(x, len(inputs), rank) for x in inputs])
+    return Exact(moved, np.zeros(moved.shape))
+
+
+def wrong(got: Any, exact: Exact | None) -> str | None:
+    """Say what is wrong with a flat result, None if nothing is."""
+    if exact is None or got is None:
+        return None if exact is got else "a result on a rank that should get none, or the reverse"
+    if got.shape != exact.values.shape:
+        return f"{got.size} elements instead of {exact.values.size}"
+    if got.dtype.kind in "biu":
+        bad = got != exact.values
+    else:
+        with np.errstate(all="ignore"):
+            bad = ~(np.abs(got.astype(exact.values.dtype) - exact.values) <= exact.allowed)
+    if not bad.any():
+        return None
+    first = int(np.flatnonzero(bad)[0])
+    return (
+        f"{np.count_nonzero(bad)} of {got.size} elements wrong, the first is [{first}]: expected "
+        f"{exact.values[first]} +- {exact.allowed[first]:.1g}, got {got[first]}"
+    )
+
+
+def _share(array: Array, size: int, rank: int) -> Array:
+    first, stop = topology.chunk_bounds(array.size, size)[rank : rank + 2]
+    return array[first:stop]
+
+
+def _reduced(inputs: Sequence[Array], op: Op) -> Exact:
+    """Reduce in float64; integers in their own arithmetic, which is exact modulo 2^bits.
+
+    P - 1 additions and P divisions round, each by at most eps times the sum of the magnitudes; a
+    product rounds P - 1 times (twice if complex), relative to itself. 16-bit types are computed in
+    float32 and rounded once.
+    """
+    count = inputs[0].size
+    dtype, size = inputs[0].dtype, len(inputs)
+    stack = np.stack([x[:_PERIOD] for x in inputs])
+    exact_kind = dtype.kind in "biu"
+    if not exact_kind:
+        stack = stack.astype(np.complex128 if dtype.kind == "c" else np.float64)
+    with np.errstate(all="ignore"):
+        values = _FUNCTIONS[op](stack)
+    if exact_kind or op in (MIN, MAX):
+        values = values.astype(stack.dtype)
+        return Exact(np.resize(values, count), np.zeros(count))
+    work = reduction.work_dtype(dtype)
+    magnitude = np.abs(stack).sum(axis=0) / (size if op is MEAN else 1)
+    if op is PRODUCT:
+        magnitude = 4 * np.abs(values)
+    error = 2 * size * np.finfo(work).eps * magnitude
+    if work != dtype:
+        error = error + _EPS_16[dtype.name] * (np.abs(values) + error)
+    return Exact(np.resize(values, count), np.resize(error, count))
+
+
+_FUNCTIONS: dict[Op, Any] = {
+    SUM: lambda stack: stack.sum(axis=0, dtype=stack.dtype),
+    MEAN: lambda stack: stack.mean(axis=0),
+    MIN: lambda stack: stack.min(axis=0),
+    MAX: lambda stack: stack.max(axis=0),
+    PRODUCT: lambda stack: stack.prod(axis=0, dtype=stack.dtype),
+}

@@ -1,0 +1,305 @@
+"""Where is a rank that does not come? It is asked, by messages of their own, and says so if it can.
+
+A rank that has waited for a moment asks the one that it waits for. That one keeps the question
+until it has something to tell:
+
+    rank 0 waits for 1        rank 1 waits for 2          rank 2 has ended its program
+    asks 1                    asks 2                      stays, and tells who asks
+                              fails, tells who asked
+    fails
+
+A rank that computes tells nothing. One that waits itself says for whom, so that a rank whose time
+is over follows the chain to the one that everybody waits for. One that fails, because another has
+ended, passes the news on. One that has ended its program stays until all have, and answers.
+
+Questions name the communicator in which the asking rank waits: what happens in others is no news.
+
+Cost: nothing for operations that take less than a tenth of a second. Per rank that is waited for,
+and communicator, one message of 8 bytes in the life of a program, and few answers; at the end a
+barrier that does not block.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from collectives.transport import liveness
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["News", "Whereabouts", "current", "install", "next_key"]
+
+_ASK, _TELL = 1, 2  # tags
+_QUESTION = struct.Struct("q")  # key of the communicator
+_ANSWER = struct.Struct("qqq")  # key, kind, rank of the world; a text follows
+_ENDED, _WAITS = 0, 1  # kinds: this rank has ended its program; the teller waits for this rank
+_TEXT_BYTES = 200
+
+# The key of an answer that holds in all communicators; theirs begin with 1.
+_EVERYWHERE = 0
+
+# Seconds between the news that a rank has ended and the end of the wait for it: what it sent before
+# may come later than the news, which take another way.
+_GRACE = 0.5
+
+# A rank that waits looks ten times a second: within so many seconds it has answered, and so long
+# holds what it said of itself.
+_ANSWERS_WITHIN = 0.3
+_LONGEST_CHAIN = 8
+_LOOK_AGAIN = 0.002
+
+# At the end, polls before the first nap (those who end together are soon done), and the nap: each
+# of the log2 P rounds of the last barrier may be late by it.
+_POLLS, _NAP = 1000, 0.001
+
+
+class News(NamedTuple):
+    """That a rank of the world has ended its program, after what, and when this one heard of it."""
+
+    rank: int
+    text: str
+    heard: float
+
+
+class Whereabouts:
+    """Questions and answers among all processes of a job; from any thread that may use MPI.
+
+    Args:
+        world: all processes; *collective*.
+        last_call: tells what this rank did last: "after allreduce #2 at train.py:5".
+    """
+
+    def __init__(self, world: MPI.Comm, last_call: Callable[[], str]) -> None:
+        from mpi4py import MPI
+
+        self._mpi = world.Dup()
+        self._any = MPI.ANY_SOURCE
+        self._error = MPI.Exception
+        self._rank = self._mpi.Get_rank()
+        self._process = os.getpid()
+        self._last_call = last_call
+        self._lock = threading.Lock()
+        self._status = MPI.Status()
+        self._under_way: list[tuple[MPI.Request, bytes]] = []
+        self._asked: dict[tuple[int, int], float] = {}  # (rank, key) that this rank has asked, when
+        self._asking: set[tuple[int, int]] = set()  # (rank, key) that have asked this one
+        self._news: dict[tuple[int, int], News] = {}  # by teller and key
+        self._awaits: dict[tuple[int, int], int] = {}  # (teller, key) -> whom the teller waits for
+        self._waiting: dict[int, tuple[int, float]] = {}  # key -> whom this rank waits for, when
+        self._failed: dict[int, News] = {}  # key -> why this rank waits no more
+        self._end: News | None = None  # of this rank's program
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this process is the rank, not a forked child of it."""
+        return os.getpid() == self._process
+
+    def look(self, key: int, peers: Sequence[int]) -> News | None:
+        """Ask the ranks that this one waits for, once, and answer who asks this one.
+
+        Args:
+            key: of the communicator in which this rank waits.
+            peers: the ranks that it waits for.
+
+        Returns:
+            Why one of them will not come.
+        """
+        if not self.is_mine:
+            return None
+        with self._lock:
+            self._note(key, peers)
+            for peer in peers:
+                if (peer, key) not in self._asked:
+                    self._ask(peer, key)
+            for peer in peers:
+                if (news := self._news_of(peer, key)) is not None:
+                    self._failed[key] = news
+                    self._tell_all(key, news)
+                    return news
+        return None
+
+    def chain(self, key: int, peers: Sequence[int]) -> list[int]:
+        """Return whom this rank waits for, whom that one waits for, and so on, as far as they say.
+
+        Takes some tenths of a second.
+        """
+        found = list(peers[:1])
+        while found and len(found) < _LONGEST_CHAIN:
+            following = self._ask_again(found[-1], key, peers)
+            if following is None or following in (self._rank, *found):
+                break
+            found.append(following)
+        return found
+
+    def stay(self) -> None:
+        """Answer who asks, until all ranks have ended their programs; harmless when repeated.
+
+        To be called at the end of the program, before MPI is finalized.
+        """
+        from mpi4py import MPI
+
+        if self._end is not None or not self.is_mine or MPI.Is_finalized():
+            return
+        with self._lock:
+            self._end = News(self._rank, self._last_call(), time.monotonic())
+            self._take()
+            self._tell_all(None, self._end)
+        with contextlib.suppress(self._error):  # a rank has died: MPI will find out by itself
+            together = self._mpi.Ibarrier()
+            polls = 0
+            while not together.Test():
+                with self._lock:
+                    self._take()
+                polls += 1
+                if polls < _POLLS:
+                    os.sched_yield()
+                else:
+                    time.sleep(_NAP)
+                    liveness.look_before_exit()
+
+    def _news_of(self, peer: int, key: int) -> News | None:
+        """Return why a rank will not come: another one has ended, or itself some time ago."""
+        if (peer, key) in self._news:
+            return self._news[peer, key]
+        own = self._news.get((peer, _EVERYWHERE))
+        if own is None:
+            return None
+        since = max(own.heard, self._asked[peer, key])
+        return own if time.monotonic() - since > _GRACE else None
+
+    def _note(self, key: int, peers: Sequence[int]) -> None:
+        """Note whom this rank waits for, and look what has come."""
+        if peers:
+            self._waiting[key] = peers[0], time.monotonic()
+        self._take()
+
+    def _take(self) -> None:
+        """Take the questions and answers that have come."""
+        self._under_way = [one for one in self._under_way if not self._is_sent(one[0])]
+        for source, question in self._messages(_ASK):
+            (key,) = _QUESTION.unpack(question)
+            self._asking.add((source, key))
+            ended = self._failed.get(key) or self._end
+            awaited, since = self._waiting.get(key, (0, -_ANSWERS_WITHIN))
+            if ended is not None:
+                self._tell(source, key, _ENDED, ended.rank, ended.text)
+            elif time.monotonic() - since < _ANSWERS_WITHIN:
+                self._tell(source, key, _WAITS, awaited)
+        for source, answer in self._messages(_TELL):
+            key, kind, rank = _ANSWER.unpack_from(answer)
+            if kind == _WAITS:
+                self._awaits[source, key] = rank
+            else:
+                key = _EVERYWHERE if source == rank else key
+                text = answer[_ANSWER.size :].decode(errors="replace")
+                self._news.setdefault((source, key), News(rank, text, time.monotonic()))
+
+    def _messages(self, tag: int) -> list[tuple[int, bytes]]:
+        """Return the messages that have come, and their sources."""
+        found = []
+        try:
+            while (message := self._mpi.Improbe(self._any, tag, self._status)) is not None:
+                memory = bytearray(self._status.count)
+                source = self._status.source
+                message.Recv(memory)
+                found.append((source, bytes(memory)))
+        except RuntimeError:
+            # A rank has died. Acknowledged deaths do not keep MPI from receiving from others.
+            with contextlib.suppress(NotImplementedError, self._error):
+                self._mpi.Ack_failed()
+        return found
+
+    def _ask(self, peer: int, key: int) -> None:
+        self._asked[peer, key] = time.monotonic()
+        self._send(_QUESTION.pack(key), peer, _ASK)
+
+    def _ask_again(self, peer: int, key: int, peers: Sequence[int]) -> int | None:
+        """Return whom a rank waits for; None if it does not say so in time."""
+        with self._lock:
+            self._awaits.pop((peer, key), None)
+            self._ask(peer, key)
+        give_up = time.monotonic() + _ANSWERS_WITHIN
+        while time.monotonic() < give_up:
+            with self._lock:
+                self._note(key, peers)  # others ask this one
+                if (peer, key) in self._awaits:
+                    return self._awaits[peer, key]
+            time.sleep(_LOOK_AGAIN)
+        return None
+
+    def _tell_all(self, key: int | None, news: News) -> None:
+        """Tell the ranks that have asked this one, in one communicator or in any."""
+        for rank, asked in self._asking:
+            if key in (None, asked):
+                self._tell(rank, asked, _ENDED, news.rank, news.text)
+
+    def _tell(self, dest: int, key: int, kind: int, rank: int, text: str = "") -> None:
+        self._send(_ANSWER.pack(key, kind, rank) + text.encode()[:_TEXT_BYTES], dest, _TELL)
+
+    def _send(self, message: bytes, dest: int, tag: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the dead need no message
+            self._under_way.append((self._mpi.Isend(message, dest, tag), message))
+
+    def _is_sent(self, request: MPI.Request) -> bool:
+        try:
+            return bool(request.Test())
+        except RuntimeError:
+            return True
+
+
+current: Whereabouts | None = None
+_attribute = 0  # of MPI's communicator of this process alone
+_keys = 1
+
+
+def install(world: MPI.Comm, last_call: Callable[[], str]) -> None:
+    """From now on, answer other ranks; *collective*, harmless when repeated.
+
+    At the end of its program a rank stays until all others have ended theirs, as it would in
+    `MPI_Finalize`. Where the program itself calls that, it stays there.
+    """
+    global current, _attribute
+    if current is None and world.Get_size() > 1:
+        from mpi4py import MPI
+
+        current = Whereabouts(world, last_call)
+        # MPI_Finalize begins by deleting the attributes of this communicator.
+        _attribute = MPI.Comm.Create_keyval(delete_fn=_stay)
+        MPI.COMM_SELF.Set_attr(_attribute, True)
+
+
+def next_key(agree: Callable[[int], int]) -> int:
+    """Return a number for a new communicator, equal on its ranks; no other one of theirs has it.
+
+    Args:
+        agree: returns the largest of the numbers that the ranks bring.
+    """
+    global _keys
+    key = agree(_keys)
+    _keys = key + 1
+    return key
+
+
+def _stay(*_: Any) -> None:
+    if current is not None:
+        current.stay()
+
+
+# Registered when this package is imported, so called after what programs register themselves.
+@atexit.register
+def _at_exit() -> None:
+    if current is None or not current.is_mine:
+        return
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        liveness.prepare_exit()
+        MPI.COMM_SELF.Delete_attr(_attribute)  # stays; later Python cannot be called any more

@@ -1,0 +1,1 @@
+"""Gradients added up until enough have come: here or on another task."""

@@ -1,0 +1,238 @@
+"""The state machine of an accumulator: gradients come in, a mean goes out when there are enough.
+
+::
+
+    apply (local_step 7)  --\\
+    apply (local_step 6)  -- x  stale: dropped       step 7
+    apply (local_step 7)  ----> [ sum of 2 ] ------> take(2) | take(1) | ...   first in line first
+
+A *take* is an attempt that waits without a thread until enough gradients of the current step are
+in. It empties the sum and begins the next step. An accumulator has one or more *parts*, the
+gradients of one variable each, that come and go together.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from strategies.accumulators import sums
+from strategies.accumulators.sums import Gradient, Part, Sum
+from strategies.errors import CancelledError, InvalidArgumentError, OpError
+from strategies.remote.waiting import Attempt, Waiting
+from strategies.sparse import Rows
+
+__all__ = ["Accumulation", "Apply", "Engine", "Take"]
+
+_log = logging.getLogger(__name__)
+
+
+class Apply(Attempt):
+    """Add a gradient for each part.
+
+    Args:
+        gradients: arrays or `Rows`; None adds nothing to a part, but counts.
+        local_step: of the values that they were computed from.
+        worker: whose they are, for the report; None for nobody's.
+
+    Attributes:
+        accepted: whether they were added; False if they were stale.
+    """
+
+    accepted = False
+
+    def __init__(
+        self, gradients: Sequence[Gradient], local_step: int, worker: int | None = None
+    ) -> None:
+        self.gradients = gradients
+        self.local_step = local_step
+        self.worker = worker
+
+
+class Take(Attempt):
+    """Wait for so many gradients, and take them.
+
+    Attributes:
+        results: for each part the mean or sum; None if all gradients of it were None.
+    """
+
+    results: Sequence[Gradient] = ()
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.sums: list[Sum | None] = []  # what was taken, so that it can go back
+        self.taken = 0
+        self.step = -1
+
+
+class Engine(Waiting, Protocol):
+    """What an accumulator can do, on this task or on another."""
+
+    def cancel_pending(self) -> None:
+        """Fail all takes that wait, with `CancelledError`."""
+
+    def set_step(self, step: int) -> None:
+        """Set the current step; gradients of earlier ones are dropped from now on."""
+
+    def state(self) -> tuple[int, int, dict[int, list[int]]]:
+        """Return the step, the number of gradients in, and per worker those used and dropped."""
+
+
+class Accumulation:
+    """The engine of an accumulator on this task; usable from any thread.
+
+    Args:
+        parts: what the gradients are.
+        mean: whether a take gets their mean, else their sum.
+        name: for errors.
+        step: the first one.
+    """
+
+    def __init__(self, parts: Sequence[Part], *, mean: bool, name: str, step: int = 0) -> None:
+        self.parts = tuple(parts)
+        self.mean = mean
+        self._name = name
+        self._step = step
+        self._lock = threading.Lock()
+        self._sums: list[Sum | None] = [None] * len(self.parts)
+        self._count = 0
+        self._takes: deque[Take] = deque()
+        self._tally: dict[int, list[int]] = {}
+
+    def submit(self, attempt: Attempt) -> None:
+        """Add gradients, or let a take wait in the line."""
+        if isinstance(attempt, Apply):
+            error = None
+            try:
+                self._apply(attempt)
+            except InvalidArgumentError as caught:
+                error = caught
+            attempt.settle(error)
+            self._advance()
+            attempt.tell()
+        elif isinstance(attempt, Take):
+            if attempt.count <= 0:
+                why = f"take_grad: count must be > 0, got {attempt.count} ({self._name})"
+                attempt.settle(InvalidArgumentError(why))
+                attempt.tell()
+                return
+            with self._lock:
+                self._takes.append(attempt)
+            self._advance()
+
+    def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
+        """Set the callback of an attempt that waits."""
+        with self._lock:
+            if not attempt.done:
+                attempt.on_done = on_done
+            return not attempt.done
+
+    def withdraw(self, attempt: Attempt, error: OpError) -> None:
+        """End a take that waits."""
+        with self._lock:
+            if attempt.done or attempt not in self._takes:
+                return
+            self._takes.remove(attempt)  # type: ignore[arg-type]
+            attempt.settle(error)
+        attempt.tell()
+        self._advance()
+
+    def abandon(self, attempt: Attempt) -> None:
+        """End a take; its gradients go back, and its step if no other has begun."""
+        self.withdraw(attempt, CancelledError(f"{self._name}: the caller was interrupted"))
+        if not isinstance(attempt, Take):
+            return
+        with self._lock:
+            taken, attempt.taken = attempt.taken, 0
+            if taken:
+                for index, (old, new) in enumerate(zip(attempt.sums, self._sums, strict=True)):
+                    if old is not None and new is not None:
+                        old.absorb(new)  # type: ignore[arg-type]
+                    self._sums[index] = new if old is None else old
+                self._count += taken
+                if self._step == attempt.step + 1:
+                    self._step = attempt.step
+        self._advance()
+
+    def cancel_pending(self) -> None:
+        """Fail all takes that wait."""
+        with self._lock:
+            takes = list(self._takes)
+            self._takes.clear()
+            for take in takes:
+                take.settle(CancelledError(f"{self._name}: the operation was cancelled"))
+        for take in takes:
+            take.tell()
+
+    def set_step(self, step: int) -> None:
+        """Set the current step."""
+        with self._lock:
+            if step < self._step:
+                _log.warning("%s: the step goes back from %d to %d", self._name, self._step, step)
+            self._step = step
+
+    def state(self) -> tuple[int, int, dict[int, list[int]]]:
+        """Return step, number of gradients in, and what became of each worker's."""
+        with self._lock:
+            return self._step, self._count, {w: list(n) for w, n in self._tally.items()}
+
+    def _apply(self, attempt: Apply) -> None:
+        if len(attempt.gradients) != len(self.parts):
+            raise InvalidArgumentError(
+                f"apply_grad: expected {len(self.parts)} gradients, got {len(attempt.gradients)} "
+                f"({self._name})"
+            )
+        pairs = zip(self.parts, attempt.gradients, strict=True)
+        gradients = [sums.checked(part, gradient, "apply_grad") for part, gradient in pairs]
+        with self._lock:
+            attempt.accepted = attempt.local_step >= self._step
+            if attempt.accepted:
+                self._check_like_others(gradients)
+                for index, gradient in enumerate(gradients):
+                    total = self._sums[index]
+                    if gradient is not None and total is None:
+                        self._sums[index] = sums.started(gradient)
+                    elif gradient is not None and total is not None:
+                        total.add(gradient)  # type: ignore[arg-type]
+                self._count += 1
+            if attempt.worker is not None:
+                self._tally.setdefault(attempt.worker, [0, 0])[not attempt.accepted] += 1
+
+    def _check_like_others(self, gradients: Sequence[Gradient]) -> None:
+        """Refuse gradients that differ from those that are in."""
+        for part, total, gradient in zip(self.parts, self._sums, gradients, strict=True):
+            if total is None or gradient is None:
+                continue
+            form, shape = _like(gradient)
+            if (form, shape) != (total.form, total.shape):
+                raise InvalidArgumentError(
+                    f"apply_grad: the gradient differs from those that are in, expected "
+                    f"{total.form} of shape {total.shape}, got {form} of shape {shape} "
+                    f"({part.name})"
+                )
+
+    def _advance(self) -> None:
+        """Let takes have what there is, in their order."""
+        while True:
+            with self._lock:
+                if not self._takes or self._takes[0].count > self._count:
+                    return
+                take = self._takes.popleft()
+                take.sums, self._sums = self._sums, [None] * len(self.parts)
+                take.taken, self._count = self._count, 0
+                take.step = self._step
+                self._step += 1
+                divisor = take.taken if self.mean else None
+                take.results = [None if s is None else s.result(divisor) for s in take.sums]
+                take.settle()
+            take.tell()
+
+
+def _like(gradient: Any) -> tuple[str, tuple[int | None, ...]]:
+    """Return form and shape as a sum of such gradients has them."""
+    if isinstance(gradient, Rows):
+        return "rows", (None, *gradient.values.shape[1:])
+    return "dense", gradient.shape

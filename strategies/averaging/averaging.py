@@ -1,0 +1,411 @@
+"""The gradients of all ranks, averaged: what is alike for arrays, PyTorch and JAX.
+
+One step is two exchanges. The first is small and tells every rank what it has to know before any
+gradient moves: whether a rank refuses, whether parameters have changed, how many examples there
+are, and which ranks have a gradient for which parameter, dense or sparse. The second is that of the
+gradients: dense ones in buckets, which are planned once, sparse ones row by row. Where the rule
+wants `overlap`, the second may have been made already; see `early`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+import collectives as cc
+from strategies import arrays
+from strategies.agreement import raise_everywhere
+from strategies.averaging import alike, placing
+from strategies.averaging.alike import Compare, Fact
+from strategies.averaging.overlap import Early
+from strategies.averaging.passes import Contribution
+from strategies.optimizers.clipping import clip_by_global_norm
+from strategies.sparse import Rows
+
+__all__ = ["OPERATION", "Averaging", "Leaf", "Rule"]
+
+Array = npt.NDArray[Any]
+
+# What the first exchange adds up. Behind these stand, for each leaf, the number of ranks with a
+# gradient, and then the number of ranks with a sparse one. Two sums tell whether all ranks have
+# the same number: P times the sum of squares is then the square of the sum.
+_REFUSED, _CHANGED, _AGAIN, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _HEAD = range(8)
+
+OPERATION = "DistributedOptimizer"
+"""Whose comparison it is, in errors."""
+
+# Bytes of a bucket that is to be reduced during the backward pass: smaller ones begin earlier.
+# `benchmarks/overlap.py`, 34 MB between 2 machines at 1 Gbit/s, ms per step: 2 MiB 435, 4 MiB 430,
+# 8 MiB 437, 16 MiB 488.
+_EARLY_BUCKET_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How gradients are combined; see `strategies.DistributedOptimizer` for the fields."""
+
+    op: Any = cc.MEAN
+    compression: cc.Compression = cc.NONE
+    backward_passes_per_step: int = 1
+    gradient_predivide_factor: float = 1.0
+    average_aggregated_gradients: bool = False
+    clip_global_norm: float | None = None
+    sparse_as_dense: bool = False
+    bucket_bytes: int | None = None
+    overlap: bool = False
+    compare: Compare = "all"
+    compare_every: int | None = None
+
+    def check(self) -> None:
+        """Raise `TypeError` or `ValueError` where a field is of no use."""
+        say = "DistributedOptimizer"
+        if self.op not in (cc.MEAN, cc.SUM):
+            raise ValueError(f"{say}: gradients are added, expected MEAN or SUM, got {self.op}")
+        if not isinstance(self.compression, cc.Compression):
+            kind = type(self.compression).__name__
+            raise TypeError(f"{say}: expected NONE, FP16 or BF16 as compression, got {kind}")
+        if self.compare not in get_args(Compare):
+            raise ValueError(
+                f"{say}: expected one of {' '.join(get_args(Compare))} as compare, got "
+                f"{self.compare!r}"
+            )
+        passes, factor = self.backward_passes_per_step, self.gradient_predivide_factor
+        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+            raise ValueError(f"{say}: expected backward_passes_per_step >= 1, got {passes!r}")
+        every = self.compare_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int)):
+            raise TypeError(f"{say}: expected a number of steps as compare_every, got {every!r}")
+        if every is not None and every < 1:
+            raise ValueError(f"{say}: expected compare_every >= 1, got {every}")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"{say}: expected gradient_predivide_factor > 0, got {factor}")
+        if factor != 1 and self.op is not cc.MEAN:
+            raise ValueError(f"{say}: gradient_predivide_factor is for MEAN, got {self.op.value}")
+        clip = self.clip_global_norm
+        if clip is not None and not 0 < clip < math.inf:
+            raise ValueError(f"{say}: expected clip_global_norm > 0, got {clip}")
+        if self.overlap and passes > 1:
+            raise ValueError(
+                f"{say}: with overlap every backward pass is a step, expected "
+                f"backward_passes_per_step=1, got {passes}"
+            )
+        if self.overlap and self.compression.residuals is not None:
+            raise ValueError(
+                f"{say}: with overlap a gradient may be sent twice, expected compression without "
+                f"feedback, got {self.compression}"
+            )
+
+    def __str__(self) -> str:
+        """Return the words by which ranks compare what they mean."""
+        fields = {**self.__dict__, "op": self.op.value}
+        return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+class Leaf(NamedTuple):
+    """One parameter: its name for people, its shape and dtype, and an array of its kind."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    like: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype} of shape {self.shape}"
+
+
+def _no_facts() -> list[Fact]:
+    return []
+
+
+def _fact(leaf: Leaf, compared: bool) -> Fact:
+    """Say what a leaf is, and what it holds if that is compared, too."""
+    return Fact("parameter", str(leaf), alike.checksum(leaf.like) if compared else "")
+
+
+class Averaging:
+    """Combines the gradients of the ranks of one group, step by step.
+
+    Args:
+        comm: the ranks.
+        rule: how.
+        facts: tells the optimizer's settings and its state, which are compared with the leaves
+            themselves. None if the leaves are not the parameters: then the caller compares, in the
+            steps in which `due` is set.
+
+    Attributes:
+        due: whether ranks compare parameters in this step, if the rule says so; on all or on none.
+    """
+
+    def __init__(
+        self,
+        comm: cc.Communicator,
+        rule: Rule,
+        facts: Callable[[], list[Fact]] | None = None,
+    ) -> None:
+        self.comm = comm
+        self.rule = rule
+        self.due = False
+        self._compares = facts is not None and rule.compare != "nothing"
+        self._facts = facts if facts is not None and rule.compare == "all" else _no_facts
+        self._compared: set[tuple[str, tuple[int, ...], str]] = set()
+        self._given: Sequence[Leaf] = ()
+        self._leaves: list[Leaf] = []
+        self._words: list[tuple[str, tuple[int, ...], str]] = []
+        self._status = comm.shared_empty(_HEAD, np.float64)
+        self._exchange = comm.plan_allreduce(self._status, op=cc.SUM)
+        self._buckets: Any = None
+        self._bucketed: list[int] = []
+        self._steps = 0
+        self._early: Early | None = None
+
+    @property
+    def early(self) -> Early | None:
+        """What takes gradients before the step, if the rule wants that, on all ranks or on none."""
+        return self._early
+
+    def average(
+        self,
+        leaves: Sequence[Leaf],
+        contribution: Contribution,
+        unchanged: Collection[int] = (),
+    ) -> list[Any]:
+        """Combine the gradients of all ranks.
+
+        *Collective*: all ranks, with the same leaves.
+
+        Args:
+            leaves: the parameters.
+            contribution: of this rank.
+            unchanged: leaves whose gradients are as they were when `early` got them.
+
+        Returns:
+            For each leaf an array of its kind, in memory that is overwritten by the next step,
+            `Rows`, or None if no rank has a gradient. The same bits on all ranks.
+
+        Raises:
+            MismatchError: ranks differ in their parameters, in other things that the rule
+                compares, or in the number of steps; on all.
+            ValueError: examples are missing, or a gradient is sparse on some ranks only; on all.
+            Exception: the error of a contribution; on all ranks.
+        """
+        self._steps += 1
+        early, self._early = self._early, None
+        done = [] if early is None else early.finish()
+        if early is not None and early.error is not None:
+            contribution = contribution._replace(error=contribution.error or early.error)
+        again = early is None or not early.holds(contribution, unchanged)
+        status = self._tell(leaves, contribution, again)
+        new = False
+        if status[_CHANGED] and not status[_REFUSED]:
+            new = self._agree_on(leaves)
+            status = self._tell(leaves, contribution, again=True)
+        if status[_REFUSED]:
+            raise_everywhere(contribution.error, self.comm, "apply_gradients")
+        self._check(status)
+        self._compare(leaves, new)
+        scale = self._scale(status, contribution)
+        gradients, n = contribution.gradients, len(leaves)
+        present, sparse = status[_HEAD : _HEAD + n] > 0, status[_HEAD + n :] > 0
+        results: list[Any] = [None] * n
+        wanted = np.flatnonzero(present & ~sparse).tolist()
+        if status[_AGAIN] or not set(wanted) <= set(self._bucketed):
+            self._average_dense(wanted, gradients, scale, results)
+        else:
+            self._take(wanted, done, results)
+        for i in np.flatnonzero(sparse).tolist():
+            results[i] = self._average_rows(leaves[i], gradients[i], scale)
+        if self.rule.overlap and self._buckets is not None:
+            self._early = Early(self._buckets, self._bucketed, scale, contribution)
+        return results
+
+    def clipping(self, gradients: Sequence[Any]) -> float:
+        """Return what averaged gradients have to be multiplied by to be clipped: at most 1.
+
+        *Collective* where the rule clips. Gradients that are not finite are left as they are, for
+        whoever looks for them.
+
+        Args:
+            gradients: arrays, the same on all ranks; of sparse ones the values.
+        """
+        limit = self.rule.clip_global_norm
+        if limit is None:
+            return 1.0
+        # Each rank measures its share, and all join the same shares: the same bits everywhere.
+        rank, size = self.comm.rank, self.comm.size
+        flat = [g.reshape(-1) for g in gradients if g is not None]
+        shares = [g[len(g) * rank // size : len(g) * (rank + 1) // size] for g in flat]
+        _, norm = clip_by_global_norm(shares, limit, self.comm)
+        return limit / norm if limit < norm < math.inf else 1.0
+
+    def close(self) -> None:
+        """Release the buckets; *collective*."""
+        early, self._early = self._early, None
+        if early is not None:
+            early.finish()
+        if self._buckets is not None:
+            self._buckets.close()
+            self._buckets, self._bucketed = None, []
+
+    def _tell(self, leaves: Sequence[Leaf], contribution: Contribution, again: bool) -> Array:
+        """Make the first exchange; returns a copy of the sums.
+
+        Args:
+            leaves: the parameters.
+            contribution: of this rank.
+            again: what was reduced early on this rank is not what the step needs.
+        """
+        status, n = self._status, len(self._leaves)
+        gradients, _, examples, _, error = contribution
+        status[:] = 0
+        status[_REFUSED] = error is not None
+        status[_AGAIN] = again
+        status[_EXAMPLES] = examples or 0
+        status[_WEIGHTED] = examples is not None
+        status[_STEPS], status[_SQUARES] = self._steps, self._steps**2
+        if error is None:
+            changed = leaves is not self._given and self._words != [leaf[:3] for leaf in leaves]
+            status[_CHANGED] = changed
+            if not changed:
+                status[_HEAD : _HEAD + n] = [g is not None for g in gradients]
+                status[_HEAD + n :] = [isinstance(g, Rows) for g in gradients]
+        self._exchange()
+        sums: Array = status.copy()
+        return sums
+
+    def _agree_on(self, leaves: Sequence[Leaf]) -> bool:
+        """Compare the parameters of all ranks, and make room for them; tells if any are new."""
+        words = [leaf[:3] for leaf in leaves]
+        new = set(words) - self._compared
+        compared = new if self._compares else set()
+
+        def facts() -> list[Fact]:
+            own = [] if self._compared else self._facts()
+            return own + [_fact(leaf, leaf[:3] in compared) for leaf in leaves]
+
+        alike.compare(self.comm, OPERATION, facts)
+        self.close()
+        self._given, self._leaves, self._words = leaves, list(leaves), words
+        self._compared |= new
+        self._status = self.comm.shared_empty(_HEAD + 2 * len(leaves), np.float64)
+        self._exchange = self.comm.plan_allreduce(self._status, op=cc.SUM)
+        return bool(new)
+
+    def _compare(self, leaves: Sequence[Leaf], new: bool) -> None:
+        """Compare the parameters again, if it is time; where some are `new` they just were."""
+        every = self.rule.compare_every
+        again = every is not None and self._steps % every == 0
+        # Also the second step, for the caller: a rate that warms up often begins at zero, and of
+        # such a step nothing shows but the parameters.
+        self.due = self.rule.compare != "nothing" and (new or again or self._steps <= 2)
+        if again and not new and self._compares:
+            alike.compare(
+                self.comm,
+                OPERATION,
+                lambda: self._facts() + [_fact(leaf, compared=True) for leaf in leaves],
+                earlier="in an earlier step",
+            )
+
+    def _check(self, status: Array) -> None:
+        """Find what is wrong in the sums; the same on all ranks."""
+        size, n = self.comm.size, len(self._leaves)
+        if status[_SQUARES] * size != status[_STEPS] ** 2:
+            raise cc.MismatchError(
+                "apply_gradients: ranks are not in the same step, expected the same number of "
+                f"steps everywhere, got {status[_STEPS] / size:g} on average and "
+                f"{self._steps} on {self.comm.name(self.comm.rank)}"
+            )
+        if status[_WEIGHTED] not in (0, size):
+            raise ValueError(
+                "apply_gradients: some ranks have given examples, expected all or none, got "
+                f"{status[_WEIGHTED]:g} of {size}"
+            )
+        if status[_WEIGHTED] and self.rule.op is not cc.MEAN:
+            raise ValueError("apply_gradients: examples weight a mean, expected MEAN, got SUM")
+        if status[_WEIGHTED] and status[_EXAMPLES] <= 0:
+            raise ValueError("apply_gradients: no rank has an example, expected at least one")
+        present, sparse = status[_HEAD : _HEAD + n], status[_HEAD + n :]
+        for i in np.flatnonzero((sparse > 0) & (sparse < present)).tolist():
+            raise ValueError(
+                "apply_gradients: a gradient is sparse on some ranks and dense on others, expected "
+                "one kind; sparse_as_dense=True makes them dense "
+                f"(variable: {self._leaves[i].name})"
+            )
+
+    def _scale(self, status: Array, contribution: Contribution) -> float:
+        """Return what this rank's gradients are multiplied by before they are combined."""
+        if contribution.examples is not None:
+            scale = contribution.weight * self.comm.size / float(status[_EXAMPLES])
+        else:
+            scale = 1 / contribution.passes if self.rule.average_aggregated_gradients else 1.0
+        return scale / self.rule.gradient_predivide_factor
+
+    @property
+    def _op(self) -> Any:
+        """How the scaled gradients are combined."""
+        return self.rule.op if self.rule.gradient_predivide_factor == 1 else cc.SUM
+
+    def _finish(self, result: Any) -> Any:
+        """Make the mean of a sum, where the division was split."""
+        if self.rule.gradient_predivide_factor != 1:
+            result *= self.rule.gradient_predivide_factor / self.comm.size
+        return result
+
+    def _average_dense(
+        self, wanted: list[int], gradients: Sequence[Any], scale: float, results: list[Any]
+    ) -> None:
+        if not wanted:
+            return
+        present = set(wanted)
+        if not present <= set(self._bucketed):
+            members = sorted(present | set(self._bucketed))
+            self.close()
+            rule, leaves = self.rule, [self._leaves[i] for i in members]
+            self._buckets = self.comm.plan_buckets(
+                [leaf.like for leaf in leaves],
+                op=self._op,
+                compression=rule.compression,
+                bucket_bytes=rule.bucket_bytes or (_EARLY_BUCKET_BYTES if rule.overlap else None),
+                names=[leaf.name for leaf in leaves],
+            )
+            self._bucketed = members
+        chosen = [gradients[i] if i in present else None for i in self._bucketed]
+        self._take(wanted, self._reduce(chosen, scale), results)
+
+    def _take(self, wanted: list[int], reduced: Sequence[Any], results: list[Any]) -> None:
+        """Note the results of some leaves, given those of all places."""
+        present = set(wanted)
+        for i, result in zip(self._bucketed, reduced, strict=True):
+            if i in present:
+                results[i] = self._finish(result)
+
+    def _reduce(self, gradients: list[Any], scale: float) -> list[Any]:
+        """Reduce one gradient for each place in the buckets."""
+        pairs = list(zip(self._buckets.views, gradients, strict=True))
+        hosts = None
+        try:
+            if all(isinstance(view, np.ndarray) for view, _ in pairs):
+                hosts = [None if g is None else placing.host(g, view) for view, g in pairs]
+            else:
+                for view, gradient in pairs:
+                    placing.put(view, gradient, scale)
+        except Exception as error:  # for which the other ranks must not wait
+            self._buckets.end_by(error)
+            raise
+        return list(self._buckets.allreduce(hosts, scale=1.0 if hosts is None else scale))
+
+    def _average_rows(self, leaf: Leaf, gradient: Rows | None, scale: float) -> Rows:
+        if gradient is None:
+            indices, values = np.empty(0, np.int64), leaf.like[:0]
+        else:
+            # In the dtype of all ranks: rows of one index that were added up may be wider.
+            values = arrays.astype(gradient.values * scale, arrays.dtype_name(leaf.like))
+            indices = gradient.indices
+        found, rows = self.comm.sparse_allreduce(
+            indices, values, num_rows=leaf.shape[0], op=self._op
+        )
+        return Rows(found, self._finish(rows))

@@ -1,0 +1,214 @@
+"""Gradients of several replicas become one update of the variables that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+
+import collectives as cc
+from strategies import arrays
+from strategies.arrays import COMPUTE
+from strategies.averaging.alike import settings_of
+from strategies.averaging.averaging import Rule
+from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer, fitted
+from strategies.errors import InvalidArgumentError
+from strategies.optimizers.pairs import split
+from strategies.replicas import reductions
+from strategies.sparse import Rows
+
+if TYPE_CHECKING:
+    from strategies.strategy import Strategy
+
+__all__ = ["Gradients", "Optimizers", "apply", "combine"]
+
+
+class Gradients(NamedTuple):
+    """The gradients of one replica, or of all replicas of a process.
+
+    Attributes:
+        pairs: (gradient or None, variable), as optimizers take them.
+        examples: how many rows they are the mean of; None if all replicas count alike.
+    """
+
+    pairs: list[tuple[Any, Any]]
+    examples: int | None
+
+    @classmethod
+    def of(cls, grads_and_vars: Iterable[tuple[Any, Any]], examples: int | None) -> Gradients:
+        """Take what a user gives.
+
+        Raises:
+            ValueError: `examples` is no count.
+            TypeError: something is not a (gradient, variable) pair.
+        """
+        if examples is not None and examples < 0:
+            raise ValueError(
+                f"apply_gradients: examples is no count, expected >= 0, got {examples}"
+            )
+        pairs = [split(x, "apply_gradients", i) for i, x in enumerate(grads_and_vars)]
+        return cls(pairs, examples)
+
+
+def combine(replicas: Sequence[Gradients]) -> Gradients:
+    """Average the gradients of this process's replicas, weighted by their examples.
+
+    A gradient of None counts as zero, unless all replicas have None.
+
+    Raises:
+        ValueError: the replicas have different variables, or only some say how many examples.
+    """
+    if len(replicas) == 1:
+        return replicas[0]
+    variables = [[id(variable) for _, variable in replica.pairs] for replica in replicas]
+    if any(own != variables[0] for own in variables):
+        raise ValueError(
+            "apply_gradients: the replicas have different variables, or in another order, got "
+            + " and ".join(str([_name(v) for _, v in replica.pairs]) for replica in replicas)
+        )
+    known = [replica.examples is not None for replica in replicas]
+    if any(known) and not all(known):
+        raise ValueError(
+            "apply_gradients: only some replicas say of how many examples their gradients are, "
+            "expected all or none"
+        )
+    weights = [_weight(replica) for replica in replicas]
+    pairs = []
+    for place, (_, variable) in enumerate(replicas[0].pairs):
+        column = [replica.pairs[place][0] for replica in replicas]
+        pairs.append((_mean(column, weights, _name(variable)), variable))
+    return Gradients(pairs, sum(weights) if all(known) else None)
+
+
+class Optimizers:
+    """What averages over the ranks of a strategy for each optimizer that it is given."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._made: dict[int, AveragingOptimizer] = {}
+
+    def averaging(self, optimizer: ArrayOptimizer | AveragingOptimizer) -> AveragingOptimizer:
+        """Return an optimizer that averages first; *collective* at the first call for each."""
+        if isinstance(optimizer, AveragingOptimizer):
+            return optimizer
+        if id(optimizer) not in self._made:
+            ranks = self._strategy.ranks
+            assert ranks.comm is not None
+            options = ranks.options
+            rule = Rule(
+                compression=options.compression or cc.NONE,
+                bucket_bytes=options.bytes_per_pack or None,
+            )
+            updates: Any = _Updates(self._strategy, optimizer)
+            # Not the state, which some strategies keep on one rank; there, functions of the step
+            # are at that rank's step.
+            facts = partial(settings_of, optimizer, schedules=False)
+            self._made[id(optimizer)] = AveragingOptimizer(updates, ranks.comm, rule, facts)
+        return self._made[id(optimizer)]
+
+
+class _Updates:
+    """An optimizer whose updates happen where the strategy has its variables."""
+
+    def __init__(self, strategy: Strategy, optimizer: ArrayOptimizer) -> None:
+        self._strategy = strategy
+        self._optimizer = optimizer
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+        """Update every variable by its gradient; *collective*."""
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        self._strategy.update(variables, lambda: self._optimizer.apply_gradients(pairs))
+
+
+def apply(strategy: Strategy, optimizer: Any, replicas: Sequence[Gradients]) -> None:
+    """Update the variables once; *collective*, in the cross-replica context.
+
+    Args:
+        strategy: whose replicas these are.
+        optimizer: what updates.
+        replicas: the gradients of each replica of this process.
+    """
+
+    def local() -> Gradients:
+        own = combine(replicas)
+        _check_owner(strategy, own.pairs)
+        return own
+
+    own = strategy.ranks.prepared("apply_gradients", local)
+    if strategy.ranks.size > 1 or isinstance(optimizer, AveragingOptimizer):
+        strategy.optimizers.averaging(optimizer).apply_gradients(own.pairs, examples=own.examples)
+    elif own.examples == 0:
+        raise ValueError("apply_gradients: no replica has an example, expected at least one")
+    else:
+        optimizer.apply_gradients(fitted(own.pairs))
+
+
+def _check_owner(strategy: Strategy, pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Refuse variables of another strategy.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for _, variable in pairs:
+        owner = getattr(variable, "strategy", None)
+        if owner is not None and owner is not strategy:
+            raise ValueError(
+                f"apply_gradients: the variable belongs to another strategy, expected one made by "
+                f"this {type(strategy).__name__}, got one of {type(owner).__name__} (variable: "
+                f"{_name(variable)})"
+            )
+
+
+def _mean(column: list[Any], weights: list[int], name: str) -> Any:
+    """Average the gradients of one variable; a gradient of no rows does not count."""
+    if all(gradient is None for gradient in column):
+        return None
+    if any(isinstance(gradient, Rows) for gradient in column):
+        return _mean_rows(column, weights, name)
+    given = [
+        (reductions.as_array(gradient, "apply_gradients"), weight)
+        for gradient, weight in zip(column, weights, strict=True)
+        if gradient is not None
+    ]
+    first = given[0][0]
+    if any(array.shape != first.shape for array, _ in given):
+        raise InvalidArgumentError(
+            f"apply_gradients: the replicas' gradients have different shapes, got "
+            f"{', '.join(str(tuple(array.shape)) for array, _ in given)} (variable: {name})"
+        )
+    parts = [arrays.wide(array) * weight for array, weight in given if weight]
+    return _narrow(reductions.add(parts) / sum(weights), first) if parts else first
+
+
+def _mean_rows(column: list[Any], weights: list[int], name: str) -> Rows:
+    """Average gradients of a few rows each: the rows of all replicas, in their order."""
+    given = [(g, weight) for g, weight in zip(column, weights, strict=True) if g is not None]
+    if not all(isinstance(gradient, Rows) for gradient, _ in given):
+        raise ValueError(
+            f"apply_gradients: the gradient is sparse on some replicas and dense on others, "
+            f"expected one kind (variable: {name})"
+        )
+    counted = [(g, weight) for g, weight in given if weight] or [(given[0][0], 0)]
+    join = array_api_compat.array_namespace(counted[0][0].values).concat
+    scales = [weight / max(1, sum(weights)) for _, weight in counted]
+    values = [arrays.wide(g.values) * scale for (g, _), scale in zip(counted, scales, strict=True)]
+    mean = _narrow(join(values), counted[0][0].values)
+    return Rows(np.concatenate([g.indices for g, _ in counted]), mean)
+
+
+def _narrow(mean: Any, like: Any) -> Any:
+    """Round what was computed in 32 bits, if it was of 16."""
+    name = arrays.dtype_name(like)
+    return mean if COMPUTE.get(name, name) == name else arrays.astype(mean, name)
+
+
+def _weight(gradients: Gradients) -> int:
+    return 1 if gradients.examples is None else gradients.examples
+
+
+def _name(variable: Any) -> str:
+    return getattr(variable, "name", "unnamed")

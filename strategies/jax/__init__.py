@@ -1,0 +1,1 @@
+"""Unisono under JAX: transformations of Optax, also inside of compiled programs."""

@@ -1,0 +1,231 @@
+"""Gradient transformations of Optax that average over the ranks.
+
+Inside `jax.jit` there are no elements to send: the compiled program calls back to the host, where
+the gradients are averaged as those of any other library, and goes on with the result. The calls are
+ordered, so that all ranks make them in the order of their programs, and they use a communicator of
+their own, since JAX makes them in its own thread while the program's thread goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import io_callback
+
+import collectives as cc
+from strategies.arrays import COMPUTE
+from strategies.averaging import alike
+from strategies.averaging.alike import Kind, fact_of
+from strategies.averaging.averaging import OPERATION, Averaging, Leaf, Rule
+from strategies.averaging.passes import Contribution
+from strategies.structures import WHOLE
+
+__all__ = ["PassesState", "wrap"]
+
+# By which name errors call what users make by it; as in `distributed_optimizer`.
+_KNOWN_AS = dict.fromkeys(["update", "on_the_host"], "DistributedOptimizer.update")
+
+
+class PassesState(NamedTuple):
+    """State of a transformation with `backward_passes_per_step` above 1.
+
+    Attributes:
+        count: passes since the last update, int32.
+        examples: their rows, float32.
+        sums: gradients added up, like the parameters, but float32 where these are of 16 bits.
+        inner: state of the wrapped transformation.
+    """
+
+    count: Any
+    examples: Any
+    sums: Any
+    inner: Any
+
+
+def wrap(
+    transformation: optax.GradientTransformation, comm: cc.Communicator, rule: Rule
+) -> optax.GradientTransformationExtraArgs:
+    """Make a transformation average over the ranks; see `strategies.DistributedOptimizer`.
+
+    *Collective*; so is every `update` of the result. Its state is that of the given transformation,
+    or `PassesState` around it. `update` takes `examples=`, the number of rows that this rank's
+    gradients are the mean of, and hands other keywords on.
+
+    Args:
+        transformation: what makes updates of gradients.
+        comm: the ranks.
+        rule: how they average.
+    """
+    inner = optax.with_extra_args_support(transformation)
+    own = comm.split(0, comm.rank)
+    assert own is not None
+    average = _Average(own, rule)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, examples: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        averaged, due = average(updates, examples, 1)
+        made, changed = inner.update(averaged, state, params, **extra)
+        average.compare(due, params, state, made)
+        return made, changed
+
+    if rule.backward_passes_per_step == 1:
+        return optax.GradientTransformationExtraArgs(inner.init, update)
+    return _with_passes(inner, average, rule.backward_passes_per_step)
+
+
+def _with_passes(inner: Any, average: _Average, wanted: int) -> Any:
+    """Add up the gradients of `wanted` passes, and make no updates before."""
+
+    def init(params: Any) -> PassesState:
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _wide(p)), params)
+        return PassesState(jnp.int32(0), jnp.float32(0), zeros, inner.init(params))
+
+    def update(
+        updates: Any, state: PassesState, params: Any = None, *, examples: Any = None, **extra: Any
+    ) -> tuple[Any, PassesState]:
+        told = examples is not None
+        rows = state.examples + (examples if told else 0)
+        weight = examples if told else 1
+        sums = jax.tree.map(
+            lambda s, g: s + _weighted(g.astype(s.dtype), weight), state.sums, updates
+        )
+        count = state.count + 1
+        # Sums over examples would not fit 16 bits.
+        divisor = jnp.where(rows == 0, 1, rows) if told else 1
+        likes = updates if params is None else params
+
+        def enough() -> tuple[Any, PassesState]:
+            whole = jax.tree.map(lambda s, p: (s / divisor).astype(p.dtype), sums, likes)
+            gradients, due = average(whole, rows if told else None, wanted)
+            made, changed = inner.update(gradients, state.inner, params, **extra)
+            average.compare(due, params, state.inner, made)
+            zeros = jax.tree.map(jnp.zeros_like, sums)
+            return made, PassesState(jnp.int32(0), jnp.float32(0), zeros, changed)
+
+        def not_yet() -> tuple[Any, PassesState]:
+            nothing = jax.tree.map(jnp.zeros_like, likes)
+            return nothing, PassesState(count, rows, sums, state.inner)
+
+        if isinstance(count, jax.core.Tracer):
+            made, changed = jax.lax.cond(count == wanted, enough, not_yet)
+            return made, changed
+        return enough() if int(count) == wanted else not_yet()
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _weighted(gradient: Any, examples: Any) -> Any:
+    """Multiply by the number of examples; a mean over no rows may be NaN."""
+    return jnp.where(examples == 0, 0, gradient * examples).astype(gradient.dtype)
+
+
+def _wide(array: Any) -> Any:
+    """Return in which dtype gradients of a parameter are added up."""
+    return COMPUTE.get(str(array.dtype), array.dtype)
+
+
+def _name(path: Sequence[Any]) -> str:
+    """Return the name of a leaf of a tree."""
+    return jax.tree_util.keystr(path) or WHOLE
+
+
+def _plain(leaf: Any) -> Any:
+    """Return the numbers of a key of random numbers, others as they are."""
+    is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+class _Average:
+    """Averages trees of arrays, inside and outside of compiled programs."""
+
+    def __init__(self, comm: cc.Communicator, rule: Rule) -> None:
+        self._averaging = Averaging(comm, rule)
+
+    def compare(self, due: Any, params: Any, state: Any, updates: Any) -> None:
+        """Compare what the ranks have made of an average, if that is due; *collective* then.
+
+        Args:
+            due: whether it is, in a program an array.
+            params: the parameters; None if they are not known.
+            state: of the transformation, before it made the updates.
+            updates: what it made.
+        """
+        rule = self._averaging.rule
+        if rule.compare == "nothing":
+            return
+        trees: dict[Kind, Any] = {"parameter": params}
+        if rule.compare == "all":
+            trees |= {"state": state, "update": updates}
+        paths, _ = jax.tree_util.tree_flatten_with_path(trees)
+        names = [(path[0].key, _name(path[1:])) for path, _ in paths]
+        values = [_plain(value) for _, value in paths]
+
+        def on_the_host(*hosts: Any) -> None:
+            named = zip(names, hosts, strict=True)
+            alike.compare(
+                self._averaging.comm,
+                OPERATION,
+                lambda: [fact_of(kind, name, value) for (kind, name), value in named],
+            )
+
+        def in_a_program(values: list[Any]) -> None:
+            io_callback(on_the_host, None, *values, ordered=True)
+
+        if not any(isinstance(x, jax.core.Tracer) for x in [*values, due]):
+            if due:
+                on_the_host(*values)
+        else:
+            jax.lax.cond(due, in_a_program, lambda values: None, values)
+
+    def __call__(self, updates: Any, examples: Any, passes: int) -> tuple[Any, Any]:
+        """Return the same tree with the averages of all ranks, and whether they compare now.
+
+        Args:
+            updates: arrays; sums of the passes, or means if examples are told.
+            examples: rows, a number or a scalar array; or None.
+            passes: how many were added up.
+        """
+        paths, tree = jax.tree_util.tree_flatten_with_path(updates)
+        arrays = [array for _, array in paths]
+        names = [_name(path) for path, _ in paths]
+        told = examples is not None
+
+        def on_the_host(rows: Any, *values: Any) -> tuple[Any, list[Any]]:
+            hosts = [np.asarray(value) for value in values]
+            averages = self._averaged(names, hosts, float(rows) if told else None, passes)
+            return np.bool_(self._averaging.due), averages
+
+        rows = np.float32(0) if examples is None else examples
+        if not any(isinstance(x, jax.core.Tracer) for x in [*arrays, rows]):
+            due, averages = on_the_host(rows, *arrays)
+            results = [jnp.asarray(x) for x in averages]
+        else:
+            shapes = jax.eval_shape(lambda: (jnp.bool_(False), arrays))
+            due, results = io_callback(on_the_host, shapes, rows, *arrays, ordered=True)
+        return jax.tree_util.tree_unflatten(tree, results), due
+
+    def _averaged(
+        self, names: Sequence[str], hosts: Sequence[Any], examples: float | None, passes: int
+    ) -> list[Any]:
+        error = None
+        if examples is not None and not 0 <= examples < np.inf:
+            error = ValueError(f"update: examples is no count, expected >= 0, got {examples}")
+        leaves = [
+            Leaf(name, host.shape, str(host.dtype), host)
+            for name, host in zip(names, hosts, strict=True)
+        ]
+        gradients = [None] * len(hosts) if examples == 0 else hosts
+        weight = 1.0 if examples is None else examples
+        averaged = self._averaging.average(
+            leaves, Contribution(gradients, weight, examples, passes, error)
+        )
+        scale = self._averaging.clipping(averaged)
+        # Copies: JAX keeps what it is given, and the next step writes into the buckets. A gradient
+        # that no rank has is that of ranks without examples, which the average has refused.
+        return [np.multiply(g, scale).astype(g.dtype, copy=False) for g in averaged]

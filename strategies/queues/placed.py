@@ -1,0 +1,177 @@
+"""Rows that stay where they are until they leave, in an order that is not that of arrival."""
+
+from __future__ import annotations
+
+import heapq
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from strategies.queues.store import Columns, RowStore
+
+__all__ = ["PlacedRows", "PrioritisedRows", "ShuffledRows"]
+
+
+class PlacedRows(RowStore):
+    """Rows at free places of the columns; what is derived from it keeps their order.
+
+    Args:
+        dtypes: dtype per component.
+        shapes: shape per component, without the dimension that counts rows.
+    """
+
+    def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(dtypes, shapes)
+        self._free = list(range(self._room))
+
+    def append_row(self, row: Sequence[Any]) -> None:
+        """Add one row."""
+        self._reserve(1)
+        place = self._free.pop()
+        for column, component in zip(self._columns, row):  # noqa: B905 (checked before, hot)
+            column[place] = component
+        self.size += 1
+        self._enter([place])
+
+    def append(self, columns: Columns, start: int, stop: int) -> None:
+        """Add rows, in their order."""
+        self._enter(self._put(columns, start, stop))
+
+    def take_row(self) -> tuple[Any, ...]:
+        """Remove the next row."""
+        (place,) = self._leave(1)
+        row = tuple([c[place].copy() if c.ndim > 1 else c[place] for c in self._columns])
+        for column in self._objects:
+            column[place] = None
+        self._free.append(place)
+        self.size -= 1
+        return row
+
+    def take(self, count: int) -> Columns:
+        """Remove the next `count` rows, one after the other."""
+        places = self._leave(count)
+        taken = tuple([column[places] for column in self._columns])
+        for column in self._objects:
+            column[places] = None
+        self._free.extend(places)
+        self.size -= count
+        return taken
+
+    @abstractmethod
+    def _enter(self, places: list[int]) -> None:
+        """Rows have come to these places."""
+
+    @abstractmethod
+    def _leave(self, count: int) -> list[int]:
+        """Choose the next rows, forget them, and return their places."""
+
+    @abstractmethod
+    def _move(self) -> list[int]:
+        """Return the places of all rows, and from now on expect row `i` of these at place `i`."""
+
+    def _put(self, columns: Columns, start: int, stop: int) -> list[int]:
+        """Copy rows to free places and return these."""
+        count = stop - start
+        self._reserve(count)
+        places = self._free[-count:]
+        del self._free[-count:]
+        for column, source in zip(self._columns, columns, strict=True):
+            if count == 1:
+                column[places[0]] = source[start]
+            else:
+                column[places] = source[start:stop]
+        self.size += count
+        return places
+
+    def _reserve(self, count: int) -> None:
+        if count > len(self._free):
+            self._grow(self._move(), self.size + count)
+            self._free = list(range(self.size, self._room))
+
+
+class ShuffledRows(PlacedRows):
+    """Every row that is present is equally likely to leave next.
+
+    One random number in [0, 1) is used per row that leaves, and the last row takes the place of the
+    one that left: the order depends on the seed and on which rows are present at each removal, not
+    on how many are taken at a time.
+
+    Args:
+        dtypes: dtype per component.
+        shapes: shape per component, without the dimension that counts rows.
+        seed: of the order; None for a different one each time.
+    """
+
+    def __init__(
+        self,
+        dtypes: Sequence[np.dtype[Any]],
+        shapes: Sequence[tuple[int, ...]],
+        seed: int | None,
+    ) -> None:
+        super().__init__(dtypes, shapes)
+        self._random = np.random.default_rng(seed).random
+        self._present: list[int] = []  # places of the rows, in the order that the draws refer to
+
+    def put_back(self, columns: Columns) -> None:
+        """Add the rows again: an order that is random has no front."""
+        self.append(columns, 0, len(columns[0]))
+
+    def _enter(self, places: list[int]) -> None:
+        self._present.extend(places)
+
+    def _leave(self, count: int) -> list[int]:
+        present = self._present
+        size = len(present)
+        places = []
+        numbers = (self._random(),) if count == 1 else self._random(count).tolist()
+        for number in numbers:
+            index = int(number * size)
+            size -= 1
+            places.append(present[index])
+            present[index] = present[size]
+            present.pop()
+        return places
+
+    def _move(self) -> list[int]:
+        places, self._present = self._present, list(range(self.size))
+        return places
+
+
+class PrioritisedRows(PlacedRows):
+    """The row with the smallest first component is next; among equals, the one that came first.
+
+    Args:
+        dtypes: dtype per component.
+        shapes: shape per component, without the dimension that counts rows.
+    """
+
+    def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(dtypes, shapes)
+        self._heap: list[tuple[int, int, int]] = []  # priority, arrival, place
+        self._first = self._last = 0  # arrivals; rows that came back count down from the first
+
+    def put_back(self, columns: Columns) -> None:
+        """Give back rows, so that they precede all others of the same priority."""
+        count = len(columns[0])
+        self._first -= count
+        self._push(self._put(columns, 0, count), self._first)
+
+    def _enter(self, places: list[int]) -> None:
+        self._push(places, self._last)
+        self._last += len(places)
+
+    def _push(self, places: list[int], arrival: int) -> None:
+        priorities = self._columns[0]
+        for number, place in enumerate(places, arrival):
+            heapq.heappush(self._heap, (int(priorities[place]), number, place))
+
+    def _leave(self, count: int) -> list[int]:
+        return [heapq.heappop(self._heap)[2] for _ in range(count)]
+
+    def _move(self) -> list[int]:
+        places = [place for _, _, place in self._heap]
+        keys = [(priority, arrival) for priority, arrival, _ in self._heap]
+        self._heap = [(*key, place) for place, key in enumerate(keys)]
+        return places

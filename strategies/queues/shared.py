@@ -1,0 +1,226 @@
+"""Queues that several tasks use: each of them by the same call, on whichever task the queue is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from strategies.errors import InvalidArgumentError
+from strategies.queues.attempts import Attempt, Close, Dequeue, Enqueue
+from strategies.queues.kinds import (
+    FIFOQueue,
+    PaddingFIFOQueue,
+    PriorityQueue,
+    Queue,
+    RandomShuffleQueue,
+)
+from strategies.queues.remote import RemoteEngine
+from strategies.queues.values import as_dtype
+from strategies.remote.container import Handler, ResourceKind, Work, register
+from strategies.remote.service import Service
+from strategies.remote.wire import dtype_named
+
+__all__ = ["OPERATIONS", "shared_queue"]
+
+Q = TypeVar("Q", bound=Queue)
+
+# What two constructors must agree in, in the order in which a difference is reported.
+_PROPERTIES = ("capacity", "min_after_dequeue", "dtypes", "shapes", "names", "seed")
+
+
+def shared_queue(
+    kind: type[Q],
+    *arguments: Any,
+    service: Service,
+    shared_name: str,
+    task: int | str | None = None,
+    container: str | None = None,
+    **properties: Any,
+) -> Q:
+    """Make a queue that lives on a task, or find it there: whichever task asks first makes it.
+
+    The result is a queue like any other, also on other tasks: the same operations, deadlines and
+    errors. There, besides, every operation may raise `UnavailableError` (the task is dead, has
+    left, or is silent), and after a reset of the container `NotFoundError` or `AbortedError`.
+
+    A row that is on its way to a task that dies goes back to the queue. One that has arrived there
+    belongs to that task, and is lost with it.
+
+    Args:
+        kind: class of the queue, such as `FIFOQueue`.
+        arguments: of the class.
+        service: open on all tasks.
+        shared_name: of the queue; also its `name`.
+        task: where the queue lives: a number, or a device string such as "/job:worker/task:1"; what
+            that leaves open, or None, is decided by the `device` blocks around, and at last it is
+            task 0 (of a `Cluster`: the chief, else worker 0).
+        container: set of names that `shared_name` belongs to; None for the current one.
+        properties: keyword arguments of the class, without `name`.
+
+    Returns:
+        The queue itself on its task, elsewhere a queue of the same class that works there.
+
+    Raises:
+        InvalidArgumentError: the name belongs to a queue of another kind or with another property;
+            says which. A seed of None fits any.
+        UnavailableError: the task cannot be reached.
+        ValueError: no such task, no name, or as the class.
+        TypeError: not one of the queues' classes, or as the class.
+
+    Example:
+        >>> import collectives as cc
+        >>> with Service(cc.init()) as service:
+        ...     queue = shared_queue(FIFOQueue, 8, str, [()], service=service, shared_name="files")
+        ...     queue.enqueue("a.csv")
+        ...     queue.dequeue()
+        'a.csv'
+    """
+    if kind not in _KINDS:
+        raise TypeError(
+            f"shared_queue: expected one of {' '.join(sorted(k.__name__ for k in _KINDS))}, "
+            f"got {kind!r}"
+        )
+    queue = kind(*arguments, **properties, name=shared_name)  # also checks the arguments
+    place, found = service.open(
+        _KINDS[kind],
+        _description(kind, arguments, properties),
+        name=shared_name,
+        task=task,
+        container=container,
+    )
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    queue.components.copies = False  # arrays are not needed any more when the call returns
+    queue.engine = RemoteEngine(service, place)  # type: ignore[assignment]
+    return queue
+
+
+def _description(
+    kind: type[Queue], arguments: tuple[Any, ...], properties: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a constructor's arguments as msgpack can carry them."""
+    given = dict(inspect.signature(kind).bind(*arguments, **properties).arguments)
+    if "dtypes" in given:
+        dtypes = given["dtypes"]
+        listed = dtypes if isinstance(dtypes, (list, tuple)) else [dtypes]
+        known = [as_dtype(dtype) for dtype in listed]
+        given["dtypes"] = [d.__name__ if isinstance(d, type) else d.name for d in known]
+    if given.get("shapes") is not None:
+        given["shapes"] = [list(shape) for shape in given["shapes"]]
+    if given.get("names") is not None:
+        given["names"] = list(given["names"])
+    return given
+
+
+def _make(kind: type[Queue], description: Mapping[str, Any], name: str) -> Queue:
+    given = dict(description)
+    if "dtypes" in given:
+        text = {"str": str, "bytes": bytes}
+        given["dtypes"] = [text.get(d) or dtype_named(d) for d in given["dtypes"]]
+    return kind(**given, name=name)
+
+
+def _difference(queue: Queue, description: Mapping[str, Any]) -> str | None:
+    wanted = _make(type(queue), description, queue.name)
+    for what in _PROPERTIES:
+        has, asked = getattr(queue, what, None), getattr(wanted, what, None)
+        if has != asked and not (what == "seed" and asked is None):
+            return f"the queue has another {what}, expected {has}, got {asked}"
+    return None
+
+
+# Operations, at the task where the queue is.
+
+
+def _attempt(queue: Queue, work: Work, attempt: Attempt) -> None:
+    """Let an attempt of another task run, and answer when it has finished."""
+    work.wait(
+        lambda error: queue.engine.withdraw(attempt, error),
+        lambda: queue.engine.abandon(attempt),
+    )
+
+    def answer() -> None:
+        attempt.on_done = None  # else the rows live until the garbage collector finds the circle
+        if attempt.error is not None:
+            work.fail(attempt.error, entered=getattr(attempt, "entered", 0))
+        elif isinstance(attempt, Dequeue):
+            pieces = attempt.pieces or []
+            values = [column for piece in pieces for column in piece] or list(attempt.row)
+            work.reply(values, confirm=True, pieces=len(pieces))
+        else:
+            work.reply()
+
+    attempt.on_done = answer
+    queue.engine.submit(attempt)
+
+
+def _enqueue(queue: Queue, work: Work) -> None:
+    rows, count = tuple(work.values), work.arguments["count"]
+    fits = count is None or all(np.shape(column)[:1] == (count,) for column in rows)
+    if len(rows) != len(queue.dtypes) or not fits:
+        raise InvalidArgumentError(f"enqueue: expected {len(queue.dtypes)} columns of {count} rows")
+    _attempt(queue, work, Enqueue(rows, count))
+
+
+def _dequeue(queue: Queue, work: Work) -> None:
+    count, up_to = work.arguments["count"], work.arguments["up_to"]
+    _attempt(queue, work, Dequeue(count, up_to=up_to))
+
+
+def _close(queue: Queue, work: Work) -> None:
+    _attempt(queue, work, Close())
+
+
+def _close_now(queue: Queue, work: Work) -> None:
+    queue.engine.close_now()
+    work.reply()
+
+
+def _give_back(queue: Queue, work: Work) -> None:
+    """Take back rows of a finished dequeue whose caller was interrupted."""
+    pieces, values = work.arguments["pieces"], work.values
+    attempt = Dequeue(len(values) if pieces else None)
+    attempt.done = True
+    if pieces:
+        width = len(values) // pieces
+        attempt.pieces = [tuple(values[at : at + width]) for at in range(0, len(values), width)]
+    else:
+        attempt.row = tuple(values)
+    queue.engine.abandon(attempt)
+    work.reply()
+
+
+def _size(queue: Queue, work: Work) -> None:
+    work.reply(size=queue.size())
+
+
+def _is_closed(queue: Queue, work: Work) -> None:
+    work.reply(closed=queue.is_closed())
+
+
+OPERATIONS: dict[str, Handler] = {
+    "close": _close,
+    "close_now": _close_now,
+    "dequeue": _dequeue,
+    "enqueue": _enqueue,
+    "give_back": _give_back,
+    "is_closed": _is_closed,
+    "size": _size,
+}
+
+
+def _kind(queue: type[Queue]) -> ResourceKind:
+    make: Callable[[Mapping[str, Any], str], Queue] = partial(_make, queue)
+    return register(
+        ResourceKind(queue.__name__, make, _difference, OPERATIONS, queue.cancel_pending)
+    )
+
+
+_KINDS: dict[type[Queue], ResourceKind] = {
+    queue: _kind(queue)
+    for queue in (FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue)
+}

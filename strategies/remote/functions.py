@@ -1,0 +1,234 @@
+"""Run functions on tasks."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
+from strategies.remote import payloads, pool
+from strategies.remote.container import Place, Work, offer
+from strategies.remote.outgoing import Answer
+from strategies.remote.service import Service
+from strategies.variables.descriptions import function_named, name_of
+
+__all__ = ["RemoteTraceback", "Task", "TaskFuture"]
+
+_log = logging.getLogger(__name__)
+
+_MOST_TRACE = 1 << 16  # characters of a traceback that travel, the last ones
+
+
+class RemoteTraceback(Exception):
+    """Where an error was raised on another task, as text; the cause of the error that is raised."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class TaskFuture(Future[Any]):
+    """The result of a function that runs on a task.
+
+    Callbacks are called by the thread that takes messages, and must not block.
+    """
+
+    def __init__(self, withdraw: Callable[[], object]) -> None:
+        super().__init__()
+        self._withdraw = withdraw
+
+    def cancel(self) -> bool:
+        """Want the result no more; False if it is there.
+
+        A function that has not begun yet is not called. One that has runs to its end.
+        """
+        cancelled = super().cancel()
+        if cancelled:
+            self._withdraw()
+        return cancelled
+
+    def finish(self, act: Callable[[], Any]) -> None:
+        """Take over what a function returns or raises, if anybody wants it."""
+        result, raised = None, None
+        try:
+            result = act()
+        except BaseException as error:
+            raised = error
+        if not self.set_running_or_notify_cancel():
+            return
+        if raised is None:
+            self.set_result(result)
+        else:
+            self.set_exception(raised)
+
+
+class Task:
+    """One task of a service, as a place where functions run.
+
+    Functions are known by name: each task imports them by itself. What a function needs beside its
+    arguments it finds in its module.
+
+    Args:
+        service: open on all tasks.
+        task: a number, or a device string such as "/job:worker/task:1"; what that leaves open, or
+            None, is decided by the `device` blocks around.
+
+    Attributes:
+        service: as given.
+        number: of the task.
+
+    Example:
+        >>> import collectives as cc
+        >>> with Service(cc.init()) as service:
+        ...     Task(service, 0).run("math:hypot", 3, 4)
+        5.0
+    """
+
+    def __init__(self, service: Service, task: int | str | None) -> None:
+        self.service = service
+        self.number = service.task_of(task, "Function", "function", device_types=("GPU", "CPU"))
+
+    def __repr__(self) -> str:
+        return f"Task({self.number})"
+
+    def run(
+        self,
+        function: Callable[..., Any] | str,
+        *arguments: Any,
+        timeout: float | None = None,
+        **named: Any,
+    ) -> Any:
+        """Call a function on the task, and return its result; see `submit`.
+
+        Args:
+            function: at the top of a module, or its name, such as "package.module:function".
+            arguments: for the function.
+            timeout: in seconds; None waits as long as the task lives.
+            named: arguments for the function.
+
+        Raises:
+            DeadlineExceededError: it was not done in time; one that has begun runs to its end.
+            Exception: what the function has raised, with its traceback as `__cause__`.
+        """
+        if not self.service.may_wait:
+            raise RuntimeError("run: called where answers arrive, which must not wait")
+        future = self.submit(function, *arguments, **named)
+        try:
+            # `Future.result` would say by a TimeoutError that the time is over, which the function
+            # or a signal handler may raise as well.
+            wait([future], timeout)
+        except BaseException:
+            future.cancel()
+            raise
+        if not future.done() and future.cancel():
+            raise DeadlineExceededError(
+                f"run: not done within {timeout} s (function: {function}, task {self.number})"
+            )
+        return future.result()
+
+    def submit(
+        self, function: Callable[..., Any] | str, *arguments: Any, **named: Any
+    ) -> TaskFuture:
+        """Let a function run on the task, in a thread of its own.
+
+        Args:
+            function: at the top of a module, or its name.
+            arguments: numbers, text, None, arrays, and tuples, lists and dicts of these. Arrays
+                must not change before the result is there. On the own task anything goes.
+            named: the same by name.
+
+        Returns:
+            A future. Its result is such a thing, too. Its error is what the function has raised;
+            `UnavailableError` if the task is dead, has left or is silent; `CancelledError` if the
+            service was closed; `InvalidArgumentError` if the result is too long for a message.
+
+        Raises:
+            ValueError: the function cannot be imported by its name.
+            TypeError: an argument cannot be sent.
+            UnavailableError: the task is known to be gone.
+        """
+        name = name_of(function, "submit")
+        if self.number == self.service.task:
+            return self._submit_here(name, arguments, named)
+        values = payloads.pack([list(arguments), named], "submit")
+        numbers: list[int] = []
+        future = TaskFuture(lambda: [self.service.disown(number) for number in numbers])
+
+        def take(answer: Answer) -> None:
+            future.finish(lambda: _result(answer))
+
+        place = Place(self.number, "", name)
+        numbers.append(self.service.start(place, "call", take, {"function": name}, values))
+        return future
+
+    def _submit_here(
+        self, name: str, arguments: Sequence[Any], named: dict[str, Any]
+    ) -> TaskFuture:
+        def job() -> None:
+            future.finish(lambda: function_named(name)(*arguments, **named))
+
+        future = TaskFuture(lambda: pool.CALLS.withdraw(job))
+        pool.CALLS.submit(job)
+        return future
+
+
+def _result(answer: Answer) -> Any:
+    if answer.error is not None:
+        raise answer.error
+    result = payloads.unpack(answer.values)
+    if "raised" in answer.metadata:
+        raised = answer.metadata["raised"]
+        raise _error(raised["kind"], result) from RemoteTraceback(raised["trace"])
+    return result
+
+
+def _error(name: str, arguments: Any) -> BaseException:
+    """Return an error of the class that the other task has named, if that is known here."""
+    try:
+        kind: Any = function_named(name)
+        error = kind(*arguments)
+        if isinstance(error, BaseException):
+            return error
+    except Exception:
+        _log.info("an error of another task cannot be made here: %s", name)
+    return UnknownError(f"{name}: {' '.join(str(argument) for argument in arguments)}")
+
+
+# At the task that runs the function.
+
+
+def _call(work: Work) -> None:
+    def job() -> None:
+        try:
+            function = function_named(work.arguments["function"])
+            arguments, named = payloads.unpack(work.values)
+            values = payloads.pack(function(*arguments, **named), "run")
+        except BaseException as error:
+            work.reply(_arguments(error), raised=_words(error))
+        else:
+            work.reply(values)
+
+    def withdraw(error: OpError) -> None:
+        if pool.CALLS.withdraw(job):
+            work.fail(error)
+
+    work.wait(withdraw, lambda: withdraw(CancelledError("given up")))
+    pool.CALLS.submit(job)
+
+
+def _arguments(error: BaseException) -> list[Any]:
+    try:
+        return payloads.pack(error.args, "run")
+    except TypeError:
+        return payloads.pack((str(error),), "run")
+
+
+def _words(error: BaseException) -> dict[str, str]:
+    kind = type(error)
+    trace = "".join(traceback.format_exception(error))
+    return {"kind": f"{kind.__module__}:{kind.__qualname__}", "trace": trace[-_MOST_TRACE:]}
+
+
+offer("call", _call)

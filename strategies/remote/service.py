@@ -1,0 +1,290 @@
+"""Named things that live on one task and are used from all of them.
+
+A *task* is a rank of the communicator on which the service was opened. One thread of each task
+serves the others. A request that cannot be answered yet is kept by the thing that it concerns, as
+an attempt in a queue, and holds no thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import collectives as cc
+from strategies.cluster.placement import Placer, devices_of
+from strategies.cluster.scopes import Placeable
+from strategies.errors import OpError
+from strategies.remote.container import Containers, Place, ResourceKind, current_container
+from strategies.remote.exchange import Exchange
+from strategies.remote.outgoing import Answer
+from strategies.remote.wire import dtype_named
+
+__all__ = ["Service"]
+
+
+class Service:
+    """Named things of all tasks of a communicator; open it with `with` on all of them.
+
+    Args:
+        comm: its ranks are the tasks. *Collective*: all of them open the service together, and
+            leave the block together: a task serves until all have left, or are dead. One that
+            leaves because of an exception does not wait.
+        timeout: seconds without a sign of life after which a task that owes an answer counts as
+            unreachable. Waiting itself, as for an empty queue, has no such limit.
+        locate: returns the task where a thing is to be that was not given a number; `Server` has
+            that of its cluster. None: all tasks are workers, in the order of their ranks.
+
+    Raises:
+        ValueError: the timeout is no time.
+        LaunchError: MPI was started without support for several threads.
+
+    Attributes:
+        task: number of this task.
+        size: number of tasks.
+
+    Example:
+        >>> import collectives as cc
+        >>> with Service(cc.init()) as service:
+        ...     service.task < service.size
+        True
+    """
+
+    def __init__(
+        self,
+        comm: cc.Communicator,
+        *,
+        timeout: float = 60.0,
+        locate: Callable[[Placeable], int] | None = None,
+    ) -> None:
+        if not timeout > 0:
+            raise ValueError(f"Service: timeout must be seconds > 0, got {timeout}")
+        self.task = comm.rank
+        self.size = comm.size
+        self._locate = locate or _among_workers(self.size)
+        self._containers = Containers(self.task)
+        self._exchange = Exchange(comm, timeout, self._containers.perform)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._exchange.abandon(f"{type(error).__name__}: {error}")
+            self._containers.reset()
+
+    def open(
+        self,
+        kind: ResourceKind,
+        description: Mapping[str, Any],
+        *,
+        name: str,
+        task: int | str | None = None,
+        container: str | None = None,
+    ) -> tuple[Place, Any]:
+        """Find or make a named thing.
+
+        Args:
+            kind: of the thing.
+            description: its properties, as its kind understands them.
+            name: in the container.
+            task: where it is: a number, or a device string such as "/job:worker/task:1"; what that
+                leaves open, or None, is decided by the `device` blocks around.
+            container: None for the current one.
+
+        Returns:
+            Where it is, and the thing itself if that is here, else None.
+
+        Raises:
+            InvalidArgumentError: the name belongs to something else.
+            UnavailableError: the task cannot be reached.
+            CancelledError: the service is closed.
+            ValueError: no such task, or no name.
+        """
+        if not name:
+            raise ValueError("open: a thing that tasks share needs a name, got ''")
+        task = self.task_of(task, kind.name, name, description)
+        place = Place(task, current_container() if container is None else container, name)
+        thing = None
+        if task == self.task:
+            self._exchange.requests.check_open()
+            serial, thing = self._containers.open(kind, place, description)
+        else:
+            arguments = {"kind": kind.name, "is": dict(description)}
+            serial = self.request(place, "open", arguments).metadata["serial"]
+        return Place(task, place.container, name, serial), thing
+
+    def task_of(
+        self,
+        task: int | str | None,
+        kind: str,
+        name: str,
+        description: Mapping[str, Any] | None = None,
+        *,
+        device_types: tuple[str, ...] = ("CPU",),
+    ) -> int:
+        """Return the number of the task where a thing is to be.
+
+        Args:
+            task: as for `open`.
+            kind: of the thing: the name of its kind, or "Function".
+            name: of the thing.
+            description: its properties; device functions see its shape and dtype.
+            device_types: of devices that it can be on, best first.
+
+        Raises:
+            ValueError: no such task, or no such device on it.
+        """
+        if task is None or isinstance(task, str):
+            shape, dtype = map((description or {}).get, ("shape", "dtype"))
+            thing = Placeable(
+                name, kind, task or "",
+                shape=None if shape is None else tuple(shape),
+                dtype=dtype_named(dtype) if isinstance(dtype, str) else dtype,
+                device_types=device_types,
+            )  # fmt: skip
+            return self._locate(thing)
+        if isinstance(task, bool) or not isinstance(task, int) or not 0 <= task < self.size:
+            raise ValueError(f"open: no such task, expected 0 .. {self.size - 1}, got {task}")
+        return task
+
+    def departures(
+        self, tasks: Collection[int], timeout: float | None = None
+    ) -> dict[int, str | None]:
+        """Wait until some tasks ask for nothing more.
+
+        Args:
+            tasks: their numbers, without this task's.
+            timeout: seconds to wait; None for any time.
+
+        Returns:
+            Task -> None if it has left in good order, else what has happened to it.
+
+        Raises:
+            DeadlineExceededError: some of them are still there.
+            CancelledError: the service was closed meanwhile.
+            ValueError: one of them is no other task.
+        """
+        for task in tasks:
+            if task not in range(self.size) or task == self.task:
+                raise ValueError(
+                    f"departures: expected other tasks than {self.task} among 0 .. "
+                    f"{self.size - 1}, got {task}"
+                )
+        return self._exchange.departures(tasks, timeout)
+
+    def reset(self, containers: Iterable[str] | None = None, *, task: int | str = 0) -> None:
+        """Forget the named things of a task; what waits on them ends with `CancelledError`.
+
+        Args:
+            containers: which ones; None for all.
+            task: whose, as for `open`.
+        """
+        chosen = None if containers is None else list(containers)
+        task = self.task_of(task, "Container", ", ".join(chosen or ()))
+        if task == self.task:
+            self._containers.reset(chosen)
+        else:
+            self.request(Place(task, "", ""), "reset", {"containers": chosen})
+
+    def start(
+        self,
+        place: Place,
+        operation: str,
+        on_answer: Callable[[Answer], None],
+        arguments: Mapping[str, Any] | None = None,
+        values: Sequence[Any] = (),
+    ) -> int:
+        """Ask another task for an operation, without waiting; return the request's number.
+
+        Args:
+            place: the thing.
+            operation: what to do with it.
+            on_answer: called once, in any thread; must not block.
+            arguments: what msgpack can carry.
+            values: arrays, numbers and text; arrays must not change before the answer.
+
+        Raises:
+            CancelledError: the service is closed.
+            UnavailableError: the task is dead or has left.
+        """
+        return self._exchange.requests.start(place, operation, arguments or {}, values, on_answer)
+
+    def request(
+        self,
+        place: Place,
+        operation: str,
+        arguments: Mapping[str, Any] | None = None,
+        values: Sequence[Any] = (),
+    ) -> Answer:
+        """As `start`, but wait for the answer, and raise its error."""
+        if self._exchange.is_here():
+            raise RuntimeError(f"{operation}: called where answers arrive, which must not wait")
+        answers: list[Answer] = []
+        asleep = threading.Lock()
+        asleep.acquire()
+
+        def take(answer: Answer) -> None:
+            answers.append(answer)
+            asleep.release()
+
+        number = self.start(place, operation, take, arguments, values)
+        try:
+            asleep.acquire()  # ends: a task that does not answer is given up after `timeout`
+        except BaseException:
+            self.disown(number)
+            raise
+        if answers[0].error is not None:
+            raise answers[0].error
+        return answers[0]
+
+    def here(self, kind: ResourceKind, place: Place) -> Any:
+        """Return a thing of this task.
+
+        Raises:
+            CancelledError: the service is closed.
+            NotFoundError: its container was reset.
+            AbortedError: its container was reset, and the name used anew.
+        """
+        self._exchange.requests.check_open()
+        return self._containers.find_kind(kind, place)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the current thread is any but the one that takes answers."""
+        return not self._exchange.is_here()
+
+    def withdraw(self, number: int, error: OpError) -> None:
+        """Ask that a request that waits ends with this error; the answer still comes."""
+        self._exchange.requests.withdraw(number, error)
+
+    def disown(self, number: int) -> bool:
+        """Ask that a request is undone, and forget it; False if its answer has come."""
+        return self._exchange.requests.disown(number)
+
+    def close(self) -> None:
+        """Wait until all tasks have left; *collective*, harmless when repeated.
+
+        Requests of other threads that still wait end with `CancelledError`.
+
+        Raises:
+            InternalError: the service's thread has failed.
+        """
+        try:
+            self._exchange.close()
+        finally:
+            self._containers.reset()
+
+
+def _among_workers(size: int) -> Callable[[Placeable], int]:
+    """Return where things are if all tasks are those of one job."""
+    placer = Placer({("worker", task): devices_of() for task in range(size)})
+    return lambda thing: placer.place(thing).task or 0

@@ -1,0 +1,137 @@
+"""Batches for replicas: cut out of global ones, or read by every process for its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from strategies.input import empty, sharding
+from strategies.ranks import Ranks
+from strategies.replicas.per_replica import PerReplica
+from strategies.structures import map_leaves, zip_leaves
+
+__all__ = [
+    "InputContext",
+    "Policy",
+    "ValueContext",
+    "from_function",
+    "of_global_batches",
+    "of_same_batches",
+]
+
+Policy = Literal["data", "off"]
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """Which part of the input one pipeline has to read."""
+
+    num_input_pipelines: int
+    input_pipeline_id: int
+    num_replicas_in_sync: int
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the rows per replica and step.
+
+        Raises:
+            ValueError: the global batch does not divide evenly.
+        """
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise ValueError(
+                f"get_per_replica_batch_size: the batch cannot be shared evenly, expected a "
+                f"multiple of {self.num_replicas_in_sync} replicas, got {global_batch_size}"
+            )
+        return size
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """For which replica a value is."""
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
+
+
+def of_global_batches(
+    batches: Iterable[Any], ranks: Ranks, count: int, policy: Policy
+) -> Iterator[Any]:
+    """Give the replicas of this process their rows; see `Strategy.distribute_dataset`.
+
+    Args:
+        batches: global ones.
+        ranks: the processes.
+        count: replicas of each process.
+        policy: whether all processes have the same batches ("data") or others ("off").
+    """
+    if policy not in get_args(Policy):
+        raise ValueError(
+            f"distribute_dataset: no such policy, expected one of {' '.join(get_args(Policy))}, "
+            f"got {policy!r}"
+        )
+    if ranks.size * count == 1:
+        return iter(batches)
+    if policy == "data":
+        return _same_batches(batches, ranks, count)
+    return from_function(_own_batches(batches, ranks, count), ranks, count)
+
+
+def of_same_batches(
+    batches: Iterable[Any], ranks: Ranks, count: int, policy: Policy
+) -> Iterator[Any]:
+    """As `of_global_batches`, for processes that are not in step: nothing is exchanged.
+
+    Raises:
+        ValueError: the policy is not "data".
+    """
+    if policy != "data":
+        raise ValueError(
+            f"distribute_dataset: the replicas are not in step, expected policy 'data', got "
+            f"{policy!r}"
+        )
+    return of_global_batches(batches, ranks, count, policy)
+
+
+def _same_batches(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[Any]:
+    """Cut each batch for all replicas; the parts go to the processes in turn."""
+    replicas = ranks.size * count
+    for batch in batches:
+        sizes = sharding.even_sizes(sharding.rows_of(batch), replicas)
+        parts = sharding.cut(batch, sizes)
+        yield _for_replicas(tuple(parts[ranks.rank :: ranks.size]))
+
+
+def _own_batches(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[Any]:
+    """Cut this process's batches, so that all processes together take a global batch per step."""
+    sizes = None
+    for batch in batches:
+        if sizes is None:
+            rows = sharding.rows_of(batch)
+            sizes = sharding.cycle_sizes(rows, ranks.rank, ranks.size, ranks.size * count)
+        yield from sharding.cut(batch, sizes)
+
+
+def from_function(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[Any]:
+    """Give each replica of this process the next batch, until no replica anywhere has any.
+
+    A step in which none has a row is left out.
+    """
+    steps = _steps(batches, count)
+    comm = ranks.comm
+    used = filter(sharding.has_rows, steps) if comm is None else sharding.in_step(steps, comm)
+    return (_for_replicas(step) for step in used)
+
+
+def _steps(batches: Iterable[Any], count: int) -> Iterator[tuple[Any, ...]]:
+    """Yield a batch for each replica; those without one get 0 rows."""
+    iterator = iter(batches)
+    while step := tuple(itertools.islice(iterator, count)):
+        nothing = map_leaves(empty.like, step[0])
+        yield step + (nothing,) * (count - len(step))
+
+
+def _for_replicas(parts: tuple[Any, ...]) -> Any:
+    """Return the batches of this process's replicas as one structure."""
+    return parts[0] if len(parts) == 1 else zip_leaves(PerReplica, parts, "distribute_dataset")

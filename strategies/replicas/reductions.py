@@ -1,0 +1,254 @@
+"""Sums, means and joins over all replicas: first those of a process, then over the ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+
+import collectives as cc
+from strategies.errors import InvalidArgumentError
+from strategies.ranks import Ranks
+from strategies.replicas.per_replica import regroup
+from strategies.structures import leaves, map_leaves
+
+__all__ = [
+    "Axis",
+    "ReduceOp",
+    "add",
+    "arrays_of",
+    "as_array",
+    "gather",
+    "parse_op",
+    "reduce",
+    "shared",
+]
+
+ReduceOp = Literal["sum", "mean"]
+Axis = int | tuple[int, ...] | None
+
+
+def parse_op(op: Any, operation: str) -> ReduceOp:
+    """Return the op in small letters.
+
+    Raises:
+        ValueError: there is no such op.
+    """
+    for known in get_args(ReduceOp):
+        if isinstance(op, str) and op.lower() == known:
+            return cast(ReduceOp, known)
+    raise ValueError(f"{operation}: unknown op, expected 'sum' or 'mean', got {op!r}")
+
+
+def reduce(
+    ranks: Ranks, op: ReduceOp, values: list[Any], axis: Axis = None, *, rounded: bool = False
+) -> Any:
+    """Reduce the structures of this process's replicas, and those of the other ranks.
+
+    All leaves travel together.
+
+    Args:
+        ranks: the processes.
+        op: how.
+        values: the structure of each replica of this process.
+        axis: as in `Strategy.reduce`.
+        rounded: whether the options' compression holds.
+    """
+    columns = _columns(values, "reduce")
+    if axis is None:
+        partial = [_combined(op, column) for column in columns]
+        over_ranks = cc.MEAN if op == "mean" else cc.SUM
+        return _filled(values[0], ranks.reduced(partial, over_ranks, rounded=rounded))
+    pairs = [_along(op, column, axis) for column in columns]
+    counts = np.array([count for _, count in pairs], np.int64)
+    *sums, counts = ranks.reduced([*(total for total, _ in pairs), counts], cc.SUM, rounded=rounded)
+    if op == "mean":
+        sums = [
+            _mean(total, int(count), column[0])
+            for total, count, column in zip(sums, counts, columns, strict=True)
+        ]
+    return _filled(values[0], sums)
+
+
+def gather(ranks: Ranks, values: list[Any], axis: int) -> Any:
+    """Join the arrays of all replicas along an axis; see `Strategy.gather`."""
+    joined = [_joined(column, axis) for column in _columns(values, "gather")]
+    if ranks.size > 1:
+        joined = [_swapped(ranks.joined(_swapped(array, axis)), axis) for array in joined]
+    return _filled(values[0], joined)
+
+
+def add(arrays: Sequence[Any]) -> Any:
+    """Return the sum of arrays of one shape and dtype; the array itself if there is only one."""
+    if len(arrays) == 1:
+        return arrays[0]
+    total = arrays[0] + arrays[1]  # new memory
+    for array in arrays[2:]:
+        total += array
+    return total
+
+
+def as_array(leaf: Any, operation: str) -> Any:
+    """Return an array of another library as it is, everything else as a NumPy array.
+
+    Raises:
+        TypeError: it is neither an array nor a number.
+    """
+    if isinstance(leaf, np.ndarray):
+        array = leaf
+    elif hasattr(leaf, "__dlpack__") and not isinstance(leaf, np.generic):
+        return leaf
+    else:
+        array = np.asarray(leaf)
+    if array.dtype.kind not in "biufc" and not _is_half(array.dtype):
+        raise TypeError(
+            f"{operation}: expected an array of numbers or a number, got {type(leaf).__name__} "
+            f"(dtype: {array.dtype})"
+        )
+    return array
+
+
+def shared(result: Any, count: int) -> list[Any]:
+    """Return one result for each of `count` replicas, none of which can change another's."""
+    if count == 1:
+        return [result]
+    for leaf in leaves(result):
+        if isinstance(leaf, np.ndarray):
+            leaf.flags.writeable = False
+
+    def own(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, np.ndarray) else copy.deepcopy(leaf)
+
+    return [result, *(map_leaves(own, result) for _ in range(count - 1))]
+
+
+def arrays_of(structure: Any, operation: str) -> list[Any]:
+    """Return the leaves of a structure as arrays."""
+    return [as_array(leaf, operation) for leaf in leaves(structure)]
+
+
+def _columns(values: list[Any], operation: str) -> list[list[Any]]:
+    """Return the arrays of all replicas for each leaf of the structure, which they share."""
+    if len(values) > 1:
+        regroup(values, operation)  # structures that differ are an error
+    rows = [arrays_of(value, operation) for value in values]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    for column in columns:
+        _check_alike(operation, [array.dtype for array in column], "dtype")
+    return columns
+
+
+def _filled(structure: Any, arrays: list[Any]) -> Any:
+    rest = iter(arrays)
+    return map_leaves(lambda _: next(rest), structure)
+
+
+def _combined(op: ReduceOp, column: list[Any]) -> Any:
+    """Combine the arrays of this process's replicas element by element."""
+    _check_alike("reduce", [tuple(array.shape) for array in column], "shape")
+    work, final = _dtypes(column[0], op)
+    total = add([_cast(array, work) for array in column])
+    if op == "mean" and len(column) > 1:
+        total = total / len(column)
+    return _cast(total, final)
+
+
+def _along(op: ReduceOp, column: list[Any], axis: Axis) -> tuple[Any, int]:
+    """Reduce the arrays of this process's replicas along axes; returns sum and count."""
+    work, final = _dtypes(column[0], op)
+    partial, count = [], 0
+    for array in column:
+        axes = _axes(axis, array.shape)
+        count += math.prod(array.shape[a] for a in axes)
+        partial.append(_namespace(array).sum(array, axis=axes, dtype=work))
+    _check_alike("reduce", [tuple(array.shape) for array in partial], "shape without the axes")
+    # A mean is rounded once, after the division.
+    return _cast(add(partial), work if op == "mean" else final), count
+
+
+def _mean(total: Any, count: int, like: Any) -> Any:
+    with np.errstate(invalid="ignore", divide="ignore"):  # a mean over nothing is NaN
+        mean = total / (count if count else math.nan)
+    return _cast(mean, _dtypes(like, "mean")[1])
+
+
+def _axes(axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return axes from 0 on."""
+    given = axis if isinstance(axis, tuple) else (axis,)
+    found = {a % len(shape) for a in given if a is not None and -len(shape) <= a < len(shape)}
+    if len(found) != len(given):
+        raise ValueError(
+            f"reduce: no such axis, expected different ones of {len(shape)} dimensions, "
+            f"got axis {axis} (shape: {tuple(shape)})"
+        )
+    return tuple(sorted(found))
+
+
+def _joined(column: list[Any], axis: int) -> Any:
+    """Join the arrays of this process's replicas."""
+    first = column[0]
+    _check_alike("gather", [array.ndim for array in column], "number of dimensions")
+    if not -first.ndim <= axis < first.ndim:
+        raise InvalidArgumentError(
+            f"gather: no such axis, expected less than {first.ndim} dimensions, got axis {axis} "
+            f"(shape: {tuple(first.shape)})"
+        )
+    at = axis % first.ndim
+    rows = [tuple(array.shape[:at]) + tuple(array.shape[at + 1 :]) for array in column]
+    _check_alike("gather", rows, "shape beside the axis")
+    return first if len(column) == 1 else _namespace(first).concat(column, axis=at)
+
+
+def _swapped(array: Any, axis: int) -> Any:
+    """Exchange an axis with the first one."""
+    if axis in (0, -array.ndim):
+        return array
+    order = list(range(array.ndim))
+    order[0], order[axis] = order[axis], order[0]
+    return _namespace(array).permute_dims(array, tuple(order))
+
+
+def _check_alike(operation: str, facts: list[Any], what: str) -> None:
+    if any(fact != facts[0] for fact in facts):
+        raise InvalidArgumentError(
+            f"{operation}: the replicas' arrays do not fit, expected one {what}, got "
+            f"{', '.join(map(str, facts))}"
+        )
+
+
+def _dtypes(array: Any, op: ReduceOp) -> tuple[Any, Any]:
+    """Return in which dtype a process adds up, and that of the result.
+
+    16-bit floats are added in float32, bool is counted, and the mean of integers is a float64.
+    """
+    dtype = array.dtype
+    if isinstance(array, np.ndarray) and dtype.kind in "fc" and dtype.itemsize > 2:
+        return dtype, dtype
+    names = _namespace(array)
+    if _is_half(dtype):
+        return names.float32, dtype
+    if op == "mean" and names.isdtype(dtype, ("bool", "integral")):
+        return names.float64, names.float64
+    if names.isdtype(dtype, "bool"):
+        return names.int64, names.int64
+    return dtype, dtype
+
+
+def _is_half(dtype: Any) -> bool:
+    return str(dtype).rpartition(".")[2] in ("float16", "bfloat16")
+
+
+def _cast(array: Any, dtype: Any) -> Any:
+    if isinstance(array, np.generic):  # what NumPy makes of arithmetic with a 0-dimensional array
+        array = np.asarray(array)
+    return array if array.dtype == dtype else _namespace(array).astype(array, dtype)
+
+
+def _namespace(array: Any) -> Any:
+    """Return the functions of an array's library under their standard names."""
+    import array_api_compat
+
+    return array_api_compat.array_namespace(array)

@@ -1,0 +1,205 @@
+"""One call of `strategy.run`: replicas that compute, meet, and end together.
+
+With one replica in this process the function is called as it is. With several, each has a thread;
+the thread that called `run` waits until all of them have come to a meeting or to their end, and
+holds the meeting, so that all collective operations of a process come from one thread:
+
+    run        start  .  .  .  hold: agree, merge  .  .  .  .  join, agree
+    replica 0    |-- compute --|    wait   |------ compute ------|
+    replica 1    |---- compute -----|      |--- compute ---|
+
+An exception in one replica stops the others where they meet next, on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from strategies.replicas import context as contexts
+from strategies.replicas import per_replica
+from strategies.replicas.context import Meeting, ReplicaContext
+
+if TYPE_CHECKING:
+    from strategies.strategy import Strategy
+
+__all__ = ["run"]
+
+log = logging.getLogger(__name__)
+
+Body = Callable[..., Any]
+
+
+class _Stop(BaseException):
+    """Ends a replica whose others have failed; not an error of its own, so no `Exception`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__("another replica has failed")
+        self.error = error
+
+
+def run(strategy: Strategy, fn: Body, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function on every replica of this process; returns what they returned, regrouped."""
+    strategy.ranks.begin()
+    error = None
+    result = None
+    replicas = _one if len(strategy.devices) == 1 else _several
+    try:
+        if not isinstance(args, (list, tuple)):
+            raise ValueError(
+                f"run: args is no list or tuple of arguments, got {type(args).__name__}"
+            )
+        result = per_replica.regroup(replicas(strategy, fn, args, kwargs), "run")
+    except _Stop as stop:
+        error = stop.error
+    except Exception as caught:
+        error = caught
+    strategy.ranks.agree("run: its end", error)
+    return result
+
+
+def _one(strategy: Strategy, fn: Body, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Call the function in this thread."""
+    stops: list[_Stop] = []
+
+    def meet(meeting: Meeting) -> Any:
+        if not stops:
+            try:
+                return _hold(strategy, [meeting])[0]
+            except _Stop as stop:
+                stops.append(stop)
+        raise stops[0]
+
+    with contexts.entered(strategy, ReplicaContext(strategy, 0, meet)):
+        result = fn(*per_replica.select(args, 0), **per_replica.select(kwargs, 0))
+    if stops:  # and the function has caught it
+        raise stops[0]
+    return [result]
+
+
+def _several(
+    strategy: Strategy, fn: Body, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Call the function in a thread for each replica."""
+    crew = _Crew(len(strategy.devices))
+
+    def body(i: int) -> Any:
+        context = ReplicaContext(strategy, i, lambda meeting: crew.wait(i, meeting))
+        with contexts.entered(strategy, context):
+            return fn(*per_replica.select(args, i), **per_replica.select(kwargs, i))
+
+    for i in range(len(strategy.devices)):
+        crew.start(i, body)
+    try:
+        while meetings := crew.meetings():
+            crew.answer(_hold(strategy, meetings))
+        crew.join()
+    except BaseException as error:
+        crew.stop(error)
+        raise
+    return crew.results
+
+
+def _hold(strategy: Strategy, meetings: list[Meeting]) -> list[Any]:
+    """Let the replicas of this process meet those of the other ranks."""
+    first = meetings[0]
+    try:
+        strategy.ranks.agree(f"run: {first.name}")
+        with contexts.entered(strategy, None):
+            return first.merge([meeting.payload for meeting in meetings])
+    except Exception as error:
+        raise _Stop(error) from error
+
+
+class _Crew:
+    """The threads of the replicas of one run, and the thread that waits for them."""
+
+    def __init__(self, count: int) -> None:
+        self.results: list[Any] = [None] * count
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Condition()
+        self._ended = [False] * count
+        self._errors: list[BaseException | None] = [None] * count
+        self._meetings: list[Meeting | None] = [None] * count
+        self._answers: list[Any] = [None] * count
+        self._stopped = False
+
+    def start(self, i: int, body: Callable[[int], Any]) -> None:
+        """Begin replica `i`; it sees the context variables of this thread, such as errstate."""
+        context = contextvars.copy_context()
+        thread = threading.Thread(
+            target=context.run, args=(self._work, i, body), name=f"replica-{i}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self, i: int, body: Callable[[int], Any]) -> None:
+        error: BaseException | None = None
+        result = None
+        try:
+            result = body(i)
+        except BaseException as caught:
+            error = caught
+        with self._lock:
+            self.results[i], self._errors[i], self._ended[i] = result, error, True
+            self._lock.notify_all()
+
+    def wait(self, i: int, meeting: Meeting) -> Any:
+        """In the thread of replica `i`: wait for the others, and return what came of it."""
+        with self._lock:
+            if not self._stopped:
+                self._meetings[i] = meeting
+                self._lock.notify_all()
+                self._lock.wait_for(lambda: self._stopped or self._meetings[i] is None)
+            if self._stopped:
+                raise _Stop
+            return self._answers[i]
+
+    def meetings(self) -> list[Meeting]:
+        """Wait for all replicas; returns the meeting that they have come to, or [] at their end.
+
+        Raises:
+            Exception: a replica's own.
+            RuntimeError: they have come to different meetings.
+        """
+        with self._lock:
+            self._lock.wait_for(
+                lambda: all(
+                    meeting or ended
+                    for meeting, ended in zip(self._meetings, self._ended, strict=True)
+                )
+            )
+            failed = [(i, error) for i, error in enumerate(self._errors) if error is not None]
+            found = list(self._meetings)
+        for i, error in failed[1:]:
+            log.warning("replica %d has failed as well: %s", i, error, exc_info=error)
+        if failed:
+            raise failed[0][1]
+        names = [meeting.name if meeting else "its end" for meeting in found]
+        if len(set(names)) > 1:
+            listed = ", ".join(f"{name!r} by replica {i}" for i, name in enumerate(names))
+            raise RuntimeError(f"run: the replicas do not meet at the same point, got {listed}")
+        return [meeting for meeting in found if meeting]
+
+    def answer(self, answers: list[Any]) -> None:
+        """Let all replicas go on."""
+        with self._lock:
+            self._answers = answers
+            self._meetings = [None] * len(answers)
+            self._lock.notify_all()
+
+    def stop(self, error: BaseException) -> None:
+        """End the replicas where they wait, or will; wait for them unless this is Ctrl-C."""
+        with self._lock:
+            self._stopped = True
+            self._lock.notify_all()
+        if isinstance(error, (Exception, _Stop)):
+            self.join()
+
+    def join(self) -> None:
+        """Wait until all threads have ended."""
+        for thread in self._threads:
+            thread.join()

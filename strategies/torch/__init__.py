@@ -1,0 +1,1 @@
+"""Unisono under PyTorch: its optimizers, wrapped, and the names of their parameters."""

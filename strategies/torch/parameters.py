@@ -1,0 +1,97 @@
+"""Parameters of an optimizer of PyTorch: which they are, their names, and what ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from strategies.averaging.alike import Fact, facts_of_state, setting
+from strategies.averaging.averaging import Leaf
+
+__all__ = ["Names", "described", "facts_of_optimizer", "leaf", "names_of", "parameters_of"]
+
+# Of a parameter group: the parameters and their names, which are compared elsewhere.
+_NOT_SETTINGS = ("params", "param_names")
+
+Names = dict[torch.Tensor, str]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Names:
+    """Return a name for every parameter of an optimizer.
+
+    Args:
+        optimizer: whose parameters.
+        named_parameters: a dict or (name, parameter) pairs, of which some may belong to others;
+            None: those that the optimizer knows itself, or numbers.
+
+    Raises:
+        TypeError: something is no pair of a name and a tensor.
+        ValueError: a name stands for two parameters, or a parameter has none; or there are no
+            parameters, or one of them twice.
+    """
+    say = "DistributedOptimizer"
+    parameters = parameters_of(optimizer)
+    if len(parameters) != len(set(parameters)):
+        raise ValueError(f"{say}: a parameter is given twice to the optimizer")
+    if named_parameters is None:
+        own = [
+            name
+            for group in optimizer.param_groups
+            for name in group.get("param_names", [None] * len(group["params"]))
+        ]
+        numbered = [f"parameter {i}" if name is None else name for i, name in enumerate(own)]
+        return dict(zip(parameters, numbered, strict=True))
+    mapping = isinstance(named_parameters, Mapping)
+    pairs = list(named_parameters.items() if mapping else named_parameters)
+    names: Names = {}
+    taken: dict[str, torch.Tensor] = {}
+    for pair in pairs:
+        fits = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)
+        if not fits or not isinstance(pair[1], torch.Tensor):
+            raise TypeError(
+                f"{say}: expected (name, parameter) pairs as named_parameters, such as "
+                f"model.named_parameters(), got {type(pair).__name__}"
+            )
+        name, parameter = pair
+        if taken.setdefault(name, parameter) is not parameter:
+            raise ValueError(f"{say}: two parameters have one name, got {name!r}")
+        names.setdefault(parameter, name)
+    for i, parameter in enumerate(parameters):
+        if parameter not in names:
+            raise ValueError(
+                f"{say}: named_parameters have no name for a parameter of the optimizer, got "
+                f"{len(pairs)} names (position {i}, shape {tuple(parameter.shape)})"
+            )
+    return names
+
+
+def described(optimizer: torch.optim.Optimizer, names: Names) -> list[str]:
+    """Say what must be equal on all ranks: kind, and name, shape and dtype of each parameter."""
+    lines = [str(leaf(p, names[p])) for p in parameters_of(optimizer)]
+    return [f"kind {type(optimizer).__module__}.{type(optimizer).__qualname__}", *lines]
+
+
+def facts_of_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> list[Fact]:
+    """Say with what an optimizer steps: the settings of its groups, and its state."""
+    groups = optimizer.param_groups
+    settings = [
+        setting(name if len(groups) == 1 else f"{name} of group {i}", value)
+        for i, group in enumerate(groups)
+        for name, value in group.items()
+        if name not in _NOT_SETTINGS
+    ]
+    states = {names.get(p, "unnamed"): optimizer.state.get(p) for p in parameters_of(optimizer)}
+    return settings + facts_of_state(states)
+
+
+def leaf(parameter: torch.Tensor, name: str) -> Leaf:
+    """Return what stands for a parameter where gradients are averaged."""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Leaf(name, tuple(parameter.shape), dtype, parameter.detach())

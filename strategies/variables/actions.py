@@ -1,0 +1,283 @@
+"""What can be done with a variable at the task where it lives, for callers there and elsewhere.
+
+An *action* gets the variable, whose lock is held, the arrays of the caller and options, and returns
+facts and arrays. Nothing has changed if it raises an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import collectives as cc
+from strategies.arrays import COMPUTE
+from strategies.errors import FailedPreconditionError, InvalidArgumentError, OpError
+from strategies.remote.wire import Array
+from strategies.sparse import Rows, in_order
+from strategies.variables.store import Stored
+
+__all__ = [
+    "ACTIONS", "COMPRESSIONS", "READS", "Outcome", "act", "compressed", "rounded", "widened",
+]  # fmt: skip
+
+COMPRESSIONS = {"float16": cc.FP16, "bfloat16": cc.BF16}
+
+
+class Outcome(NamedTuple):
+    """What an action has brought about.
+
+    Attributes:
+        facts: what msgpack can carry; the version comes first. Of an error: code and message.
+        arrays: for the caller; they do not change.
+    """
+
+    facts: Any
+    arrays: list[Array]
+
+
+Action = Callable[[Stored, Sequence[Array], Mapping[str, Any]], Outcome]
+
+
+class _Named(NamedTuple):
+    """A variable as optimizers want it."""
+
+    name: str
+    value: Array
+
+
+def act(
+    operation: str, thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]
+) -> Outcome:
+    """Perform an action; a wrong argument is an `InvalidArgumentError` wherever the caller is."""
+    try:
+        if operation not in _RAW:
+            arrays = [widened(array, options, _dtype(thing)) for array in arrays]
+        return ACTIONS[operation](thing, arrays, options)
+    except OpError:
+        raise
+    except (ValueError, TypeError) as error:
+        text = f"{error}" if thing.name in str(error) else f"{error} (variable: {thing.name})"
+        raise InvalidArgumentError(text) from error
+
+
+def compressed(array: Array, compression: cc.Compression | None, name: str | None = None) -> Array:
+    """Return an array rounded to 16 bits, or itself if it is none that is rounded."""
+    if compression is None:
+        return array
+    codec = compression.codec(array.dtype, cc.SUM, network=False, name=name)
+    if codec is None:
+        return array
+    flat = np.ascontiguousarray(array).reshape(-1)
+    codec.claim(flat.size, flat.dtype)
+    return codec.pack(flat).reshape(array.shape)
+
+
+def widened(array: Array, options: Mapping[str, Any], dtype: np.dtype[Any]) -> Array:
+    """Undo `compressed`.
+
+    Args:
+        array: as it travelled.
+        options: `as` is the dtype that it was rounded to, if it was.
+        dtype: what it has been, if it was rounded.
+    """
+    packed = options.get("as")
+    if packed is None or array.dtype.name != packed or dtype == array.dtype:
+        return array
+    codec = COMPRESSIONS[packed].codec(dtype, cc.SUM, network=False)
+    if codec is None:
+        return array
+    out = np.empty(array.size, dtype)
+    codec.unpack(np.ascontiguousarray(array).reshape(-1), out)
+    return out.reshape(array.shape)
+
+
+def _dtype(thing: Stored) -> np.dtype[Any]:
+    assert thing.value is not None
+    return thing.value.dtype
+
+
+def rounded(array: Array, packed: str | None) -> Array:
+    """Return an array as it travels: rounded to this 16-bit dtype, unless that is None."""
+    return array if packed is None else compressed(array, COMPRESSIONS[packed])
+
+
+# Reading.
+
+
+def _describe(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    value = thing.view()
+    return Outcome([thing.version, list(value.shape), value.dtype.name], [])
+
+
+def _read(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    """Return the value, or what lies between two rows."""
+    value = thing.view()
+    if "start" in options:
+        if value.ndim == 0:
+            raise InvalidArgumentError(
+                f"read_rows: the variable has no rows, expected a shape of one dimension or more, "
+                f"got () (variable: {thing.name})"
+            )
+        value = value[options["start"] : options["stop"]]
+    return Outcome([thing.version, value.dtype.name], [rounded(value, options.get("as"))])
+
+
+def _gather(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    indices = _indices("gather", thing, arrays[0])
+    rows = thing.view().take(indices, axis=0)
+    return Outcome([thing.version, rows.dtype.name], [rounded(rows, options.get("as"))])
+
+
+# Changing.
+
+
+def _assign(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    new = _like("assign", thing, arrays[0])
+    thing.writable(keep=False)[...] = new
+    return _changed(thing)
+
+
+def _assign_add(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    delta = _like("assign_add", thing, arrays[0])
+    value = thing.writable()
+    np.add(value, delta, out=value)
+    return _changed(thing)
+
+
+def _assign_sub(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    delta = _like("assign_sub", thing, arrays[0])
+    value = thing.writable()
+    np.subtract(value, delta, out=value)
+    return _changed(thing)
+
+
+def _scatter_update(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    indices = _indices("scatter_update", thing, arrays[0])
+    rows = _rows_like("scatter_update", thing, indices, arrays[1])
+    # Of an index that is given several times the last row counts.
+    last = len(indices) - 1 - np.unique(indices[::-1], return_index=True)[1]
+    thing.writable()[indices[last]] = rows[last]
+    return _changed(thing)
+
+
+def _scatter_add(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    return _scatter_sums("scatter_add", thing, arrays, np.add)
+
+
+def _scatter_sub(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    return _scatter_sums("scatter_sub", thing, arrays, np.subtract)
+
+
+def _scatter_sums(
+    operation: str, thing: Stored, arrays: Sequence[Array], combine: np.ufunc
+) -> Outcome:
+    """Add or subtract rows, those of one index summed."""
+    indices = _indices(operation, thing, arrays[0])
+    rows = _rows_like(operation, thing, indices, arrays[1])
+    if rows.dtype.name in COMPUTE:
+        summed = in_order(Rows(indices, rows), operation, f"variable {thing.name!r}")
+        value = thing.writable()
+        value[summed.indices] = combine(value[summed.indices], summed.values)
+    else:
+        combine.at(thing.writable(), indices, rows)
+    return _changed(thing)
+
+
+def _apply_gradients(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    """Let the optimizer change the value, unless the gradient is too old."""
+    if thing.optimizer is None:
+        raise FailedPreconditionError(
+            "apply_gradients: the variable has no optimizer, expected one where it was made, got "
+            f"None (variable: {thing.name})"
+        )
+    seen = options.get("seen")
+    staleness = None if seen is None else thing.version - seen
+    if staleness is not None and staleness < 0:
+        raise InvalidArgumentError(
+            f"apply_gradients: this version has not been there yet, expected at most "
+            f"{thing.version}, got {seen} (variable: {thing.name})"
+        )
+    most = options.get("most")
+    if staleness is not None and most is not None and staleness > most:
+        return Outcome([thing.version, staleness, False], [])
+    gradient: Any = _like_dtype("apply_gradients", thing, arrays[-1])
+    if len(arrays) == 2:
+        gradient = Rows(_indices("apply_gradients", thing, arrays[0]), gradient)
+    thing.rate.instead = options.get("rate")
+    thing.rate.factor = 1.0 / (1 + (staleness or 0)) if options.get("scaled") else 1.0
+    thing.optimizer.apply_gradients([(gradient, _Named(thing.name, thing.writable()))])
+    thing.version += 1
+    return Outcome([thing.version, staleness, True], [])
+
+
+def _changed(thing: Stored) -> Outcome:
+    thing.version += 1
+    return Outcome([thing.version], [])
+
+
+def _like(operation: str, thing: Stored, array: Array) -> Array:
+    """Return an array of the variable's shape and dtype."""
+    assert thing.value is not None
+    if array.shape != thing.value.shape:
+        raise InvalidArgumentError(
+            f"{operation}: the value has the wrong shape, expected {thing.value.shape}, got "
+            f"{array.shape} (variable: {thing.name})"
+        )
+    return _like_dtype(operation, thing, array)
+
+
+def _like_dtype(operation: str, thing: Stored, array: Array) -> Array:
+    assert thing.value is not None
+    dtype = thing.value.dtype
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise InvalidArgumentError(
+            f"{operation}: the value has the wrong dtype, expected {dtype}, got {array.dtype} "
+            f"(variable: {thing.name})"
+        )
+    return array.astype(dtype, copy=False)
+
+
+def _indices(operation: str, thing: Stored, indices: Array) -> Array:
+    """Return indices of rows as int64."""
+    assert thing.value is not None
+    if thing.value.ndim == 0 or (indices.size and indices.dtype.kind not in "iu"):
+        raise InvalidArgumentError(
+            f"{operation}: expected integers that name rows, got {indices.dtype} for a variable of "
+            f"{thing.value.ndim} dimensions (variable: {thing.name})"
+        )
+    length = len(thing.value)
+    if indices.size and not 0 <= indices.min() <= indices.max() < length:
+        raise InvalidArgumentError(
+            f"{operation}: an index is out of range, expected 0 .. {length - 1}, got "
+            f"{indices.min()} .. {indices.max()} (variable: {thing.name})"
+        )
+    return indices.astype(np.int64, copy=False)
+
+
+def _rows_like(operation: str, thing: Stored, indices: Array, rows: Array) -> Array:
+    assert thing.value is not None
+    expected = (*indices.shape, *thing.value.shape[1:])
+    if indices.ndim != 1 or rows.shape != expected:
+        raise InvalidArgumentError(
+            f"{operation}: expected a row for every index, of shape {expected}, got {rows.shape} "
+            f"(variable: {thing.name})"
+        )
+    return _like_dtype(operation, thing, rows)
+
+
+ACTIONS: dict[str, Action] = {
+    "apply_gradients": _apply_gradients,
+    "assign": _assign,
+    "assign_add": _assign_add,
+    "assign_sub": _assign_sub,
+    "describe": _describe,
+    "gather": _gather,
+    "read": _read,
+    "scatter_add": _scatter_add,
+    "scatter_sub": _scatter_sub,
+    "scatter_update": _scatter_update,
+}
+READS = frozenset({"describe", "gather", "read"})
+_RAW = READS  # their arrays are indices

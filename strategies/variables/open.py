@@ -1,0 +1,255 @@
+"""Make or find variables on tasks: every task by the same call, whichever task they are on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from strategies.errors import InvalidArgumentError, UnavailableError
+from strategies.optimizers import Optimizer
+from strategies.remote.service import Service
+from strategies.remote.wire import Array
+from strategies.variables import partition
+from strategies.variables.descriptions import optimizer_as_words
+from strategies.variables.items import host_array
+from strategies.variables.kind import KIND, initialize, is_missing, properties_of
+from strategies.variables.partition import Partitioner
+from strategies.variables.partitioned import PartitionedVariable
+from strategies.variables.variable import SharedVariable
+
+__all__ = [
+    "InitialValue",
+    "open_variable",
+    "reset_container",
+    "shared_partitioned_variable",
+    "shared_variable",
+]
+
+InitialValue = npt.ArrayLike | Callable[[], npt.ArrayLike] | None
+
+# A longer initial value is sent only if nobody has set one yet, which is asked first.
+_SHORT = 1 << 15  # bytes
+
+
+def shared_variable(
+    initial_value: InitialValue,
+    *,
+    service: Service,
+    shared_name: str,
+    task: int | str | None = None,
+    container: str | None = None,
+    optimizer: Optimizer | None = None,
+    dtype: Any = None,
+) -> SharedVariable:
+    """Make a variable that lives on a task, or find it there.
+
+    Who comes first with an initial value sets it; later ones are not used, but must have the same
+    shape and dtype. So the value is the one of a certain task if that one alone gives any. Who
+    reads the variable before there is a value waits for it.
+
+    Args:
+        initial_value: shape (...), copied; or a function without arguments that returns it, called
+            only if there is no value yet; or None to let another task set it.
+        service: open on all tasks.
+        shared_name: of the variable.
+        task: where it lives: a number, or a device string such as "/job:ps/task:1"; what that
+            leaves open, or None, is decided by the `device` blocks around.
+        container: set of names that `shared_name` belongs to; None for the current one.
+        optimizer: for `apply_gradients`. The task makes one like it for this variable alone, and
+            its slots live there. A learning rate that is a function must be one that the task can
+            import.
+        dtype: of the variable, that of `initial_value` if None.
+
+    Raises:
+        InvalidArgumentError: the name belongs to something else, or to a variable of another shape,
+            dtype or optimizer; says which. An optimizer of None fits any.
+        UnavailableError: the task cannot be reached.
+        ValueError: no such task, no name, or a learning rate that the task cannot import.
+        TypeError: no array of numbers, or none of the optimizers of this package.
+
+    Example:
+        >>> import collectives as cc
+        >>> from strategies.optimizers import SGD
+        >>> with Service(cc.init()) as service:
+        ...     w = shared_variable(
+        ...         [1.0, 2.0], service=service, shared_name="w", optimizer=SGD(0.5)
+        ...     )
+        ...     value, version = w.read()
+        ...     update = w.apply_gradients(2 * value, seen=version)
+        ...     w.read().value.tolist(), update.staleness
+        ([0.0, 0.0], 0)
+    """
+    return open_variable(
+        initial_value,
+        service=service,
+        shared_name=shared_name,
+        task=task,
+        container=container,
+        optimizer=optimizer,
+        dtype=dtype,
+    )
+
+
+def open_variable(
+    initial_value: InitialValue,
+    *,
+    service: Service,
+    shared_name: str,
+    task: int | str | None,
+    container: str | None,
+    optimizer: Optimizer | None,
+    shape: Sequence[int] | None = None,
+    dtype: Any = None,
+    whole: Mapping[str, Any] | None = None,
+) -> SharedVariable:
+    """As `shared_variable`, for one that may be part of a whole."""
+    words = optimizer_as_words(optimizer, "shared_variable")
+    value = None
+    if initial_value is not None and not callable(initial_value):
+        value = _checked(initial_value, dtype, shared_name)
+    wanted = properties_of(value, words, whole)
+    if shape is not None:
+        wanted |= {"shape": list(shape), "dtype": np.dtype(dtype).name}
+    place, _ = service.open(KIND, wanted, name=shared_name, task=task, container=container)
+    variable = SharedVariable(service, place)
+    short = value is not None and value.nbytes <= _SHORT
+    if initial_value is not None and (short or is_missing(service, place)):
+        if callable(initial_value):
+            value = _checked(initial_value(), dtype, shared_name)
+        assert value is not None
+        initialize(service, place, value, properties_of(value, words, whole))
+    return variable
+
+
+def shared_partitioned_variable(
+    initial_value: InitialValue,
+    *,
+    partitioner: Partitioner,
+    service: Service,
+    shared_name: str,
+    tasks: Sequence[int | str] | None = None,
+    container: str | None = None,
+    optimizer: Optimizer | None = None,
+    shape: Sequence[int] | None = None,
+    dtype: Any = None,
+) -> PartitionedVariable:
+    """Make a variable in parts that live on tasks, or find it there; see `shared_variable`.
+
+    Args:
+        initial_value: the whole, a function that returns it, or None; with the latter two, `shape`
+            and `dtype` are needed, since all tasks have to cut alike.
+        partitioner: how many parts there are, such as `partition.fixed_size(4)`.
+        service: open on all tasks.
+        shared_name: of the whole.
+        tasks: on which the parts are in turn; if None, the `device` blocks around decide for each.
+        container: set of names; None for the current one.
+        optimizer: each part has one of its own.
+        shape: of the whole.
+        dtype: of the whole, that of `initial_value` if None.
+
+    Raises:
+        ValueError: shape or dtype are not known, do not fit, or the partitioner gives no partition.
+
+    Example:
+        >>> import collectives as cc
+        >>> with Service(cc.init()) as service:
+        ...     table = shared_partitioned_variable(
+        ...         np.zeros((10, 2)), partitioner=partition.fixed_size(3), service=service,
+        ...         shared_name="table", tasks=[0],
+        ...     )
+        ...     versions = table.scatter_add([9, 0, 9], np.ones((3, 2)))
+        ...     table.parts[2].name, versions, table.gather([9, 1, 0]).value[:, 0].tolist()
+        ('table/part_2', (1, None, 1), [2.0, 0.0, 1.0])
+    """
+    whole: list[Array] = []
+
+    def value() -> Array:
+        if not whole:
+            given = initial_value() if callable(initial_value) else initial_value
+            array = host_array(given, "shared_partitioned_variable", shared_name)
+            whole.append(array if dtype is None else array.astype(dtype, copy=False))
+            if shape is not None and array.shape != tuple(shape):
+                raise InvalidArgumentError(
+                    f"shared_partitioned_variable: the initial value has another shape, expected "
+                    f"{tuple(shape)}, got {array.shape} (variable: {shared_name})"
+                )
+        return whole[0]
+
+    if initial_value is not None and not callable(initial_value):
+        shape, dtype = value().shape, value().dtype
+    if shape is None or dtype is None:
+        raise ValueError(
+            f"shared_partitioned_variable: expected an array, or shape and dtype, got shape "
+            f"{shape} and dtype {dtype} (variable: {shared_name})"
+        )
+    dtype = np.dtype(dtype)
+    cut = partition.checked(partitioner(tuple(shape), dtype), shape)
+    axis, ends = partition.axis_of(cut), partition.offsets(shape, cut)
+    parts = []
+    for n, (low, high) in enumerate(itertools.pairwise(ends)):
+        rows = tuple(slice(low, high) if at == axis else slice(None) for at in range(len(shape)))
+        part = open_variable(
+            None if initial_value is None else _Part(value, rows),
+            service=service,
+            shared_name=f"{shared_name}/part_{n}",
+            task=tasks[n % len(tasks)] if tasks else None,
+            container=container,
+            optimizer=optimizer,
+            shape=[high - low if at == axis else shape[at] for at in range(len(shape))],
+            dtype=dtype,
+            whole={"shape": list(shape), "partition": cut, "part": n},
+        )
+        parts.append(part)
+    return PartitionedVariable(
+        parts, name=shared_name, shape=shape, dtype=dtype, axis=axis, offsets=ends
+    )
+
+
+class _Part:
+    """The initial value of a part, which the whole is needed for if nobody was faster."""
+
+    def __init__(self, whole: Callable[[], Array], rows: tuple[slice, ...]) -> None:
+        self._whole = whole
+        self._rows = rows
+
+    def __call__(self) -> Array:
+        return self._whole()[self._rows]
+
+
+def _checked(value: npt.ArrayLike, dtype: Any, name: str) -> Array:
+    array = host_array(value, "shared_variable", name)
+    if dtype is not None:
+        array = array.astype(dtype)
+    if array.dtype.kind not in "biufcV" or array.dtype.names is not None:
+        raise TypeError(
+            f"shared_variable: not an array of numbers, got {array.dtype} (variable: {name})"
+        )
+    return np.ascontiguousarray(array).reshape(array.shape)
+
+
+def reset_container(
+    containers: str | Iterable[str], *, service: Service, tasks: Iterable[int | str] | None = None
+) -> None:
+    """Forget the named things in a container, on several tasks; see `Service.reset`.
+
+    Args:
+        containers: one name, or several.
+        service: reaches the tasks.
+        tasks: which ones; all if None.
+
+    Raises:
+        UnavailableError: a task cannot be reached; the others' things are forgotten nevertheless.
+    """
+    chosen = [containers] if isinstance(containers, str) else list(containers)
+    failure: Exception | None = None
+    for task in range(service.size) if tasks is None else tasks:
+        try:
+            service.reset(chosen, task=task)
+        except UnavailableError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure

@@ -1,0 +1,207 @@
+"""Requests of other tasks that concern variables: they wait for values, then for a thread.
+
+Short actions are performed at once, by the thread that takes messages, if nobody holds a lock that
+they need. All others are left to a few threads, so that this one stays free, and so that different
+variables are changed at the same time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from strategies.errors import CancelledError, OpError
+from strategies.remote import bundles, message, pool
+from strategies.remote.container import GroupHandler, Work
+from strategies.remote.wire import Array
+from strategies.variables.actions import ACTIONS, READS, Outcome, act
+from strategies.variables.store import AllReady, Stored
+
+__all__ = ["HANDLERS", "attempt", "outcome_of"]
+
+_log = logging.getLogger(__name__)
+
+# An action on so many variables and bytes takes 0.2 ms at most; with a thread that has to take it
+# over, an update of 1 MB takes 0.1 to 0.2 ms more (`benchmarks/servers.py`).
+_FEW = 8
+_SHORT = 1 << 20  # bytes
+
+# Variables from this size on are changed by different threads, if one message concerns several.
+_LONG = 1 << 20  # bytes
+
+
+def attempt(
+    operation: str, thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]
+) -> Outcome | OpError:
+    """Perform an action as soon as nobody else is busy with the variable."""
+    with thing.lock:
+        return _attempt(operation, thing, arrays, options)
+
+
+def _attempt(
+    operation: str, thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]
+) -> Outcome | OpError:
+    try:
+        return act(operation, thing, arrays, options)
+    except OpError as error:
+        return error
+    except Exception as error:
+        _log.exception("%s of variable %s has failed", operation, thing.name)
+        return message.error_from(message.error_to(error))
+
+
+def outcome_of(facts: Any, arrays: list[Array]) -> Outcome | OpError:
+    """Return an outcome that was sent; see `_Order`."""
+    return message.error_from(facts) if isinstance(facts, dict) else Outcome(facts, arrays)
+
+
+class _Part:
+    """A job of an order: the variables of these numbers."""
+
+    def __init__(self, numbers: Sequence[int], do: Callable[[_Part], None]) -> None:
+        self.numbers = numbers
+        self._do = do
+
+    def __call__(self) -> None:
+        self._do(self)
+
+
+class _Order:
+    """One request: an action on each of several variables."""
+
+    def __init__(self, operation: str, things: Sequence[Stored], work: Work) -> None:
+        self._operation = operation
+        self._things = things
+        self._work = work
+        arrays = iter(bundles.unpack(work.arguments["layout"], work.values))
+        counts = work.arguments["counts"]
+        self._arrays = [[next(arrays) for _ in range(count)] for count in counts]
+        options = work.arguments["options"]
+        self._options = options if len(options) > 1 else options * len(things)
+        self._outcomes: list[Outcome | OpError | None] = [None] * len(things)
+        self._lock = threading.Lock()
+        self._parts: list[_Part] = []
+        self._missing = 0
+        self._wait = AllReady(things, self._go)
+        work.wait(self._withdraw, lambda: self._withdraw(CancelledError("given up")))
+
+    def start(self) -> None:
+        self._wait.start()
+
+    def _withdraw(self, error: OpError) -> None:
+        if self._wait.end(error):
+            return
+        for part in self._parts:  # one that has begun is finished
+            if pool.UPDATES.withdraw(part):
+                self._end(part, dict.fromkeys(part.numbers, error))
+
+    def _go(self, error: OpError | None) -> None:
+        if error is not None:
+            self._release()
+            self._work.fail(error)
+        elif not self._at_once():
+            self._parts = self._divided()
+            self._missing = len(self._parts)
+            for part in list(self._parts):
+                pool.UPDATES.submit(part)
+
+    def _at_once(self) -> bool:
+        """Perform everything here if that is short, and if no lock has to be waited for."""
+        if len(self._things) > _FEW or self._cold() or self._bytes() > _SHORT:
+            return False
+        with ExitStack() as locks:
+            for thing in self._things:
+                if not thing.lock.acquire(blocking=False):
+                    return False
+                locks.callback(thing.lock.release)
+            for index, thing in enumerate(self._things):
+                self._outcomes[index] = _attempt(
+                    self._operation, thing, self._arrays[index], self._options[index]
+                )
+        self._reply()
+        return True
+
+    def _cold(self) -> bool:
+        """Whether an optimizer may have to be compiled first, which takes a second."""
+        if self._operation != "apply_gradients":
+            return False
+        return any(thing.optimizer is None or not thing.optimizer.step for thing in self._things)
+
+    def _bytes(self) -> int:
+        """Return about how many bytes are read or written, apart from what is sent as it is."""
+        rows = self._operation == "gather"
+        total = 0
+        for thing, arrays, options in zip(self._things, self._arrays, self._options, strict=True):
+            assert thing.value is not None
+            total += sum(array.nbytes for array in arrays)
+            if self._operation in READS:
+                whole = "as" in options and not rows
+            else:
+                whole = len(arrays) < 2 or thing.is_read
+            total += thing.value.nbytes if whole else 0
+            length = max(thing.value.shape[:1], default=1)
+            total += arrays[0].size * (thing.value.nbytes // max(length, 1)) if rows else 0
+        return total
+
+    def _divided(self) -> list[_Part]:
+        """Return jobs: one for each long variable, and one for all others."""
+        numbers = range(len(self._things))
+        reads = self._operation in READS
+        long = [n for n in numbers if not reads and self._size(n) >= _LONG]
+        short = sorted({*numbers} - {*long})
+        groups = [[n] for n in long] + ([short] if short else [])
+        return [_Part(group, self._do) for group in groups]
+
+    def _size(self, number: int) -> int:
+        return sum(array.nbytes for array in self._arrays[number])
+
+    def _do(self, part: _Part) -> None:
+        outcomes = {
+            n: attempt(self._operation, self._things[n], self._arrays[n], self._options[n])
+            for n in part.numbers
+        }
+        self._end(part, outcomes)
+
+    def _end(self, part: _Part, outcomes: Mapping[int, Outcome | OpError]) -> None:
+        with self._lock:
+            for number in part.numbers:
+                self._outcomes[number] = outcomes[number]
+            self._missing -= 1
+            last = self._missing == 0
+        if last:
+            self._reply()
+
+    def _reply(self) -> None:
+        facts: list[Any] = []
+        counts = []
+        arrays: list[Array] = []
+        for outcome in self._outcomes:
+            assert outcome is not None
+            if isinstance(outcome, OpError):
+                outcome = Outcome(message.error_to(outcome), [])
+            facts.append(outcome.facts)
+            counts.append(len(outcome.arrays))
+            arrays += outcome.arrays
+        layout, frames = bundles.pack(arrays)
+        self._release()
+        self._work.reply(frames, facts=facts, counts=counts, layout=layout)
+
+    def _release(self) -> None:
+        """Let go of the arrays, whose memory is wanted for the next message."""
+        self._arrays = []
+        self._outcomes = []
+        self._work.values = []
+
+
+def _handler(operation: str) -> GroupHandler:
+    def handle(things: Sequence[Stored], work: Work) -> None:
+        _Order(operation, things, work).start()
+
+    return handle
+
+
+HANDLERS: dict[str, GroupHandler] = {operation: _handler(operation) for operation in ACTIONS}
+"""For messages that name one variable or several, see `container.ResourceKind.together`."""

@@ -1,0 +1,213 @@
+"""A variable at the task where it lives: value, version and the optimizer with its slots.
+
+A value that somebody reads never changes under them: whoever reads gets a view, and the next update
+goes to other memory if a view is still held, else to the same. So a read costs no copy, an update
+costs one only while somebody reads, and no reader sees half of an update.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from strategies.errors import CancelledError, InvalidArgumentError, OpError
+from strategies.optimizers import LearningRate, Optimizer
+from strategies.remote.wire import Array
+
+__all__ = ["AllReady", "Rate", "Stored"]
+
+
+class Rate:
+    """The learning rate of a variable's optimizer, which a single update may have another of.
+
+    Args:
+        given: what the optimizer was to have.
+
+    Attributes:
+        instead: of the update that is being made; None if it has the given one.
+        factor: by which the rate of that update is multiplied.
+    """
+
+    def __init__(self, given: LearningRate) -> None:
+        self._given = given
+        self.instead: float | None = None
+        self.factor = 1.0
+
+    def __call__(self, step: int) -> float:
+        """Return the rate for this step."""
+        rate = self._given(step) if callable(self._given) else self._given
+        return (rate if self.instead is None else self.instead) * self.factor
+
+
+class Stored:
+    """One variable. What changes it holds `lock`.
+
+    Args:
+        name: in its container.
+
+    Attributes:
+        name: as given.
+        lock: held while the value is read or changed.
+        version: how often the value has been changed.
+        value: None until it is set for the first time.
+        properties: what all who ask for the variable must agree in, by name; empty at first.
+        optimizer: for `apply_gradients`, or None.
+        rate: of the optimizer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lock = threading.Lock()
+        self.version = 0
+        self.value: Array | None = None
+        self.properties: dict[str, Any] = {}
+        self.optimizer: Optimizer | None = None
+        self.rate = Rate(0.0)
+        self._before: Array | None = None  # memory of an earlier value, to be used again
+        self._door = threading.Lock()  # of those that wait; never held for long, unlike `lock`
+        self._gone: OpError | None = None
+        self._waiting: list[Callable[[OpError | None], None]] = []
+
+    def initialize(
+        self,
+        value: Array,
+        optimizer: Optimizer | None,
+        rate: Rate,
+        properties: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Set the first value, copied; False if there is one already. With the lock held."""
+        if self.value is not None:
+            return False
+        self.optimizer, self.rate = optimizer, rate
+        self.properties = dict(properties or {})
+        self.value = np.array(value, order="C")  # last: who sees it may use everything
+        return True
+
+    def view(self) -> Array:
+        """Return the value, which will not change; with the lock held."""
+        assert self.value is not None
+        view: Array = self.value.view()
+        view.flags.writeable = False
+        return view
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody holds a view, so that an update has to copy the value first."""
+        return sys.getrefcount(self.value) > _ALONE
+
+    def writable(self, *, keep: bool = True) -> Array:
+        """Return memory to change the value in; with the lock held.
+
+        Args:
+            keep: the memory holds the value; else anything.
+        """
+        assert self.value is not None
+        if self.is_read:
+            free = self._before is not None and sys.getrefcount(self._before) <= _ALONE
+            other = self._before if free else np.empty_like(self.value)
+            assert other is not None
+            if keep:
+                other[...] = self.value
+            self._before, self.value = self.value, other
+        return self.value
+
+    def when_ready(self, call: Callable[[OpError | None], None]) -> None:
+        """Call when there is a value, which may be now, or with an error if there will be none."""
+        with self._door:
+            waits = self.value is None and self._gone is None
+            if waits:
+                self._waiting.append(call)
+        if not waits:
+            call(self._gone)
+
+    def forget(self, call: Callable[[OpError | None], None]) -> None:
+        """Do not call what was given to `when_ready`."""
+        with self._door:
+            if call in self._waiting:
+                self._waiting.remove(call)
+
+    def tell(self) -> None:
+        """Call all that wait, after the value was set; without the lock."""
+        with self._door:
+            waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call(self._gone)
+
+    def discard(self) -> None:
+        """End all that waits."""
+        self._gone = CancelledError(f"{self.name}: the container was reset")
+        self.tell()
+
+    def check(self, wanted: Mapping[str, Any]) -> None:
+        """Refuse what somebody else takes this variable for.
+
+        Raises:
+            InvalidArgumentError: a property differs; None fits any.
+        """
+        if difference := self.difference(wanted):
+            raise InvalidArgumentError(f"open: {difference} (name: {self.name})")
+
+    def difference(self, wanted: Mapping[str, Any]) -> str | None:
+        """Say which property differs, or None."""
+        for what, has in self.properties.items():
+            asked = wanted.get(what)
+            if asked is not None and has != asked:
+                return f"the variable has another {what}, expected {has}, got {asked}"
+        return None
+
+
+def _alone() -> int:
+    """Return how many references Python counts to a value that nobody reads."""
+    stored = Stored("")
+    stored.value = np.empty(1)
+    return sys.getrefcount(stored.value)
+
+
+_ALONE = _alone()
+
+
+class AllReady:
+    """Waits until several variables have their first values.
+
+    Args:
+        things: the variables.
+        then: called once, with None, or with the error that ended the wait.
+    """
+
+    def __init__(self, things: Sequence[Stored], then: Callable[[OpError | None], None]) -> None:
+        self._things = things
+        self._then = then
+        self._lock = threading.Lock()
+        self._missing: float = 1 + len(things)
+
+    def start(self) -> None:
+        """Begin to wait; `then` may be called now."""
+        for thing in self._things:
+            thing.when_ready(self._one)
+        self._one(None)
+
+    def end(self, error: OpError) -> bool:
+        """End the wait with an error; False if it has ended."""
+        with self._lock:
+            ended = self._missing <= 0
+            self._missing = -math.inf
+        if not ended:
+            for thing in self._things:
+                thing.forget(self._one)
+            self._then(error)
+        return not ended
+
+    def _one(self, error: OpError | None) -> None:
+        if error is not None:
+            self.end(error)
+            return
+        with self._lock:
+            self._missing -= 1
+            last = self._missing == 0
+        if last:
+            self._then(None)
