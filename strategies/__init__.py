@@ -19,7 +19,6 @@ from strategies.accumulators.accumulators import (
 )
 from strategies.averaging.alike import check_alike
 from strategies.averaging.broadcast import broadcast_optimizer_state, broadcast_parameters
-from strategies.central_storage import CentralStorageStrategy
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.gpus import limit_gpu_memory, use_gpus
@@ -39,12 +38,6 @@ from strategies.cluster.setter import (
 )
 from strategies.cluster.slurm import SlurmClusterResolver
 from strategies.cluster.spec import ClusterSpec
-from strategies.default import (
-    DefaultStrategy,
-    get_replica_context,
-    get_strategy,
-    in_cross_replica_context,
-)
 from strategies.distributed_optimizer import DistributedOptimizer
 from strategies.input.batching import (
     batch,
@@ -82,9 +75,6 @@ from strategies.input.records import TFRecordWriter
 from strategies.input.runners import QueueRunner, start_queue_runners
 from strategies.input.sharded import ShardedInput
 from strategies.input.sharding import in_step
-from strategies.mirrored import MirroredStrategy
-from strategies.multi_worker import MultiWorkerMirroredStrategy
-from strategies.one_device import OneDeviceStrategy
 from strategies.optimizers import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp, schedules
 from strategies.optimizers.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from strategies.options import CommunicationOptions
@@ -103,6 +93,16 @@ from strategies.replicas.variable import Variable
 from strategies.spare_replica import SpareReplicaStrategy
 from strategies.sparse import Rows
 from strategies.strategy import Strategy
+from strategies.synchronous import (
+    CentralStorageStrategy,
+    DefaultStrategy,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    get_replica_context,
+    get_strategy,
+    in_cross_replica_context,
+)
 from strategies.training.checkpoint import Checkpoint
 from strategies.training.checkpoint_manager import CheckpointManager
 from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies.averaging import replicas as replica_gradients
+from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.averaging.replicas import Gradients
-from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.options import CommunicationOptions
 from strategies.ranks import Ranks
 from strategies.replicas import context as contexts

@@ -9,96 +9,45 @@ import pytest
 
 from launcher import ROOT
 
-# From the ground up; a file imports from its own floor or from floors below it, never in a circle.
-COLLECTIVES = [
-    {"errors", "topology", "settings", "quantities", "links", "folders", "tracebacks"},
-    {
-        "arrays",
-        "devices",
-        "buffers",
-        "compiling",
-        "device_kernels",
-        "reduction",
-        "kernels",
-        "halves",
-        "intrinsics",
-        "packing",
-        "rounds",
-        "streams",
-    },
-    {
-        "compression",
-        "doorbell",
-        "letters",
-        "mail",
-        "staging",
-        "transport",
-        "mpi",
-        "segment",
-        "shared_arrays",
-        "signatures",
-        "liveness",
-        "whereabouts",
-        "tuned",
-    },
-    {
-        "algorithms",
-        "algorithms.compressed",
-        "algorithms.halving",
-        "algorithms.hierarchical",
-        "algorithms.native",
-        "algorithms.node",
-        "algorithms.ring",
-        "algorithms.rotation",
-        "algorithms.stages",
-        "algorithms.tree",
-    },
-    {
-        "selection",
-        "awareness",
-        "fingerprint",
-        "on_devices",
-        "calls",
-        "operations",
-        "plans",
-        "repeats",
-        "resolved",
-        "recorder",
-        "board",
-        "costs",
-        "exact",
-        "layouts",
-        "views",
-    },
-    {
-        "communicator",
-        "requests",
-        "rows",
-        "composites",
-        "grouped",
-        "buckets",
-        "places",
-        "groups",
-        "shared",
-        "channel",
-        "point_to_point",
-    },
-    {
-        "crowding",
-        "launch",
-        "world",
-        "__init__",
-        "information",
-        "surroundings",
-        "selftest",
-        "peers",
-        "measuring",
-        "tune",
-        "benchmark",
-        "figure",
-        "__main__",
-    },
-]
+# From the ground up: a room is a folder, or a file beside the folders. It imports from rooms of
+# lower floors; inside a folder files import each other, never in a circle.
+FLOORS = {
+    "collectives": [
+        {"arrays", "bucket_layout", "crowding", "errors", "topology", "tracebacks", "units"},
+        {"kernels", "links", "transport"},
+        {"compression", "node", "settings"},
+        {"algorithms", "launch", "signatures", "tuned"},
+        {"channel", "operations"},
+        {"buckets"},
+        {"communicator"},
+        {"world"},
+        {"__init__"},
+        {"tools"},
+        {"__main__"},
+    ],
+    "strategies": [
+        {"arrays", "checks", "errors", "model_parallel", "options", "structures"},
+        {"agreement", "sparse", "training"},
+        {"optimizers", "ranks"},
+        {"cluster"},
+        {"remote"},
+        {"accumulators", "queues", "variables"},
+        {"input"},
+        {"replicas"},
+        {"averaging"},
+        {"jax", "strategy", "torch"},
+        {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous"},
+        {"__init__"},
+    ],
+}
+
+# Annotations that name what is above them: methods that stand beside their class.
+NAMES_ABOVE = {
+    ("operations", "communicator"),
+    ("buckets", "communicator"),
+    ("replicas", "strategy"),
+    ("averaging", "strategy"),
+}
 
 # A public module, since whatever imports it loads numba.
 PUBLIC = {"collectives.kernels.compiling"}
@@ -156,19 +105,36 @@ def imported(file: Path, known: dict[str, Path], *, for_types: bool = True) -> s
     return found
 
 
+def room_of(module: str) -> str:
+    """The folder of a module, or the module itself where it stands beside the folders."""
+    return (module.split(".") + ["__init__"])[1]
+
+
 def floor_of(module: str) -> int:
-    short = module.removeprefix("collectives.")
-    for number, floor in enumerate(COLLECTIVES):
-        if short in floor:
+    package, room = module.split(".")[0], room_of(module)
+    for number, floor in enumerate(FLOORS[package]):
+        if room in floor:
             return number
-    raise AssertionError(f"{module} is on no floor: add it to tests/test_floors.py and to the docs")
+    raise AssertionError(f"{module} is on no floor: add its room to tests/test_floors.py")
 
 
-def test_collectives_import_only_from_their_floor_or_below():
-    known = modules("collectives")
+@pytest.mark.parametrize("package", FLOORS)
+def test_rooms_import_only_from_floors_below(package):
+    known = modules(package)
     for module, file in known.items():
+        here = room_of(module)
         for other in imported(file, known) & known.keys():
-            assert floor_of(other) <= floor_of(module), f"{module} imports {other} from above"
+            there = room_of(other)
+            if there != here and (here, there) not in NAMES_ABOVE:
+                assert floor_of(other) < floor_of(module), f"{module} imports {other} from above"
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_only_annotations_name_what_is_above(package):
+    known = modules(package)
+    for module, file in known.items():
+        for other in imported(file, known, for_types=False) & known.keys():
+            assert (room_of(module), room_of(other)) not in NAMES_ABOVE, f"{module}: {other}"
 
 
 @pytest.mark.parametrize("package", ["collectives", "strategies"])

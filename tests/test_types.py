@@ -74,7 +74,7 @@ NUMPY = """
 
     import collectives as cc
     import strategies
-    from strategies.distributed_optimizer import AveragingOptimizer
+    from strategies.averaging.optimizer import AveragingOptimizer
 
     comm = cc.init()
     Floats = npt.NDArray[np.float32]

@@ -14,7 +14,7 @@ from strategies import arrays
 from strategies.arrays import COMPUTE
 from strategies.averaging.alike import settings_of
 from strategies.averaging.averaging import Rule
-from strategies.distributed_optimizer import ArrayOptimizer, AveragingOptimizer, fitted
+from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer, fitted
 from strategies.errors import InvalidArgumentError
 from strategies.optimizers.pairs import split
 from strategies.replicas import reductions

@@ -27,9 +27,9 @@ from strategies.parameter_server.closures import Closure, ClosureQueue, RemoteVa
 from strategies.parameter_server.strategy import ParameterServerStrategy
 from strategies.ranks import Ranks
 from strategies.remote.functions import RemoteTraceback, Task
+from strategies.remote.names import function_named, name_of
 from strategies.replicas.datasets import InputContext
 from strategies.structures import leaves, map_leaves
-from strategies.variables.descriptions import function_named, name_of
 
 __all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator"]
 

@@ -11,9 +11,9 @@ from typing import Any
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
 from strategies.remote import payloads, pool
 from strategies.remote.container import Place, Work, offer
+from strategies.remote.names import function_named, name_of
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
-from strategies.variables.descriptions import function_named, name_of
 
 __all__ = ["RemoteTraceback", "Task", "TaskFuture"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from strategies.accumulators.engine import Apply, Engine
 from strategies.accumulators.remote import open_accumulation
 from strategies.accumulators.sums import Gradient, Part
-from strategies.distributed_optimizer import ArrayOptimizer
+from strategies.averaging.optimizer import ArrayOptimizer
 from strategies.errors import OpError, UnavailableError
 from strategies.optimizers.pairs import Pair
 from strategies.remote import waiting

@@ -1,0 +1,196 @@
+"""An optimizer for arrays whose gradients are first averaged over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+import collectives as cc
+from strategies import arrays
+from strategies.averaging.alike import Fact, facts_of_optimizer
+from strategies.averaging.averaging import Averaging, Leaf, Rule
+from strategies.averaging.passes import Passes
+from strategies.optimizers.pairs import is_variable, refuse_jax, split
+from strategies.replicas import context
+from strategies.sparse import Rows, in_order
+
+__all__ = ["ArrayOptimizer", "AveragingOptimizer", "fitted"]
+
+# By which name errors call what users make by it.
+_KNOWN_AS = {"AveragingOptimizer": "DistributedOptimizer"}
+
+Pair = tuple[Any, Any]
+
+
+class ArrayOptimizer(Protocol):
+    """An optimizer that changes arrays in place, such as those of `strategies.optimizers`."""
+
+    step: int
+
+    def apply_gradients(self, grads_and_vars: Iterable[Pair]) -> None:
+        """Update every variable by its gradient."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+
+class AveragingOptimizer:
+    """Averages the gradients over all ranks, then lets the wrapped optimizer apply them.
+
+    Made by `DistributedOptimizer`. The gradients lie in buckets, laid out once, in memory that the
+    ranks of a node share.
+
+    Args:
+        optimizer: what updates the variables.
+        comm: the ranks that average.
+        rule: how they do.
+        facts: what the ranks compare of the optimizer; `facts_of_optimizer` of it if None.
+    """
+
+    def __init__(
+        self,
+        optimizer: ArrayOptimizer,
+        comm: cc.Communicator,
+        rule: Rule,
+        facts: Callable[[], list[Fact]] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.comm = comm
+        self._averaging = Averaging(comm, rule, facts or partial(facts_of_optimizer, optimizer))
+        self._passes = Passes(rule.backward_passes_per_step)
+
+    @property
+    def step(self) -> int:
+        """Number of updates so far."""
+        return self.optimizer.step
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[Pair], *, examples: float | None = None
+    ) -> None:
+        """Average the gradients and update the variables.
+
+        *Collective*: all ranks, with the same variables in the same order. With
+        `backward_passes_per_step=k`, all but every k-th call only add up, without communication; an
+        error of such a call is raised by the k-th one.
+
+        Args:
+            grads_and_vars: pairs of a gradient and its variable, of one shape. A gradient may be
+                `Rows`, on all ranks then, or None on some ranks, where it counts as zero; a
+                variable without a gradient on any rank is left alone.
+            examples: how many rows this rank's gradients are the mean of. The average is then over
+                all rows, also where ranks hold different numbers of them; 0 is allowed. None: all
+                ranks count alike.
+
+        Raises:
+            ValueError: a shape does not fit, or no rank has an example; on all ranks.
+            TypeError: something is no pair, or no array; on all ranks.
+            MismatchError: ranks differ in the variables' shapes or dtypes, or in what they compare
+                in the first step; on all ranks.
+        """
+        top = context.current()
+        if top is not None and top.replica is not None and len(top.strategy.devices) > 1:
+            # One of several replicas of this rank: they update once, together.
+            top.strategy.apply_gradients(self, grads_and_vars, examples=examples)
+            return
+        error: Exception | None = None
+        leaves: list[Leaf] = []
+        gradients: Sequence[Any] = []
+        variables: list[Any] = []
+        try:
+            pairs = [split(x, "apply_gradients", i) for i, x in enumerate(grads_and_vars)]
+            variables = [variable for _, variable in pairs]
+            leaves = [_leaf(variable, i) for i, variable in enumerate(variables)]
+            gradients = [_fitting(g, leaf) for (g, _), leaf in zip(pairs, leaves, strict=True)]
+        except Exception as caught:  # of the iterable, too
+            error = caught
+        whole = self._passes.add(gradients, examples=examples, error=error)
+        if whole is None:
+            return
+        averaged = self._averaging.average(leaves, whole)
+        dense = [g.values if isinstance(g, Rows) else g for g in averaged]
+        scale = self._averaging.clipping(dense)
+        if scale < 1:
+            for values in dense:
+                if values is not None:
+                    values *= scale
+        self.optimizer.apply_gradients(zip(averaged, variables, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state; equal on all ranks."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the wrapped optimizer its state back, the same on all ranks."""
+        self.optimizer.load_state_dict(state)
+        self._passes.clear()
+
+    def close(self) -> None:
+        """Release the buckets; *collective*. They are made anew when they are needed."""
+        self._averaging.close()
+
+
+def _leaf(variable: Any, position: int) -> Leaf:
+    named = is_variable(variable)
+    value = variable.value if named else variable
+    name = variable.name if named else f"unnamed, position {position}"
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(
+            f"apply_gradients: variable is no array, got {type(value).__name__} (variable: {name})"
+        )
+    refuse_jax(value, "apply_gradients", f"variable: {name}")
+    return Leaf(name, tuple(value.shape), str(value.dtype), value)
+
+
+def fitted(pairs: Iterable[Pair]) -> list[Pair]:
+    """Check gradients, and give them the dtypes of their variables, as averaging does.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: something is no array, or a dtype does not fit.
+    """
+    found = []
+    for position, (gradient, variable) in enumerate(pairs):
+        leaf = _leaf(variable, position)
+        array, dtype = _fitting(gradient, leaf), arrays.dtype_name(leaf.like)
+        if isinstance(array, Rows):
+            array = Rows(array.indices, arrays.astype(array.values, dtype))
+        elif array is not None:
+            array = arrays.astype(array, dtype)
+        found.append((array, variable))
+    return found
+
+
+def _fitting(gradient: Any, leaf: Leaf) -> Any:
+    """Return a gradient as an array that can be written into its bucket, or None."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, Rows):
+        _check_dtype(gradient.values, leaf)
+        where = f"variable: {leaf.name}"
+        return in_order(gradient, "apply_gradients", where, length=leaf.shape[0])
+    array: Any = gradient
+    if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
+        array = np.asarray(gradient)
+    if tuple(array.shape) != leaf.shape:
+        raise ValueError(
+            f"apply_gradients: the gradient has the wrong shape, expected {leaf.shape}, got "
+            f"{tuple(array.shape)} (variable: {leaf.name})"
+        )
+    _check_dtype(array, leaf)
+    return array
+
+
+def _check_dtype(array: Any, leaf: Leaf) -> None:
+    """Refuse a gradient that the dtype of its variable cannot stand for."""
+    both = isinstance(array, np.ndarray) and isinstance(leaf.like, np.ndarray)
+    if both and not np.can_cast(array.dtype, leaf.like.dtype, "same_kind"):
+        raise TypeError(
+            f"apply_gradients: the gradient has the wrong dtype, expected {leaf.dtype}, got "
+            f"{array.dtype} (variable: {leaf.name})"
+        )
