@@ -44,8 +44,8 @@ VARIABLES = (
 
 # Of slurm/train.sbatch, which the processes that it starts inherit, and of the tests.
 _OTHERS = (
-    "UNISONO_CHECKOUT", "UNISONO_DAMAGED_FILES", "UNISONO_PROGRAM", "UNISONO_REQUIRE",
-    "UNISONO_TEST_WORLD", "UNISONO_VENV",
+    "UNISONO_CHECKOUT", "UNISONO_PROGRAM", "UNISONO_REQUIRE", "UNISONO_TEST_WORLD",
+    "UNISONO_VENV",
 )  # fmt: skip
 
 
