@@ -205,6 +205,9 @@ class _Members(Transport):
     def look_around(self, operation: str, peers: Sequence[int] = ()) -> None:
         self._whole.look_around(operation, [self._ranks[rank] for rank in peers])
 
+    def pass_on(self, rank: int, how: str) -> None:
+        self._whole.pass_on(self._ranks[rank], how)
+
     def progress(self) -> None:
         self._whole.progress()
 

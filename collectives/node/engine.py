@@ -397,10 +397,10 @@ class Engine:
         gone = "" if self._living is None else self._living.gone(missing)
         if gone and self._gone == (missing, since):
             whole = self._transport.whole
-            raise PeerFailure(
-                f"{operation}: {whole.name([self._transport.number(missing)])} {gone} "
-                f"({self.last_call(missing)}) ({whole.where})"
-            )
+            how = f"{gone} ({self.last_call(missing)})"
+            self._transport.pass_on(missing, how)
+            name = whole.name([self._transport.number(missing)])
+            raise PeerFailure(f"{operation}: {name} {how} ({whole.where})")
         # Not before the next look: it may have come, and left, since the kernel last looked.
         self._gone = (missing, since) if gone else None
 

@@ -165,9 +165,14 @@ class MpiTransport(Transport):
             news = whereabouts.current.look(self._key, [self._numbers[0][rank] for rank in peers])
             if news is not None:
                 raise PeerFailure(
-                    f"{operation}: {self._named([news.rank])} has ended its program "
-                    f"({news.text}) ({self.where})"
+                    f"{operation}: {self._named([news.rank])} {news.text} ({self.where})"
                 )
+
+    def pass_on(self, rank: int, how: str) -> None:
+        """Tell those who ask that this rank fails, since another one has left."""
+        may_send = self._any_thread or this_thread.stop is None
+        if whereabouts.current is not None and may_send:
+            whereabouts.current.fail(self._key, self._numbers[0][rank], how)
 
     def culprit(self, pending: Sequence[Message]) -> str:
         """Follow the ranks that wait for each other to the one that waits for nobody."""

@@ -245,6 +245,14 @@ class Transport(ABC):
             peers: the ranks that this one waits for.
         """
 
+    def pass_on(self, rank: int, how: str) -> None:  # noqa: B027  (not every transport can tell)
+        """Tell ranks that wait for this one why it fails: another one of the group has left.
+
+        Args:
+            rank: who has left.
+            how: as errors say it.
+        """
+
     def culprit(self, pending: Sequence[Message]) -> str:
         """Say whom all wait for, if it is known to be another rank than those that owe messages."""
         return ""

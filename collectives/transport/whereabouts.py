@@ -62,7 +62,13 @@ _POLLS, _NAP = 1000, 0.001
 
 
 class News(NamedTuple):
-    """That a rank of the world has ended its program, after what, and when this one heard of it."""
+    """That a rank of the world has left.
+
+    Attributes:
+        rank: its number in the world.
+        text: how: "has ended its program (after allreduce #2 at train.py:5)".
+        heard: when this rank heard of it, by the monotonic clock.
+    """
 
     rank: int
     text: str
@@ -121,10 +127,26 @@ class Whereabouts:
                     self._ask(peer, key)
             for peer in peers:
                 if (news := self._news_of(peer, key)) is not None:
-                    self._failed[key] = news
-                    self._tell_all(key, news)
+                    self._fail(key, news)
                     return news
         return None
+
+    def fail(self, key: int, rank: int, how: str) -> None:
+        """Tell those who wait for this rank that it waits no more, since another one has left.
+
+        Args:
+            key: of the communicator.
+            rank: who has left, by its number in the world.
+            how: as in `News`.
+        """
+        if self.is_mine:
+            with self._lock:
+                self._take()
+                self._fail(key, News(rank, how, time.monotonic()))
+
+    def _fail(self, key: int, news: News) -> None:
+        self._failed[key] = news
+        self._tell_all(key, news)
 
     def chain(self, key: int, peers: Sequence[int]) -> list[int]:
         """Return whom this rank waits for, whom that one waits for, and so on, as far as they say.
@@ -149,7 +171,8 @@ class Whereabouts:
         if self._end is not None or not self.is_mine or MPI.Is_finalized():
             return
         with self._lock:
-            self._end = News(self._rank, self._last_call(), time.monotonic())
+            how = f"has ended its program ({self._last_call()})"
+            self._end = News(self._rank, how, time.monotonic())
             self._take()
             self._tell_all(None, self._end)
         with contextlib.suppress(self._error):  # a rank has died: MPI will find out by itself

@@ -296,3 +296,32 @@ def test_nothing_of_the_machine_is_changed(two_machines):
     assert "10.77.0." not in Path("/etc/hosts").read_text()
     devices = {name for name in os.listdir("/sys/class/net") if name.startswith(("switch", "port"))}
     assert not devices
+
+
+ENDS = """
+import sys, time
+import numpy as np
+import collectives as cc
+
+comm = cc.init()
+comm.allreduce(np.ones(8))
+if comm.rank == comm.size - 1:
+    sys.exit()
+began = time.monotonic()
+try:
+    comm.allreduce(np.ones(8))
+except cc.PeerFailure as error:
+    print(f"rank {comm.rank} after {time.monotonic() - began:.2f} s: {error}")
+"""
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2)])
+def test_a_rank_that_ends_its_program_is_named_on_the_other_machine(two_machines, tmp_path, ranks):
+    program = tmp_path / "ends.py"
+    program.write_text(ENDS)
+    result = two_machines.run(ranks, program, timeout=RUN_SECONDS)
+    last = sum(ranks) - 1
+    words = rf"rank {last} has ended its program \(after allreduce #1 at ends.py:7\)"
+    told = re.findall(rf"rank (\d) after (\S+) s: .*{words}", result.stdout)
+    assert sorted(rank for rank, _ in told) == [str(rank) for rank in range(last)], result
+    assert max(float(seconds) for _, seconds in told) < 3.0, result
