@@ -247,7 +247,7 @@ def test_a_rank_that_does_not_come_is_named_and_ends_the_communicator(world):
     def check(comm):
         pair = comm.split(0 if comm.rank < 2 else None)
         if comm.rank == 0 and comm.size > 1:
-            words = r"barrier: no answer within 0\.2 s, still waiting for rank 1 to (send|enter)"
+            words = r"barrier: no answer within 0\.2 s, still waiting for rank 1 .*to (send|enter)"
             with pytest.raises(cc.CollectiveTimeout, match=words):
                 pair.barrier(timeout=0.2)
             with pytest.raises(cc.CollectiveError, match="since barrier failed: CollectiveTimeout"):
@@ -266,7 +266,7 @@ def test_a_long_wait_is_reported_in_the_log(world, caplog):
                 pair.barrier(timeout=0.3)
             warnings = [r.getMessage() for r in caplog.records if "has waited" in r.getMessage()]
             assert len(warnings) == 1
-            assert warnings[0].startswith("[0/2] barrier has waited 0 s for rank 1 to ")
+            assert re.match(r"\[0/2\] barrier has waited 0 s for rank 1 .*to ", warnings[0])
         comm.barrier()
 
     world.run(check)
