@@ -67,7 +67,7 @@ class Settings:
     network_link: Mapping[str, float] = field(default_factory=dict)
     # What follows from the last three, the same on all ranks: `tuned.agreed` puts it here.
     links: links.Links = field(default_factory=links.defaults)
-    cuda_aware: CudaAware = "auto"  # "on" or "off" once the ranks agree: `awareness.agreed`
+    cuda_aware: CudaAware = "auto"  # "on" or "off" once the ranks agree: `cuda_aware.agreed`
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Settings:

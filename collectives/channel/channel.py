@@ -1,7 +1,7 @@
 """Messages of several arrays between any two ranks at any time, for services in a thread.
 
 A message is one letter that holds its short frames, followed by its long frames as they are, see
-`letters`. Nothing is copied but short frames. A rank that waits sleeps on its doorbell; what comes
+`frames`. Nothing is copied but short frames. A rank that waits sleeps on its doorbell; what comes
 from other nodes it has to look for, the less often the longer nothing has come.
 """
 

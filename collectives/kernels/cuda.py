@@ -94,7 +94,7 @@ def narrow(
     divisor: int = 1,
     residual: DeviceBuffer | None = None,
 ) -> DeviceBuffer:
-    """Return a buffer's numbers, divided and rounded to 16 bits; as `packing.narrow`.
+    """Return a buffer's numbers, divided and rounded to 16 bits; as `convert.narrow`.
 
     Args:
         source: float32 or float64.

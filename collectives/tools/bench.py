@@ -76,7 +76,7 @@ class Options:
     Args:
         operation: one of `OPERATIONS`.
         sizes: bytes of the whole array, one row each.
-        dtype: one of `exact.DTYPES`.
+        dtype: one of `reference.DTYPES`.
         peers: some of `PEERS`.
         algorithm: as the operation's argument.
         through: "call", or for an allreduce "plan" or "shared" (a plan in shared memory).

@@ -27,7 +27,7 @@ def draw(
     bus_factor: float,
     path: Path,
 ) -> None:
-    """Draw the rows of `benchmark.measure` into a file; its ending decides about the format.
+    """Draw the rows of `bench.measure` into a file; its ending decides about the format.
 
     Args:
         title: above the picture.

@@ -38,7 +38,7 @@ def wrap(
 
     Args:
         optimizer: what updates the parameters.
-        names: of `torch_parameters.names_of`.
+        names: of `parameters.names_of`.
         comm: the ranks.
         rule: how they average.
     """
