@@ -222,8 +222,13 @@ def test_strategies_learn_of_a_rank_that_fails_in_a_job_that_survives_it(tmp_pat
         if comm.rank == 2:
             {WAYS[way]}
         strategy.close()
-        print("closed", flush=True)
-        os._exit(0)                       # MPI_Finalize may wait for the dead
+        open(f"closed-{{comm.rank}}", "w").close()
+        # MPI_Finalize may wait for the dead, and mpirun ends all when a rank leaves without it.
+        while not all(os.path.exists(f"closed-{{rank}}") for rank in (0, 1, 3)):
+            time.sleep(0.01)
+        os._exit(0)
     """
-    result = mpirun(4, program(tmp_path, text), timeout=60, options=FAULT_TOLERANT)
-    assert result.stdout.count("closed") == 3, result
+    file = program(tmp_path, text)
+    result = mpirun(4, file, timeout=60, cwd=tmp_path, options=FAULT_TOLERANT)
+    closed = sorted(path.name for path in tmp_path.glob("closed-*"))
+    assert closed == ["closed-0", "closed-1", "closed-3"], result
