@@ -38,7 +38,7 @@ def main() -> None:
     comm = cc.init()
     if comm.size != 2:
         sys.exit(f"servers: expected 2 ranks, got {comm.size}")
-    with strategies.Service(comm) as service:
+    with strategies.remote.Service(comm) as service:
         figures = large(comm, service, options.megabytes * 250)
         figures |= small(comm, service)
         figures["idle, % of a core per rank"] = idle(comm)
@@ -63,7 +63,7 @@ def in_turns(comm, service, **calls: Callable[[], None]) -> dict[str, float]:
                 call()
                 times[name].append(time.perf_counter() - began)
             if comm.rank:
-                strategies.Task(service, 0).run("__main__:over.set")
+                strategies.remote.Task(service, 0).run("__main__:over.set")
             else:
                 over.wait(60)  # as a ps does, which only serves
                 over.clear()
@@ -76,7 +76,7 @@ def large(comm, service, rows: int) -> dict[str, float]:
     from mpi4py import MPI
 
     start = np.zeros((rows, ROW), np.float32) if comm.rank == 0 else None
-    variable = strategies.shared_variable(
+    variable = strategies.variables.shared_variable(
         start, service=service, shared_name="large", optimizer=strategies.SGD(0.1)
     )
     gradient = np.ones((rows, ROW), np.float32)
@@ -124,7 +124,7 @@ def large(comm, service, rows: int) -> dict[str, float]:
 def small(comm, service) -> dict[str, float]:
     """Rank 1 reads and updates 1,000 variables of 16 floats, together and one by one."""
     variables = [
-        strategies.shared_variable(
+        strategies.variables.shared_variable(
             np.zeros(16, np.float32) if comm.rank == 0 else None,
             service=service,
             shared_name=f"small_{number}",
@@ -141,8 +141,8 @@ def small(comm, service) -> dict[str, float]:
     times = in_turns(
         comm,
         service,
-        together=lambda: strategies.read_all(variables) if comm.rank else None,
-        push=lambda: strategies.apply_all(pairs) if comm.rank else None,
+        together=lambda: strategies.variables.read_all(variables) if comm.rank else None,
+        push=lambda: strategies.variables.apply_all(pairs) if comm.rank else None,
         single=one_by_one,
     )
     return {

@@ -82,7 +82,7 @@ def rank_main(count: int, megabytes: int) -> int:
     """Serve, or train in each of the ways; the first worker prints all workers' times."""
     comm = cc.init()
     servers = comm.size - count
-    spec = strategies.ClusterSpec.from_ranks(ps=servers)
+    spec = strategies.cluster.ClusterSpec.from_ranks(ps=servers)
     with strategies.Cluster(spec) as cluster, strategies.Server(cluster) as server:
         made = {way: trained(server, way, megabytes * 250_000) for way in WAYS}
         workers = cluster.workers

@@ -36,7 +36,7 @@ def main() -> None:
     if comm.size != 2:
         sys.exit(f"shared_queues: expected 2 ranks, got {comm.size}")
     figures: dict[str, float] = {}
-    with strategies.Service(comm) as service:
+    with strategies.remote.Service(comm) as service:
         figures["many small items, items/s"] = small_items(comm, service)
         figures["enqueue and dequeue, us each"] = latency(comm, service)
         for mebibytes in (1, 8, 64):
@@ -67,8 +67,8 @@ def rounds(comm: cc.Communicator, once: Callable[[int], None]) -> float:
 
 def small_items(comm, service) -> float:
     """Rank 1 enqueues items of 16 floats, 64 at a time; rank 0 dequeues them, 64 at a time."""
-    queue = strategies.shared_queue(
-        strategies.FIFOQueue, 1024, "float32", [(16,)], service=service, shared_name="small"
+    queue = strategies.queues.shared_queue(
+        strategies.queues.FIFOQueue, 1024, "float32", [(16,)], service=service, shared_name="small"
     )
     items = np.ones((BATCH, 16), np.float32)
     batches = 500
@@ -82,8 +82,8 @@ def small_items(comm, service) -> float:
 
 def latency(comm, service) -> float:
     """Rank 1 enqueues and dequeues one item on rank 0, again and again."""
-    queue = strategies.shared_queue(
-        strategies.FIFOQueue, 8, "float32", [()], service=service, shared_name="single"
+    queue = strategies.queues.shared_queue(
+        strategies.queues.FIFOQueue, 8, "float32", [()], service=service, shared_name="single"
     )
     times = 500
 
@@ -100,8 +100,8 @@ def large_arrays(comm, service, mebibytes: int) -> tuple[float, float]:
     from mpi4py import MPI
 
     length = mebibytes << 18
-    queue = strategies.shared_queue(
-        strategies.FIFOQueue, 4, "float32", service=service, shared_name=f"large_{mebibytes}"
+    queue = strategies.queues.shared_queue(
+        strategies.queues.FIFOQueue, 4, "float32", service=service, shared_name=f"large_{mebibytes}"
     )
     array = np.ones(length, np.float32)
     into = [np.ones(length, np.float32) for _ in range(BUFFERS)]
@@ -132,8 +132,8 @@ def idle(comm) -> float:
 
 def idle_waiting(comm, service) -> float:
     """The same while rank 1 waits for an item, mostly."""
-    queue = strategies.shared_queue(
-        strategies.FIFOQueue, 8, "float32", [()], service=service, shared_name="waiting"
+    queue = strategies.queues.shared_queue(
+        strategies.queues.FIFOQueue, 8, "float32", [()], service=service, shared_name="waiting"
     )
     comm.barrier()
     began = time.process_time()

@@ -127,8 +127,8 @@ def asynchronous(comm, options) -> float:
     """Apply gradients on arrival, with the same delays; returns seconds per gradient."""
     drawn = delays(options.steps, comm.size, options.median / 1000, options.seed)
     gradient = np.ones(1000, np.float32)
-    with strategies.Service(comm) as service:
-        w = strategies.shared_variable(
+    with strategies.remote.Service(comm) as service:
+        w = strategies.variables.shared_variable(
             np.zeros(1000, np.float32) if comm.rank == 0 else None,
             service=service,
             shared_name="w",

@@ -32,7 +32,7 @@ def main() -> None:
     if comm.size == 1:
         raise SystemExit("an ensemble of ranks needs a rank for the questions and one per network")
     networks = members(options.networks)
-    service = strategies.Service(comm)
+    service = strategies.remote.Service(comm)
     queues = [make_queues(service, rank) for rank in range(1, comm.size)]
     comm.barrier()
     if comm.rank == 0:
@@ -48,12 +48,12 @@ def main() -> None:
         os._exit(0)  # MPI_Finalize may wait for the dead
 
 
-def make_queues(service: strategies.Service, rank: int) -> tuple:
+def make_queues(service: strategies.remote.Service, rank: int) -> tuple:
     """Make or find the two queues of a member: batches of images, and of probabilities."""
 
-    def make(name: str, width: int) -> strategies.FIFOQueue:
-        return strategies.shared_queue(
-            strategies.FIFOQueue, 8, ["int64", "float64"], None, service=service,
+    def make(name: str, width: int) -> strategies.queues.FIFOQueue:
+        return strategies.queues.shared_queue(
+            strategies.queues.FIFOQueue, 8, ["int64", "float64"], None, service=service,
             shared_name=f"{name} of member {rank}",
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ BATCH = 50
 def main() -> None:
     """Train, and say how well, how fast, and with how stale gradients."""
     options = parse_arguments()
-    spec = strategies.ClusterSpec.from_ranks(ps=options.ps)
+    spec = strategies.cluster.ClusterSpec.from_ranks(ps=options.ps)
     with strategies.Cluster(spec) as cluster, strategies.Server(cluster) as server:
         workers = spec.num_tasks("worker") - options.coordinator
         updates = options.epochs * len(load("training")[1]) // BATCH
@@ -35,14 +35,14 @@ def main() -> None:
             # Workers that do not wait for each other bring a momentum of their own.
             strategies.Momentum(0.1, 0.9) if options.synchronous else strategies.SGD(rate),
             synchronous=options.synchronous,
-            staleness=strategies.Scale() if options.scale else None,
+            staleness=strategies.parameter_server.Scale() if options.scale else None,
             warmup_steps=0 if options.coordinator else options.warmup_steps,
         )
         for name, value in Network.random(96, seed=1).weights.items():
             strategy.variable(value, name=name)
         began = time.perf_counter()
         if options.coordinator:
-            with strategies.ClusterCoordinator(strategy) as coordinator:
+            with strategies.parameter_server.ClusterCoordinator(strategy) as coordinator:
                 if coordinator.coordinates:
                     schedule(coordinator, options.epochs)
                 else:
@@ -100,7 +100,7 @@ def step(strategy: strategies.ParameterServerStrategy, rows: np.ndarray) -> floa
     return loss / len(rows)
 
 
-def schedule(coordinator: strategies.ClusterCoordinator, epochs: int) -> None:
+def schedule(coordinator: strategies.parameter_server.ClusterCoordinator, epochs: int) -> None:
     """Let the workers take whichever batch is next."""
     for epoch in range(epochs):
         for rows in batches(len(load("training")[1]), BATCH, epoch):

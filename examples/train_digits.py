@@ -50,11 +50,13 @@ def main() -> None:
         resume_step = optimizer.step if first_epoch else None
         writer = None
         if comm.rank == 0:
-            writer = strategies.MetricsWriter(metrics, resume_step=resume_step)
+            writer = strategies.training.MetricsWriter(metrics, resume_step=resume_step)
         stop, stopping = StopRequest(), False
         speed = 0.0
         left = max(0, options.epochs - first_epoch)
-        with strategies.Progress(left, description="epochs", enabled=comm.rank == 0) as progress:
+        with strategies.training.Progress(
+            left, description="epochs", enabled=comm.rank == 0
+        ) as progress:
             for epoch in range(first_epoch, options.epochs):
                 facts = train_epoch(strategy, optimizer, variables, training_files, epoch, options)
                 speed = facts["samples_per_second"]
@@ -71,7 +73,7 @@ def main() -> None:
         newest = checkpoints.latest()
     if comm.rank == 0:
         writer.close()
-        strategies.loss_curve(metrics, output / "loss.png")
+        strategies.training.loss_curve(metrics, output / "loss.png")
         report(comm, speed, accuracy, output / "loss.png", newest, metrics)
     if stopping:
         sys.exit(STOPPED_EARLY)
@@ -81,11 +83,13 @@ def train_epoch(strategy, optimizer, variables, files, epoch, options) -> dict[s
     """Go once through the training data; returns the facts of the epoch over all ranks."""
     pipeline = {"wait_seconds": 0.0}
 
-    def my_batches(context: strategies.InputContext) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def my_batches(
+        context: strategies.replicas.InputContext,
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         own = files[context.input_pipeline_id :: context.num_input_pipelines]
         if not own:  # more ranks than files: this one helps with batches of 0 rows
             return
-        with strategies.csv_batches(
+        with strategies.input.csv_batches(
             own,
             RECORD_DEFAULTS,
             batch_size=math.ceil(options.batch_size / context.num_replicas_in_sync),
@@ -147,7 +151,7 @@ def evaluate(strategy, variables, file: str, batch_size: int) -> float:
         return (scores.argmax(axis=1) == digits).astype(np.float64)
 
     totals = np.zeros(2)
-    with strategies.csv_batches(
+    with strategies.input.csv_batches(
         [file],
         RECORD_DEFAULTS,
         batch_size=batch_size,

@@ -136,7 +136,7 @@ def joined() -> None:
     optimizer = strategies.DistributedOptimizer(strategies.SGD(1.0))
     batches = [np.ones((2, 1))] * 3 if comm.rank == 0 else [np.full((4, 1), 4.0)]
     seen = []
-    for x in strategies.in_step(batches, comm):
+    for x in strategies.input.in_step(batches, comm):
         seen.append(len(x))
         optimizer.apply_gradients([(-x.sum(0) / max(len(x), 1), w)], examples=len(x))
     assert seen == ([2, 2, 2] if comm.rank == 0 else [4, 0, 0])

@@ -13,6 +13,7 @@ import textwrap
 import pytest
 
 import collectives as cc
+import strategies
 from launcher import run
 from requirements import needs
 from test_floors import modules
@@ -61,6 +62,16 @@ def test_all_lists_what_the_module_defines(name):
 def test_dir_shows_what_is_public(package):
     module = importlib.import_module(package)
     assert dir(module) == sorted(module.__all__)
+
+
+def test_strategies_shows_few_names_and_the_rest_in_namespaces():
+    names = set(strategies.__all__)
+    assert len(names) <= 40
+    for name in names:
+        space = getattr(strategies, name)
+        if inspect.ismodule(space) and space is not strategies.optimizers:
+            twice = names.intersection(space.__all__) - {"ParameterServerStrategy"}
+            assert not twice, f"strategies.{name} has {twice} a second time"
 
 
 def test_functions_of_the_world_have_the_signatures_of_the_methods():

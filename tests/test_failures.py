@@ -228,8 +228,10 @@ def test_the_number_of_rows_read_is_right(digits):
         import glob, strategies
         files = sorted(glob.glob({str(digits)!r} + "/train-*.csv"))
         defaults = [np.float32(0)] * 64 + [np.int32(0)]
-        with strategies.csv_batches(files, defaults, batch_size=50, num_threads=3, num_epochs=1,
-                                    skip_header_lines=1, allow_smaller_final_batch=True) as batches:
+        with strategies.input.csv_batches(
+            files, defaults, batch_size=50, num_threads=3, num_epochs=1,
+            skip_header_lines=1, allow_smaller_final_batch=True,
+        ) as batches:
             rows = sum(len(batch[0]) for batch in batches)
         print(rows, batches.rows_read)
     """

@@ -184,7 +184,7 @@ def test_training_goes_on_from_a_checkpoint_after_a_ps_was_killed(tmp_path):
         step = workers.broadcast_object(found.step if found else 0)
         say("begins at", step)
         strategy.pull()
-        task = strategies.Task(server.service, 1)
+        task = strategies.remote.Task(server.service, 1)
         try:
             while step < 20:
                 push()

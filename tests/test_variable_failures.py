@@ -19,8 +19,9 @@ PRELUDE = """
         print(f"rank {comm.rank}:", *words, flush=True)
 
     def open_variable(value, name="v", task=0):
-        return strategies.shared_variable(value, service=service, shared_name=name, task=task,
-                                          optimizer=strategies.SGD(1.0))
+        return strategies.variables.shared_variable(
+            value, service=service, shared_name=name, task=task, optimizer=strategies.SGD(1.0)
+        )
 
     def until(condition):
         give_up = time.monotonic() + 20
@@ -63,7 +64,7 @@ def test_a_killed_task_is_an_error_for_all_that_use_it_at_once(tmp_path):
         tmp_path,
         3,
         """
-        service = strategies.Service(comm)
+        service = strategies.remote.Service(comm)
         v, late = open_variable(np.zeros(100_000)), open_variable(None, "late")
         other = open_variable(np.zeros(2), "other", task=1)
         comm.barrier()
@@ -74,8 +75,8 @@ def test_a_killed_task_is_an_error_for_all_that_use_it_at_once(tmp_path):
             until(waiting)
             die()
         blocked = []
-        calls = [late.read, lambda: strategies.read_all([other, late]),
-                 lambda: strategies.Task(service, 0).run("time:sleep", 60)]
+        calls = [late.read, lambda: strategies.variables.read_all([other, late]),
+                 lambda: strategies.remote.Task(service, 0).run("time:sleep", 60)]
         threads = [threading.Thread(target=lambda c=c: blocked.append(failure(c))) for c in calls]
         for thread in threads:
             thread.start()
@@ -91,7 +92,7 @@ def test_a_killed_task_is_an_error_for_all_that_use_it_at_once(tmp_path):
         assert max(seconds for _, seconds in blocked) < 10, blocked
         other.apply_gradients(-np.ones(2))
         until(lambda: other.read().version == 2)
-        say(other.read().value.tolist(), strategies.Task(service, 1).run("math:sqrt", 4))
+        say(other.read().value.tolist(), strategies.remote.Task(service, 1).run("math:sqrt", 4))
         service.close()
         leave()
         """,
@@ -104,7 +105,7 @@ def test_a_killed_client_leaves_whole_values_and_others_go_on(tmp_path):
         tmp_path,
         3,
         """
-        service = strategies.Service(comm)
+        service = strategies.remote.Service(comm)
         v = open_variable(np.zeros(500_000) if comm.rank == 0 else None)
         comm.barrier()
         if comm.rank == 2:

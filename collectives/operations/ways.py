@@ -26,6 +26,7 @@ __all__ = [
     "allgather",
     "allreduce",
     "allreduce_agreed",
+    "alltoall",
     "barrier",
     "broadcast",
     "broadcast_agreed",
@@ -33,7 +34,6 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "scatter",
-    "alltoall",
 ]
 
 

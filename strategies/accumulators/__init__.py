@@ -1,1 +1,11 @@
 """Gradients added up until enough have come: here or on another task."""
+
+from __future__ import annotations
+
+from strategies.accumulators.accumulators import (
+    ConditionalAccumulator,
+    SparseConditionalAccumulator,
+    shared_accumulator,
+)
+
+__all__ = ["ConditionalAccumulator", "SparseConditionalAccumulator", "shared_accumulator"]

@@ -13,7 +13,7 @@ from strategies.accumulators.engine import Accumulation, Apply, Engine, Take
 from strategies.accumulators.sums import Gradient, Part
 from strategies.errors import DataLossError
 from strategies.remote.attempts import RemoteAttempts, serve
-from strategies.remote.container import ResourceKind, Work, register
+from strategies.remote.containers import ResourceKind, Work, register
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.remote.waiting import Attempt

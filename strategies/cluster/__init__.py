@@ -1,1 +1,41 @@
 """Which task a rank is, which devices the tasks have, and what is placed where."""
+
+from __future__ import annotations
+
+from strategies.cluster.device_spec import DeviceSpec
+from strategies.cluster.gpus import limit_gpu_memory, use_gpus
+from strategies.cluster.resolvers import (
+    RanksClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+)
+from strategies.cluster.scopes import current_device, device
+from strategies.cluster.setter import (
+    GreedyLoadBalancing,
+    RandomChoice,
+    RoundRobin,
+    byte_size,
+    replica_device_setter,
+)
+from strategies.cluster.slurm import SlurmClusterResolver
+from strategies.cluster.spec import ClusterSpec
+
+__all__ = [
+    "ClusterSpec",
+    "DeviceSpec",
+    "GreedyLoadBalancing",
+    "RandomChoice",
+    "RanksClusterResolver",
+    "RoundRobin",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "UnionResolver",
+    "byte_size",
+    "current_device",
+    "device",
+    "limit_gpu_memory",
+    "replica_device_setter",
+    "use_gpus",
+]

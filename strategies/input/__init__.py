@@ -1,1 +1,73 @@
 """From files to batches: queues, readers, threads, and each rank's share."""
+
+from __future__ import annotations
+
+from strategies.input.batching import (
+    batch,
+    batch_join,
+    csv_batches,
+    shuffle_batch,
+    shuffle_batch_join,
+)
+from strategies.input.coordinator import Coordinator, LooperThread
+from strategies.input.csv import decode_csv
+from strategies.input.files import match_files
+from strategies.input.filtering import (
+    maybe_batch,
+    maybe_batch_join,
+    maybe_shuffle_batch,
+    maybe_shuffle_batch_join,
+)
+from strategies.input.prefetching import prefetch
+from strategies.input.producers import (
+    input_producer,
+    limit_epochs,
+    preload,
+    range_input_producer,
+    slice_input_producer,
+    string_input_producer,
+)
+from strategies.input.readers import (
+    FixedLengthRecordReader,
+    IdentityReader,
+    TextLineReader,
+    TFRecordReader,
+    WholeFileReader,
+)
+from strategies.input.records import TFRecordWriter
+from strategies.input.runners import QueueRunner, start_queue_runners
+from strategies.input.sharded import ShardedInput
+from strategies.input.sharding import in_step
+
+__all__ = [
+    "Coordinator",
+    "FixedLengthRecordReader",
+    "IdentityReader",
+    "LooperThread",
+    "QueueRunner",
+    "ShardedInput",
+    "TFRecordReader",
+    "TFRecordWriter",
+    "TextLineReader",
+    "WholeFileReader",
+    "batch",
+    "batch_join",
+    "csv_batches",
+    "decode_csv",
+    "in_step",
+    "input_producer",
+    "limit_epochs",
+    "match_files",
+    "maybe_batch",
+    "maybe_batch_join",
+    "maybe_shuffle_batch",
+    "maybe_shuffle_batch_join",
+    "prefetch",
+    "preload",
+    "range_input_producer",
+    "shuffle_batch",
+    "shuffle_batch_join",
+    "slice_input_producer",
+    "start_queue_runners",
+    "string_input_producer",
+]

@@ -14,8 +14,10 @@ its variable: on all ranks, wherever an array lies, the same numbers give the sa
 
 from __future__ import annotations
 
+from strategies.optimizers import schedules
 from strategies.optimizers.adaptive import Adagrad, Adam, AdamW, RMSProp
 from strategies.optimizers.base import LearningRate, Optimizer
+from strategies.optimizers.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from strategies.optimizers.descent import LARS, SGD, Momentum
 
 __all__ = [
@@ -28,4 +30,8 @@ __all__ = [
     "Momentum",
     "Optimizer",
     "RMSProp",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
+    "schedules",
 ]

@@ -21,7 +21,7 @@ from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Record
 from strategies.remote import asking, bundles
 from strategies.remote.asking import Question
-from strategies.remote.container import Place
+from strategies.remote.containers import Place
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.sparse import Rows

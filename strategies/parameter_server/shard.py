@@ -37,7 +37,7 @@ from strategies.parameter_server.mean import Gradient, check, mean
 from strategies.parameter_server.part import HeldPart, HeldParts, State
 from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
 from strategies.remote import bundles
-from strategies.remote.container import Handler, ResourceKind, Work, register
+from strategies.remote.containers import Handler, ResourceKind, Work, register
 from strategies.sparse import Rows
 from strategies.variables.actions import rounded, widened
 

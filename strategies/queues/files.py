@@ -12,7 +12,7 @@ from strategies.queues.attempts import Close, Enqueue
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import RemoteEngine
 from strategies.queues.shared import OPERATIONS
-from strategies.remote.container import Handler, ResourceKind, register
+from strategies.remote.containers import Handler, ResourceKind, register
 from strategies.remote.service import Service
 
 __all__ = ["shared_files"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from strategies.errors import CancelledError, OpError, UnavailableError
 from strategies.queues.attempts import Attempt, Close, Dequeue, Enqueue
-from strategies.remote.container import Place
+from strategies.remote.containers import Place
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 

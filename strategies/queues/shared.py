@@ -20,7 +20,7 @@ from strategies.queues.kinds import (
 )
 from strategies.queues.remote import RemoteEngine
 from strategies.queues.values import as_dtype
-from strategies.remote.container import Handler, ResourceKind, Work, register
+from strategies.remote.containers import Handler, ResourceKind, Work, register
 from strategies.remote.service import Service
 from strategies.remote.wire import dtype_named
 

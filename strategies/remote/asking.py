@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strategies.errors import DeadlineExceededError, OpError, UnavailableError
-from strategies.remote.container import Place
+from strategies.remote.containers import Place
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 

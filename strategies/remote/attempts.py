@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from strategies.errors import CancelledError, OpError
-from strategies.remote.container import Place, Work
+from strategies.remote.containers import Place, Work
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.remote.waiting import Attempt, Waiting

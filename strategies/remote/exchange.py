@@ -17,7 +17,7 @@ from typing import Any
 import collectives as cc
 from strategies.errors import DeadlineExceededError, InternalError
 from strategies.remote import message as protocol
-from strategies.remote.container import Work
+from strategies.remote.containers import Work
 from strategies.remote.incoming import Desk
 from strategies.remote.message import Kind, Message
 from strategies.remote.outgoing import Requests

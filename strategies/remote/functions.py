@@ -10,7 +10,7 @@ from typing import Any
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
 from strategies.remote import payloads, pool
-from strategies.remote.container import Place, Work, offer
+from strategies.remote.containers import Place, Work, offer
 from strategies.remote.names import function_named, name_of
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from strategies.errors import CancelledError, OpError, UnavailableError
 from strategies.remote import message as protocol
-from strategies.remote.container import Place
+from strategies.remote.containers import Place
 from strategies.remote.message import Kind, Message
 from strategies.remote.wire import Frame
 

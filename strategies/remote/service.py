@@ -16,7 +16,7 @@ import collectives as cc
 from strategies.cluster.placement import Placer, devices_of
 from strategies.cluster.scopes import Placeable
 from strategies.errors import OpError
-from strategies.remote.container import Containers, Place, ResourceKind, current_container
+from strategies.remote.containers import Containers, Place, ResourceKind, current_container
 from strategies.remote.exchange import Exchange
 from strategies.remote.outgoing import Answer
 from strategies.remote.wire import dtype_named

@@ -18,7 +18,7 @@ from typing import Any
 
 from strategies.errors import CancelledError, OpError, OutOfRangeError, UnavailableError
 from strategies.remote.attempts import RemoteAttempts, serve
-from strategies.remote.container import ResourceKind, Work, register
+from strategies.remote.containers import ResourceKind, Work, register
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.remote.waiting import Attempt

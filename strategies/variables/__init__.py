@@ -1,1 +1,24 @@
 """Variables that live on tasks, whole or in parts, read and updated from all tasks."""
+
+from __future__ import annotations
+
+from strategies.variables import partition
+from strategies.variables.items import Reading, Update
+from strategies.variables.open import reset_container, shared_partitioned_variable, shared_variable
+from strategies.variables.partitioned import PartitionedVariable
+from strategies.variables.together import apply_all, assign_all, read_all
+from strategies.variables.variable import SharedVariable
+
+__all__ = [
+    "PartitionedVariable",
+    "Reading",
+    "SharedVariable",
+    "Update",
+    "apply_all",
+    "assign_all",
+    "partition",
+    "read_all",
+    "reset_container",
+    "shared_partitioned_variable",
+    "shared_variable",
+]

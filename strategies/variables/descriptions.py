@@ -12,6 +12,13 @@ from strategies.variables.store import Rate
 
 __all__ = ["make_optimizer", "optimizer_as_words"]
 
+# What a task may be asked to make: the optimizers of this package, by name.
+_KINDS: dict[str, type[Optimizer]] = {
+    name: kind
+    for name, kind in vars(optimizers).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+}
+
 
 def optimizer_as_words(optimizer: Optimizer | None, operation: str) -> dict[str, Any] | None:
     """Return the class and the arguments of an optimizer, as msgpack can carry them.
@@ -23,11 +30,10 @@ def optimizer_as_words(optimizer: Optimizer | None, operation: str) -> dict[str,
     if optimizer is None:
         return None
     kind = type(optimizer)
-    if getattr(optimizers, kind.__name__, None) is not kind:
-        known = sorted(set(optimizers.__all__) - {"LearningRate", "Optimizer"})
+    if _KINDS.get(kind.__name__) is not kind:
         raise TypeError(
             f"{operation}: not an optimizer that can live on a task, expected one of "
-            f"{' '.join(known)}, got {kind.__name__}"
+            f"{' '.join(sorted(_KINDS))}, got {kind.__name__}"
         )
     words = {
         name: name_of(value, f"{operation}: learning rate") if callable(value) else _plain(value)
@@ -39,7 +45,7 @@ def optimizer_as_words(optimizer: Optimizer | None, operation: str) -> dict[str,
 def make_optimizer(words: Mapping[str, Any]) -> tuple[Optimizer, Rate]:
     """Make an optimizer, and what its learning rate can be changed with."""
     arguments = dict(words)
-    kind = getattr(optimizers, arguments.pop("class"))
+    kind = _KINDS[arguments.pop("class")]
     given = arguments["learning_rate"]
     rate = Rate(function_named(given) if isinstance(given, str) else given)
     return kind(**{**arguments, "learning_rate": rate}), rate

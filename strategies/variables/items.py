@@ -12,7 +12,7 @@ import collectives as cc
 from strategies import arrays
 from strategies.checks import number
 from strategies.errors import InvalidArgumentError
-from strategies.remote.container import Place
+from strategies.remote.containers import Place
 from strategies.remote.wire import Array, dtype_named
 from strategies.sparse import Rows
 from strategies.variables import actions

@@ -9,7 +9,7 @@ import numpy as np
 
 from strategies.remote import pool
 from strategies.remote.asking import Question, ask
-from strategies.remote.container import Place, ResourceKind, Work, register
+from strategies.remote.containers import Place, ResourceKind, Work, register
 from strategies.remote.service import Service
 from strategies.remote.wire import Array
 from strategies.variables.descriptions import make_optimizer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from strategies.errors import CancelledError, DeadlineExceededError, OpError
 from strategies.remote import bundles
 from strategies.remote.asking import Question, begin
-from strategies.remote.container import Place, ResourceKind
+from strategies.remote.containers import Place, ResourceKind
 from strategies.remote.outgoing import Answer
 from strategies.remote.wire import Array
 from strategies.variables import serving

@@ -15,7 +15,7 @@ from typing import Any
 
 from strategies.errors import CancelledError, OpError
 from strategies.remote import bundles, message, pool
-from strategies.remote.container import GroupHandler, Work
+from strategies.remote.containers import GroupHandler, Work
 from strategies.remote.wire import Array
 from strategies.variables.actions import ACTIONS, READS, Outcome, act
 from strategies.variables.store import AllReady, Stored

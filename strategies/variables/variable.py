@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies.errors import InvalidArgumentError
-from strategies.remote.container import Place
+from strategies.remote.containers import Place
 from strategies.remote.service import Service
 from strategies.remote.wire import Array, dtype_named
 from strategies.sparse import Rows

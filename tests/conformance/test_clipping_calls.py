@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import collectives as cc
-from strategies import Rows, clip_by_global_norm
+from strategies import Rows
+from strategies.optimizers import clip_by_global_norm
 
 
 def of(rank, dtype=np.float32):

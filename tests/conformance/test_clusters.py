@@ -19,7 +19,7 @@ from strategies.cluster.spec import ClusterSpec
 from strategies.errors import DeadlineExceededError, InvalidArgumentError
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.shared import shared_queue
-from strategies.remote.container import container
+from strategies.remote.containers import container
 from strategies.remote.functions import Task
 from strategies.remote.server import Server
 from strategies.remote.service import Service

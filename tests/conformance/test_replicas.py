@@ -280,8 +280,10 @@ def test_values_are_wrapped_even_where_there_is_one_replica(world, count):
         contexts = []
         values = strategy.distribute_values_from_function(lambda c: contexts.append(c) or same)
         first, total = comm.rank * count, comm.size * count
-        assert contexts == [strategies.ValueContext(first + i, total) for i in range(count)]
-        assert values == strategies.PerReplica((same,) * count)
+        assert contexts == [
+            strategies.replicas.ValueContext(first + i, total) for i in range(count)
+        ]
+        assert values == strategies.replicas.PerReplica((same,) * count)
         assert strategy.local_results(strategy.run(lambda v: v is same, args=(values,)))[0]
 
     world.run(check)
@@ -658,7 +660,9 @@ def test_each_replica_takes_the_next_batch_of_its_process_until_none_has_any(wor
             return [np.array([own + i]) for i in range(context.input_pipeline_id + 2)]
 
         steps = list(strategy.distribute_datasets_from_function(batches))
-        assert contexts == [strategies.InputContext(comm.size, comm.rank, comm.size * count)]
+        assert contexts == [
+            strategies.replicas.InputContext(comm.size, comm.rank, comm.size * count)
+        ]
         assert len(steps) == -(-(comm.size + 1) // count)  # of the process with most batches
         rows = [part.tolist() for step in steps for part in strategy.local_results(step)]
         own = comm.rank + 2

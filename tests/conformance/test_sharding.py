@@ -14,7 +14,7 @@ import strategies
 from requirements import installed
 from strategies.errors import OutOfRangeError
 from strategies.input import empty, sharding
-from strategies.input.prefetch import prefetch
+from strategies.input.prefetching import prefetch
 from strategies.input.readers import TextLineReader
 from strategies.input.sharded import ShardedInput
 from strategies.queues.files import shared_files

@@ -22,7 +22,7 @@ from strategies.errors import (
 from strategies.queues.files import shared_files
 from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
 from strategies.queues.shared import shared_queue
-from strategies.remote.container import container
+from strategies.remote.containers import container
 from strategies.remote.service import Service
 
 LIMIT = 20.0  # seconds after which a test that hangs fails

@@ -11,7 +11,7 @@ import pytest
 
 import collectives as cc
 import strategies
-from strategies import Rows, partition
+from strategies import Rows
 from strategies.errors import (
     AbortedError,
     CancelledError,
@@ -20,6 +20,7 @@ from strategies.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
+from strategies.variables import partition
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
 F32 = np.float32
@@ -47,7 +48,7 @@ def behaviour(function):
 @pytest.mark.parametrize("check", behaviours, ids=lambda check: check.__name__)
 def test_behaviour(world, place, check):
     def run(comm):
-        with strategies.Service(comm) as service:
+        with strategies.remote.Service(comm) as service:
             rank = comm.size - 1
             if comm.rank != rank:
                 return
@@ -56,13 +57,13 @@ def test_behaviour(world, place, check):
                 options = {"service": service, "shared_name": name, "container": "test"} | options
                 task = rank if place == "here" else 0
                 if partitioner is None:
-                    return strategies.shared_variable(value, task=task, **options)
+                    return strategies.variables.shared_variable(value, task=task, **options)
                 tasks = [task, rank]
-                return strategies.shared_partitioned_variable(
+                return strategies.variables.shared_partitioned_variable(
                     value, partitioner=partitioner, tasks=tasks, **options
                 )
 
-            make.reset = lambda: strategies.reset_container("test", service=service)
+            make.reset = lambda: strategies.variables.reset_container("test", service=service)
             check(make)
 
     world.run(run)
@@ -190,8 +191,8 @@ def calls_that_mean_something_else_are_refused(make):
     with pytest.raises(InvalidArgumentError, match="another optimizer"):
         make(np.zeros(3), optimizer=strategies.SGD(0.2))
     with pytest.raises(InvalidArgumentError, match="another kind of object"):
-        strategies.shared_queue(
-            strategies.FIFOQueue, 1, "int8", service=make(None).service, shared_name="v",
+        strategies.queues.shared_queue(
+            strategies.queues.FIFOQueue, 1, "int8", service=make(None).service, shared_name="v",
             container="test", task=make(None).task,
         )  # fmt: skip
     with pytest.raises(ValueError, match="cannot import this function"):
@@ -350,20 +351,22 @@ def many_are_read_and_changed_together(make):
     pairs = zip(names, values, strict=True)
     optimizer = strategies.SGD(1.0)
     made = [make(value, name=name, optimizer=optimizer) for name, value in pairs]
-    for reading, value in zip(strategies.read_all(made), values, strict=True):
+    for reading, value in zip(strategies.variables.read_all(made), values, strict=True):
         np.testing.assert_array_equal(reading.value, value)
         assert reading.version == 0
     gradients = [None if n == 3 else np.ones(n, F32) for n in range(20)]
-    updates = strategies.apply_all(zip(gradients, made, strict=True), seen=[0] * 20)
+    updates = strategies.variables.apply_all(zip(gradients, made, strict=True), seen=[0] * 20)
     assert updates == [None if n == 3 else (1, 0, True) for n in range(20)]
-    strategies.assign_all([(np.zeros(2, F32), made[2])])
-    after = strategies.read_all(made)
+    strategies.variables.assign_all([(np.zeros(2, F32), made[2])])
+    after = strategies.variables.read_all(made)
     assert [r.version for r in after[:4]] == [1, 1, 2, 0]
     assert [r.value.tolist() for r in after[:4]] == [[], [0], [0, 0], [3, 3, 3]]
-    assert strategies.read_all([]) == []
-    assert strategies.apply_all([]) == []
+    assert strategies.variables.read_all([]) == []
+    assert strategies.variables.apply_all([]) == []
     with pytest.raises(InvalidArgumentError, match="v5"):
-        strategies.assign_all([(np.zeros(n), made[n]) if n != 5 else (1, made[n]) for n in (4, 5)])
+        strategies.variables.assign_all(
+            [(np.zeros(n), made[n]) if n != 5 else (1, made[n]) for n in (4, 5)]
+        )
 
 
 @behaviour
@@ -450,16 +453,18 @@ def gradients_of_parts_are_those_of_the_whole(make):
         assert v.apply_gradients(rows, seen=(0, 1, None)) == ((2, 2, 2), 1, True)
         np.testing.assert_array_equal(v.read().value, mine)
         only = Rows([6], np.ones((1, 2), F32))
-        updates = strategies.apply_all([(only, v), (None, v)], seen=[v.read().version, None])
+        updates = strategies.variables.apply_all(
+            [(only, v), (None, v)], seen=[v.read().version, None]
+        )
         assert updates == [((None, None, 3), 0, True), None]
-        assert strategies.read_all([v])[0].version == (2, 2, 3)
+        assert strategies.variables.read_all([v])[0].version == (2, 2, 3)
 
 
 def test_all_ranks_update_one_variable(world):
     def run(comm):
-        with strategies.Service(comm) as service:
+        with strategies.remote.Service(comm) as service:
             start = np.zeros(4) if comm.rank == comm.size - 1 else None
-            v = strategies.shared_variable(
+            v = strategies.variables.shared_variable(
                 start, service=service, shared_name="v", task=0, optimizer=strategies.SGD(1.0)
             )
             versions = []
@@ -479,8 +484,8 @@ def test_all_ranks_update_one_variable(world):
 
 def test_functions_run_on_tasks(world):
     def run(comm):
-        with strategies.Service(comm) as service:
-            task = strategies.Task(service, 0)
+        with strategies.remote.Service(comm) as service:
+            task = strategies.remote.Task(service, 0)
             assert task.run("math:hypot", 3, 4) == 5.0
             assert task.run("builtins:sorted", [3, 1, 2], reverse=True) == [3, 2, 1]
             array = np.arange(100_000.0) + comm.rank

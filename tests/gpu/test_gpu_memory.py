@@ -40,7 +40,7 @@ def output(text):
 def test_a_limit_is_taken_at_once_and_never_exceeded(cupy):
     taken, first, second, third = output(
         """
-        strategies.limit_gpu_memory(memory_limit=64 * MIB)
+        strategies.cluster.limit_gpu_memory(memory_limit=64 * MIB)
         print(pool.total_bytes())
         held = cupy.empty(48 * MIB, "uint8")
         print(refused(32))
@@ -58,7 +58,7 @@ def test_growth_takes_memory_when_it_is_needed(cupy):
     fraction = 256 * MIB / cupy.cuda.runtime.memGetInfo()[1]
     before, after, error = output(
         f"""
-        strategies.limit_gpu_memory(memory_fraction={fraction!r}, growth=True)
+        strategies.cluster.limit_gpu_memory(memory_fraction={fraction!r}, growth=True)
         print(pool.total_bytes())
         cupy.empty(32 * MIB, "uint8")
         print(pool.total_bytes())
@@ -74,7 +74,8 @@ def test_a_rank_sees_its_own_device(cupy):
         """
         import os
         import types
-        listed = strategies.use_gpus(types.SimpleNamespace(local_rank=1, local_size=2, size=1))
+        ranks = types.SimpleNamespace(local_rank=1, local_size=2, size=1)
+        listed = strategies.cluster.use_gpus(ranks)
         print(",".join(listed) == os.environ["CUDA_VISIBLE_DEVICES"])
         print(len(listed) == cupy.cuda.runtime.getDeviceCount())
         """

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from strategies.input.prefetch import prefetch
+from strategies.input.prefetching import prefetch
 
 LIMIT = 20.0
 
@@ -93,7 +93,7 @@ def test_closing_wakes_who_waits():
 
 
 def test_a_source_that_blocks_is_an_error_when_closing(monkeypatch):
-    monkeypatch.setattr("strategies.input.prefetch._STOP_SECONDS", 0.1)
+    monkeypatch.setattr("strategies.input.prefetching._STOP_SECONDS", 0.1)
     go_on = threading.Event()
 
     def source():

@@ -29,7 +29,7 @@ from strategies.errors import (  # noqa: E402
 from strategies.queues.kinds import FIFOQueue  # noqa: E402
 from strategies.queues.shared import shared_queue  # noqa: E402
 from strategies.remote import message as protocol  # noqa: E402
-from strategies.remote.container import Place, ResourceKind, register  # noqa: E402
+from strategies.remote.containers import Place, ResourceKind, register  # noqa: E402
 from strategies.remote.exchange import Exchange  # noqa: E402
 from strategies.remote.message import Kind  # noqa: E402
 from strategies.remote.outgoing import Requests  # noqa: E402

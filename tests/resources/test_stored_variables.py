@@ -18,7 +18,6 @@ sys.path[:0] = [str(ROOT / "tests" / "resources")]
 import elsewhere  # noqa: E402
 
 import strategies  # noqa: E402
-from strategies import Task, shared_variable  # noqa: E402
 from strategies.errors import (  # noqa: E402
     CancelledError,
     DataLossError,
@@ -27,8 +26,12 @@ from strategies.errors import (  # noqa: E402
     NotFoundError,
     UnavailableError,
 )
-from strategies.remote import bundles, pool  # noqa: E402
-from strategies.variables import actions, serving  # noqa: E402
+from strategies.remote import Task, bundles, pool  # noqa: E402
+from strategies.variables import (  # noqa: E402
+    actions,
+    serving,
+    shared_variable,  # noqa: E402
+)
 from strategies.variables.store import Rate, Stored  # noqa: E402
 
 LIMIT = 20.0
@@ -228,16 +231,16 @@ def test_a_closed_service(services):
 
 def test_containers_are_reset_on_some_tasks_or_on_all(services):
     def made(name, task):
-        with strategies.container(name):
+        with strategies.remote.container(name):
             return shared_variable(0.0, service=services[1], shared_name="v", task=task)
 
     first, second, other = made("one", 0), made("one", 1), made("two", 0)
-    strategies.reset_container("one", service=services[1], tasks=[0])
+    strategies.variables.reset_container("one", service=services[1], tasks=[0])
     with pytest.raises(NotFoundError, match="'v' in container 'one' on task 0"):
         first.read()
     assert second.read() == (0, 0)
     again = made("one", 0)
-    strategies.reset_container(["one"], service=services[0])
+    strategies.variables.reset_container(["one"], service=services[0])
     for variable in (second, again):
         with pytest.raises(NotFoundError):
             variable.assign(1.0)
@@ -245,7 +248,7 @@ def test_containers_are_reset_on_some_tasks_or_on_all(services):
     services[0]._exchange.abandon("of a test")
     here = made("two", 1)
     with pytest.raises(UnavailableError, match="task 0 has left"):
-        strategies.reset_container("two", service=services[1])
+        strategies.variables.reset_container("two", service=services[1])
     with pytest.raises(NotFoundError):
         here.read()
 

@@ -20,7 +20,6 @@ sys.path[:0] = [str(ROOT / "tests" / "resources")]
 
 import elsewhere  # noqa: E402
 
-from strategies import Task  # noqa: E402
 from strategies.errors import (  # noqa: E402
     CancelledError,
     DataLossError,
@@ -31,7 +30,12 @@ from strategies.errors import (  # noqa: E402
     UnavailableError,
     UnknownError,
 )
-from strategies.remote import functions, payloads, pool  # noqa: E402
+from strategies.remote import (  # noqa: E402
+    Task,  # noqa: E402
+    functions,
+    payloads,
+    pool,
+)
 from strategies.remote.wire import DEEPEST  # noqa: E402
 
 LIMIT = 20.0

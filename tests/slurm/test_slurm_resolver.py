@@ -21,7 +21,7 @@ import collectives as cc
 import strategies
 
 comm = cc.init() if sys.argv[1] == "mpirun" else None
-resolver = strategies.SlurmClusterResolver({"ps": 1, "worker": 2}, comm=comm)
+resolver = strategies.cluster.SlurmClusterResolver({"ps": 1, "worker": 2}, comm=comm)
 facts = [resolver.task_type, resolver.task_id, resolver.cluster_spec().as_dict()]
 os.write(1, (json.dumps(facts) + "\\n").encode())
 if comm is not None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from other_memory import OtherMemory
 from requirements import installed
-from strategies import Rows, clip_by_global_norm, clip_by_norm, clip_by_value
+from strategies import Rows
+from strategies.optimizers import clip_by_global_norm, clip_by_norm, clip_by_value
 
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 # Relative errors: of one rounding to the dtype, and of arithmetic in float32 or better.

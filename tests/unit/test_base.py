@@ -59,7 +59,7 @@ def test_one_replica_gets_everything(make):
     contexts = []
     own = strategy.distribute_datasets_from_function(lambda c: contexts.append(c) or batches)
     assert len(list(own)) == 2
-    assert contexts == [strategies.InputContext(1, 0, 1)]
+    assert contexts == [strategies.replicas.InputContext(1, 0, 1)]
     assert strategy.reduce("mean", np.array([1.0, 3.0]), axis=0) == 2.0
     assert strategy.reduce("mean", [1, 2], axis=None) == [1.0, 2.0]
     assert strategy.reduce("mean", np.array([1, 2]), axis=0) == 1.5
@@ -116,7 +116,7 @@ def test_how_variables_are_combined_is_one_of_some_words():
 
 
 def test_a_global_batch_that_cannot_be_shared_evenly_is_an_error():
-    context = strategies.InputContext(2, 1, 3)
+    context = strategies.replicas.InputContext(2, 1, 3)
     assert context.get_per_replica_batch_size(12) == 4
     with pytest.raises(ValueError, match="expected a multiple of 3 replicas, got 10"):
         context.get_per_replica_batch_size(10)

@@ -45,9 +45,9 @@ def test_results_are_regrouped_leaf_by_leaf():
     assert values.values == (0, 10)
     result = strategy.run(step, args=(values,))
     assert result["same"] is same
-    assert result["pair"] == (strategies.PerReplica((0, 10)), None)
-    assert result["id"] == strategies.PerReplica((0, 1))
-    assert result["one"] == strategies.PerReplica((1, 1))  # numbers have no identity
+    assert result["pair"] == (strategies.replicas.PerReplica((0, 10)), None)
+    assert result["id"] == strategies.replicas.PerReplica((0, 1))
+    assert result["one"] == strategies.replicas.PerReplica((1, 1))  # numbers have no identity
     assert strategy.local_results(result)[1] == {
         "id": 1,
         "same": same,
@@ -130,15 +130,15 @@ def test_wrong_contexts_are_errors():
 
 def test_the_golden_mean_of_uneven_replicas():
     strategy = strategies.MirroredStrategy(cpus(2))
-    values = strategies.PerReplica((np.array([1, 1, 1]), np.array([1, 1, 2])))
+    values = strategies.replicas.PerReplica((np.array([1, 1, 1]), np.array([1, 1, 2])))
     assert strategy.reduce("MEAN", values, axis=0) == pytest.approx(7 / 6)
     assert strategy.reduce("MEAN", values, axis=0).dtype == np.float64
-    uneven = strategies.PerReplica((np.array([1.0, 2.0, 3.0]), np.array([6.0])))
+    uneven = strategies.replicas.PerReplica((np.array([1.0, 2.0, 3.0]), np.array([6.0])))
     assert strategy.reduce("mean", uneven, axis=0) == 3.0
     with pytest.raises(InvalidArgumentError, match=r"one shape, got \(3,\), \(1,\)"):
         strategy.reduce("mean", uneven)
-    assert strategy.reduce("mean", strategies.PerReplica((True, False))) == 0.5
-    assert strategy.reduce("sum", strategies.PerReplica((True, True))) == 2
+    assert strategy.reduce("mean", strategies.replicas.PerReplica((True, False))) == 0.5
+    assert strategy.reduce("sum", strategies.replicas.PerReplica((True, True))) == 2
 
 
 def test_a_value_that_is_the_same_for_all_replicas():
@@ -164,7 +164,7 @@ def test_a_value_that_is_the_same_for_all_replicas():
 )
 def test_arrays_that_cannot_be_joined(arrays, axis):
     strategy = strategies.MirroredStrategy(cpus(2))
-    values = strategies.PerReplica(tuple(np.zeros(shape) for shape in arrays))
+    values = strategies.replicas.PerReplica(tuple(np.zeros(shape) for shape in arrays))
     with pytest.raises(InvalidArgumentError):
         strategy.gather(values, axis)
 
