@@ -208,10 +208,4 @@ def _give_back(work: Array, buffer: Array) -> None:
 def _op(op: reduction.Op) -> object:
     from mpi4py import MPI
 
-    return {
-        reduction.SUM: MPI.SUM,
-        reduction.MEAN: MPI.SUM,
-        reduction.MIN: MPI.MIN,
-        reduction.MAX: MPI.MAX,
-        reduction.PRODUCT: MPI.PROD,
-    }[op]
+    return getattr(MPI, reduction.RULES[op].mpi)

@@ -17,20 +17,31 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Device", "DeviceBuffer", "copy", "empty", "stored_as"]
+__all__ = [
+    "BFLOAT16",
+    "Device",
+    "DeviceBuffer",
+    "combine",
+    "copy",
+    "divide",
+    "empty",
+    "is_half",
+    "settle",
+    "stored_as",
+]
 
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_HALVES = (np.dtype(np.float16), BFLOAT16)
 
-# The names that CuPy, like NumPy, has for what combines two arrays.
-_COMBINE = {
-    "SUM": "add", "MEAN": "add", "MIN": "minimum", "MAX": "maximum", "PRODUCT": "multiply",
-}  # fmt: skip
+
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Tell whether elements are floats of 16 bits: float16 or bfloat16."""
+    return dtype in _HALVES
 
 
 def stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype as which a device keeps elements: the bits, for floats of 16."""
-    half = dtype == _BFLOAT16 or dtype == np.float16
-    return np.dtype(np.uint16) if half else dtype
+    return np.dtype(np.uint16) if is_half(dtype) else dtype
 
 
 class Device:
@@ -125,10 +136,10 @@ class DeviceBuffer:
             self.view[...] = source.view
         self.device.put()
 
-    def combine(self, op: str, other: DeviceBuffer) -> None:
+    def combine(self, function: str, other: DeviceBuffer) -> None:
         """Combine with another buffer's elements, in place; not for floats of 16 bits."""
         with self.device.context:
-            getattr(self.device.cupy, _COMBINE[op])(self.view, other.view, out=self.view)
+            getattr(self.device.cupy, function)(self.view, other.view, out=self.view)
         self.device.put()
 
     def divide(self, divisor: int) -> None:
@@ -136,6 +147,9 @@ class DeviceBuffer:
         with self.device.context:
             self.device.cupy.true_divide(self.view, divisor, out=self.view)
         self.device.put()
+
+
+# The only places where algorithms and messages tell the two kinds of memory apart.
 
 
 def empty(count: int, like: Any) -> Any:
@@ -151,3 +165,25 @@ def copy(into: Any, source: Any) -> None:
         into.copy_from(source)
     else:
         np.copyto(into, source)
+
+
+def combine(function: str, into: Any, other: Any) -> None:
+    """Combine two buffers by a function of NumPy and CuPy, such as "add", into the first."""
+    if isinstance(into, DeviceBuffer):
+        into.combine(function, other)
+    else:
+        getattr(np, function)(into, other, out=into)
+
+
+def divide(buffer: Any, divisor: int) -> None:
+    """Divide a buffer's elements in place."""
+    if isinstance(buffer, DeviceBuffer):
+        buffer.divide(divisor)
+    else:
+        np.divide(buffer, divisor, out=buffer)
+
+
+def settle(buffer: Any) -> None:
+    """Wait until nothing on a device reads or writes the memory; before MPI does."""
+    if isinstance(buffer, DeviceBuffer):
+        buffer.device.settle()

@@ -32,15 +32,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from collectives.arrays.device import Device, DeviceBuffer, stored_as
+from collectives.arrays.device import BFLOAT16, Device, DeviceBuffer, stored_as
 
 __all__ = ["Foreign", "Resident", "foreign", "resident"]
-
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 # DLPack's numbers of device types: CPU, pinned by CUDA, pinned by ROCm; and CUDA's own memory.
 _DLPACK_HOST = (1, 3, 11)
@@ -167,7 +164,7 @@ class _Tensor(Foreign):
         return _tensor_elements(pinned.copy_(self._x.detach()), self._torch)
 
     def wrap(self, result: npt.NDArray[Any]) -> Any:
-        if result.dtype == _BFLOAT16:
+        if result.dtype == BFLOAT16:
             bits = self._torch.from_numpy(result.view(np.int16))
             return bits.view(self._torch.bfloat16).to(self._x.device)
         return self._torch.from_numpy(result).to(self._x.device)
@@ -214,7 +211,7 @@ def _tensor_elements(tensor: Any, torch: Any) -> npt.NDArray[Any]:
     """View a tensor as NumPy array; what is lazy in it, or on another device, is copied."""
     array: npt.NDArray[Any]
     if tensor.dtype == torch.bfloat16:  # which PyTorch cannot show to NumPy
-        array = tensor.detach().view(torch.int16).numpy(force=True).view(_BFLOAT16)
+        array = tensor.detach().view(torch.int16).numpy(force=True).view(BFLOAT16)
     else:
         array = tensor.numpy(force=True)
     return array

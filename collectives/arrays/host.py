@@ -11,11 +11,11 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from collectives.arrays import foreign
+from collectives.arrays.device import BFLOAT16
 
 __all__ = [
     "Array",
@@ -28,7 +28,6 @@ __all__ = [
     "flat",
     "flat_copy",
     "flat_target",
-    "is_float",
     "raw_bytes",
     "store",
     "stored",
@@ -36,11 +35,9 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-
 # What has a rule for every operation (see `collectives.arrays.reduction`) and the same bytes on all
 # machines of a job, in native byte order. `q` and `Q` are int64 and uint64 under a second name.
-_DTYPES = frozenset([*map(np.dtype, "?bBhHiIlLqQefdFD"), _BFLOAT16])
+_DTYPES = frozenset([*map(np.dtype, "?bBhHiIlLqQefdFD"), BFLOAT16])
 
 # What a library raises when it cannot show its elements: sparse, deleted, traced, on two devices.
 _REFUSALS = (AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError)
@@ -148,11 +145,6 @@ def as_array(x: Any, *, operation: str) -> Array:
         TypeError: the elements cannot be read, or their dtype is no number.
     """
     return borrow(x, operation=operation).host
-
-
-def is_float(dtype: np.dtype[Any]) -> bool:
-    """Tell whether the dtype is a real floating-point one, bfloat16 included."""
-    return dtype.kind == "f" or dtype == _BFLOAT16
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, operation: str) -> None:

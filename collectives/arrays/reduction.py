@@ -14,22 +14,25 @@ number of the dtype does not overflow where their mean fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays.device import DeviceBuffer
-from collectives.arrays.host import Array, is_float
+from collectives.arrays import device
+from collectives.arrays.device import is_half
+from collectives.arrays.host import Array
 
 __all__ = [
     "MAX",
     "MEAN",
     "MIN",
     "PRODUCT",
+    "RULES",
     "SUM",
     "Op",
+    "Rule",
     "check",
     "combine",
     "prepare",
@@ -50,12 +53,31 @@ class Op(Enum):
 
 SUM, MEAN, MIN, MAX, PRODUCT = Op.SUM, Op.MEAN, Op.MIN, Op.MAX, Op.PRODUCT
 
-_UFUNCS: dict[Op, Callable[..., Array]] = {
-    SUM: np.add,
-    MEAN: np.add,
-    MIN: np.minimum,
-    MAX: np.maximum,
-    PRODUCT: np.multiply,
+
+class Rule(NamedTuple):
+    """How everybody who carries out an op calls it, and where it has no meaning.
+
+    Attributes:
+        function: combines two arrays in NumPy and CuPy, two numbers in `kernels.combine`.
+        mpi: the name of MPI's op.
+        undefined: kinds of dtypes for which it is not defined -> why.
+    """
+
+    function: str
+    mpi: str
+    undefined: Mapping[str, str]
+
+
+_NO_SUM = {"b": "bool has no sum; use MIN for 'all', MAX for 'any', or cast to an integer dtype"}
+_NO_MEAN = "the mean of integers would be truncated; use SUM, or cast to a float dtype"
+_NO_ORDER = {"c": "complex numbers have no order; reduce the real or the absolute value"}
+
+RULES = {
+    SUM: Rule("add", "SUM", _NO_SUM),
+    MEAN: Rule("add", "SUM", {**_NO_SUM, "i": _NO_MEAN, "u": _NO_MEAN}),  # divided before
+    MIN: Rule("minimum", "MIN", _NO_ORDER),
+    MAX: Rule("maximum", "MAX", _NO_ORDER),
+    PRODUCT: Rule("multiply", "PROD", _NO_SUM),
 }
 
 
@@ -67,21 +89,15 @@ def check(op: Op, dtype: np.dtype[Any], *, operation: str) -> None:
     """
     if not isinstance(op, Op):
         names = " ".join(o.value for o in Op)
-        raise TypeError(f"{operation}: op is no reduction, expected one of {names}, got {op!r}")
-    why = None
-    if dtype.kind in "iu" and op is MEAN:
-        why = "the mean of integers would be truncated; use SUM, or cast to a float dtype"
-    elif dtype.kind == "b" and op not in (MIN, MAX):
-        why = "bool has no sum; use MIN for 'all', MAX for 'any', or cast to an integer dtype"
-    elif dtype.kind == "c" and op in (MIN, MAX):
-        why = "complex numbers have no order; reduce the real or the absolute value"
+        raise TypeError(f"{operation}: op is not a reduction, expected one of {names}, got {op!r}")
+    why = RULES[op].undefined.get(dtype.kind)
     if why is not None:
         raise TypeError(f"{operation}: {op.value} of {dtype} is not defined: {why}")
 
 
 def work_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which a reduction of `dtype` is computed and sent."""
-    return np.dtype(np.float32) if is_float(dtype) and dtype.itemsize == 2 else dtype
+    return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
 def quiet() -> np.errstate:
@@ -97,18 +113,15 @@ def prepare(buffer: Array, op: Op, size: int) -> None:
     """Do, in place, what has to happen to every rank's contribution before it is combined."""
     if op is MEAN and size > 1:
         with quiet():
-            np.divide(buffer, size, out=buffer)
+            device.divide(buffer, size)
 
 
 def combine(op: Op) -> Callable[[Array, Array], None]:
     """Return `f(accumulator, contribution)`, which changes the accumulator in place."""
-    ufunc = _UFUNCS[op]
+    function = RULES[op].function
 
     def into(accumulator: Array, contribution: Array) -> None:
-        if isinstance(accumulator, DeviceBuffer):
-            accumulator.combine(op.value, contribution)
-            return
         with quiet():
-            ufunc(accumulator, contribution, out=accumulator)
+            device.combine(function, accumulator, contribution)
 
     return into

@@ -9,15 +9,16 @@ Importing this module loads numba, so import it inside the function that needs i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from collectives.arrays.host import Array
-from collectives.arrays.reduction import MAX, MEAN, MIN, PRODUCT, SUM, Op
-from collectives.kernels import compiling, float16
+from collectives.arrays.reduction import RULES, Op
+from collectives.kernels import combine, compiling, float16
+from collectives.kernels.combine import FUNCTIONS
 from collectives.kernels.float16 import jitable, single
 
 __all__ = ["narrow", "reduce", "widen"]
@@ -26,47 +27,26 @@ __all__ = ["narrow", "reduce", "widen"]
 # one tile are vectorised where a loop that writes two arrays, which might overlap, is not.
 _TILE = 2048
 
-_SUM, _PRODUCT, _MIN, _MAX = range(4)
-_CODES = {SUM: _SUM, MEAN: _SUM, PRODUCT: _PRODUCT, MIN: _MIN, MAX: _MAX}
-
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile at the first call."""
     # With Python's error model each division is checked, and no loop with one is vectorised.
-    return compiling.compiled(
-        function, includes=[float16.__file__], nogil=True, error_model="numpy"
-    )
-
-
-@jitable
-def _combine(total: Any, term: Any, op: Any) -> None:
-    """Combine two tiles into the first; a NaN on either side wins."""
-    if op == _SUM:
-        for i in range(total.size):
-            total[i] += term[i]
-    elif op == _PRODUCT:
-        for i in range(total.size):
-            total[i] *= term[i]
-    elif op == _MIN:
-        for i in range(total.size):
-            a, b = total[i], term[i]
-            total[i] = a if a < b or a != a else b
-    else:
-        for i in range(total.size):
-            a, b = total[i], term[i]
-            total[i] = a if a > b or a != a else b
+    sources = [combine.__file__, float16.__file__]
+    return compiling.compiled(function, includes=sources, nogil=True, error_model="numpy")
 
 
 class _Loops(NamedTuple):
-    """The loops of one 16-bit type, which they see as uint16."""
+    """The loops of one 16-bit type, which they see as uint16; `reduce` by the function of an op."""
 
     widen: Callable[..., None]
     narrow: Callable[..., None]
     carry: Callable[..., None]
-    reduce: Callable[..., None]
+    reduce: Mapping[str, Callable[..., None]]
 
 
-def _loops(widened: Callable[..., Any], rounded: Callable[..., Any]) -> _Loops:
+def _loops(half: str) -> _Loops:
+    widened, rounded = float16.CONVERSIONS[half]
+
     @jitable
     def settle(total: Any, out: Any, residual: Any) -> None:
         """Round a tile whose residual is in it, and keep the error, unless it is no number."""
@@ -100,8 +80,16 @@ def _loops(widened: Callable[..., Any], rounded: Callable[..., Any]) -> _Loops:
                 total[i] = theirs[i] / divisor + left[i]
             settle(total, out[start:end], left)
 
+    reduce = {name: _reduce(half, settle, combined) for name, combined in FUNCTIONS.items()}
+    return _Loops(widen, narrow, carry, reduce)
+
+
+def _reduce(half: str, settle: Callable[..., Any], combined: Any) -> Callable[..., None]:
+    """Return a loop that combines the parts of all ranks, and rounds or settles the result."""
+    widened, rounded = float16.CONVERSIONS[half]
+
     @_compiled
-    def reduce(parts: Any, own: Any, rank: Any, op: Any, divisor: Any, residual: Any) -> None:
+    def reduce(parts: Any, own: Any, rank: Any, divisor: Any, residual: Any) -> None:
         totals = np.empty(_TILE, np.float32)
         terms = np.empty(_TILE, np.float32)
         for start in range(0, own.size, _TILE):
@@ -118,7 +106,8 @@ def _loops(widened: Callable[..., Any], rounded: Callable[..., Any]) -> _Loops:
                     for i in range(end - start):
                         into[i] /= divisor
                 if p:
-                    _combine(total, term, op)
+                    for i in range(end - start):
+                        total[i] = combined(total[i], term[i])
             if residual.size:
                 left = residual[start:end]
                 for i in range(end - start):
@@ -128,13 +117,10 @@ def _loops(widened: Callable[..., Any], rounded: Callable[..., Any]) -> _Loops:
                 for i in range(end - start):
                     mine[i] = rounded(total[i])
 
-    return _Loops(widen, narrow, carry, reduce)
+    return reduce
 
 
-_LOOPS = {
-    np.dtype(np.float16): _loops(float16.widen_half, float16.round_half),
-    np.dtype(ml_dtypes.bfloat16): _loops(float16.widen_bfloat16, float16.round_bfloat16),
-}
+_LOOPS = {np.dtype(getattr(ml_dtypes, half, half)): _loops(half) for half in float16.CONVERSIONS}
 _WIDE = (np.dtype(np.float32), np.dtype(np.float64))
 _NOTHING = np.empty(0, np.float32)
 
@@ -223,14 +209,8 @@ def reduce(
         )
     if not 0 <= rank <= len(parts):
         raise ValueError(f"reduce: no such rank, expected 0 .. {len(parts)}, got {rank}")
-    loops.reduce(
-        parts.view(np.uint16),
-        own.view(np.uint16),
-        rank,
-        _CODES[op],
-        np.float32(divisor),
-        left,
-    )
+    loop = loops.reduce[RULES[op].function]
+    loop(parts.view(np.uint16), own.view(np.uint16), rank, np.float32(divisor), left)
 
 
 def _check(operation: str, *, half: Array, wide: Array, length: int) -> _Loops:

@@ -15,7 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, types
 
-from collectives.kernels import compiling, float16, intrinsics
+from collectives.arrays.device import is_half
+from collectives.arrays.reduction import RULES, Op
+from collectives.kernels import combine, compiling, float16, intrinsics
+from collectives.kernels.combine import FUNCTIONS
 from collectives.kernels.intrinsics import pointer
 
 __all__ = ["Loops", "loops"]
@@ -44,12 +47,12 @@ def loops(dtype: np.dtype[Any], op: str) -> Loops:
         dtype: of the arrays.
         op: "SUM", "MEAN", "MIN", "MAX" or "PRODUCT", defined for the dtype.
     """
-    kind = "SUM" if op == "MEAN" else op
-    if dtype.itemsize == 2 and dtype.kind not in "iu":
-        half = "float16" if dtype.kind == "f" else "bfloat16"
-        return Loops(0, _widen(half), _add_half(half, kind), _round(half, op == "MEAN"))
+    function = RULES[Op(op)].function
+    if is_half(dtype):
+        half = dtype.name
+        return Loops(0, _widen(half), _add_half(half, function), _round(half, op == "MEAN"))
     storage = np.dtype(np.uint8) if dtype.kind == "b" else dtype
-    return Loops(_divide(storage) if op == "MEAN" else 0, 0, _add(storage, kind), 0)
+    return Loops(_divide(storage) if op == "MEAN" else 0, 0, _add(storage, function), 0)
 
 
 @functools.cache
@@ -68,42 +71,23 @@ def _divide(dtype: np.dtype[Any]) -> int:
 
 
 @functools.cache
-def _add(dtype: np.dtype[Any], op: str) -> int:
+def _add(dtype: np.dtype[Any], function: str) -> int:
     """Return a loop that combines two arrays of one type."""
+    combined = FUNCTIONS[function]
 
     def add(dest: int, source: int, n: int, size: int) -> None:
         a = carray(pointer(dest), n, dtype)
         x = carray(pointer(source), n, dtype)
         for i in range(n):
-            a[i] += x[i]
+            a[i] = combined(a[i], x[i])
 
-    def multiply(dest: int, source: int, n: int, size: int) -> None:
-        a = carray(pointer(dest), n, dtype)
-        x = carray(pointer(source), n, dtype)
-        for i in range(n):
-            a[i] *= x[i]
-
-    # A NaN on either side wins, as in numpy.minimum.
-
-    def minimum(dest: int, source: int, n: int, size: int) -> None:
-        a = carray(pointer(dest), n, dtype)
-        x = carray(pointer(source), n, dtype)
-        for i in range(n):
-            a[i] = a[i] if a[i] < x[i] or a[i] != a[i] else x[i]
-
-    def maximum(dest: int, source: int, n: int, size: int) -> None:
-        a = carray(pointer(dest), n, dtype)
-        x = carray(pointer(source), n, dtype)
-        for i in range(n):
-            a[i] = a[i] if a[i] > x[i] or a[i] != a[i] else x[i]
-
-    return _compiled({"SUM": add, "PRODUCT": multiply, "MIN": minimum, "MAX": maximum}[op])
+    return _compiled(add)
 
 
 @functools.cache
 def _widen(half: str) -> int:
     """Return a loop that turns 16-bit floats into float32."""
-    widen, _ = _conversions(half)
+    widen, _ = float16.CONVERSIONS[half]
 
     def copy(dest: int, source: int, n: int, size: int) -> None:
         a = carray(pointer(dest), n, np.float32)
@@ -115,43 +99,24 @@ def _widen(half: str) -> int:
 
 
 @functools.cache
-def _add_half(half: str, op: str) -> int:
+def _add_half(half: str, function: str) -> int:
     """Return a loop that combines float32 with 16-bit floats."""
-    widen, _ = _conversions(half)
+    widen, _ = float16.CONVERSIONS[half]
+    combined = FUNCTIONS[function]
 
     def add(dest: int, source: int, n: int, size: int) -> None:
         a = carray(pointer(dest), n, np.float32)
         x = carray(pointer(source), n, np.uint16)
         for i in range(n):
-            a[i] += widen(x[i])
+            a[i] = combined(a[i], widen(x[i]))
 
-    def multiply(dest: int, source: int, n: int, size: int) -> None:
-        a = carray(pointer(dest), n, np.float32)
-        x = carray(pointer(source), n, np.uint16)
-        for i in range(n):
-            a[i] *= widen(x[i])
-
-    def minimum(dest: int, source: int, n: int, size: int) -> None:
-        a = carray(pointer(dest), n, np.float32)
-        x = carray(pointer(source), n, np.uint16)
-        for i in range(n):
-            b = widen(x[i])
-            a[i] = a[i] if a[i] < b or a[i] != a[i] else b
-
-    def maximum(dest: int, source: int, n: int, size: int) -> None:
-        a = carray(pointer(dest), n, np.float32)
-        x = carray(pointer(source), n, np.uint16)
-        for i in range(n):
-            b = widen(x[i])
-            a[i] = a[i] if a[i] > b or a[i] != a[i] else b
-
-    return _compiled({"SUM": add, "PRODUCT": multiply, "MIN": minimum, "MAX": maximum}[op])
+    return _compiled(add)
 
 
 @functools.cache
 def _round(half: str, divide: bool) -> int:
     """Return a loop that rounds float32 to 16 bits, the mean after a division."""
-    _, narrow = _conversions(half)
+    _, narrow = float16.CONVERSIONS[half]
 
     def copy(dest: int, source: int, n: int, size: int) -> None:
         y = carray(pointer(dest), n, np.uint16)
@@ -169,19 +134,12 @@ def _round(half: str, divide: bool) -> int:
     return _compiled(mean if divide else copy)
 
 
-def _conversions(half: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    if half == "float16":
-        return float16.widen_half, float16.round_half
-    return float16.widen_bfloat16, float16.round_bfloat16
-
-
 def _compiled(loop: Callable[[int, int, int, int], None]) -> int:
     """Compile a loop, unless a file holds it already, and return its address."""
     # With Python's error model each division is checked, and no loop with one is vectorised.
     signature = types.void(*[types.int64] * 4)
-    function = compiling.callback(
-        loop, signature, includes=[float16.__file__, intrinsics.__file__], error_model="numpy"
-    )
+    sources = [combine.__file__, float16.__file__, intrinsics.__file__]
+    function = compiling.callback(loop, signature, includes=sources, error_model="numpy")
     _alive.append(function)
     address: int = function.address
     return address

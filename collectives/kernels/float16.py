@@ -25,6 +25,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic, register_jitable
 
 __all__ = [
+    "CONVERSIONS",
     "jitable",
     "round_bfloat16",
     "round_half",
@@ -164,6 +165,13 @@ def round_bfloat16(x: Any) -> Any:
     if x != x:
         result = _U(bits | _U(0x00400000))
     return types.uint16(_U(result >> _U(16)))
+
+
+# Name of a dtype -> how it is widened, and rounded to.
+CONVERSIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "float16": (widen_half, round_half),
+    "bfloat16": (widen_bfloat16, round_bfloat16),
+}
 
 
 @jitable

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from collectives.arrays.device import DeviceBuffer
+from collectives.arrays import device
 from collectives.arrays.host import Array
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.transport.mailbox import Mail
@@ -273,14 +273,12 @@ class Transport(ABC):
 
     def start_send(self, data: Array, dest: int) -> Message:
         """Start sending `data`; it must not change until the message is done."""
-        if isinstance(data, DeviceBuffer):
-            data.settle()
+        device.settle(data)
         return self._start_send(data, dest) if data.size else _NOTHING
 
     def start_receive(self, into: Array, source: int) -> Message:
         """Start receiving exactly `into.nbytes` bytes; `into` is undefined until done."""
-        if isinstance(into, DeviceBuffer):
-            into.settle()
+        device.settle(into)
         return self._start_receive(into, source) if into.size else _NOTHING
 
     def poll(self, message: Message, operation: str) -> bool:

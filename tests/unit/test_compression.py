@@ -288,8 +288,9 @@ def test_importing_loads_no_compiler():
 
 
 def test_all_ops_are_known_to_the_loops():
-    from collectives.kernels import convert
+    from collectives.kernels import combine, convert
 
-    assert set(convert._CODES) == set(reduction.Op)
+    assert set(reduction.RULES) == set(reduction.Op)
+    assert set(combine.FUNCTIONS) == {rule.function for rule in reduction.RULES.values()}
     assert set(convert._LOOPS) == {FP16.dtype, BF16.dtype} == set(HALVES)
     assert compression.NONE.dtype is None

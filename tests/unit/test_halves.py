@@ -280,7 +280,9 @@ for half in packing._LOOPS:
     packing.widen(packed, wide)
     packing.narrow(wide, packed, residual=residual)
     packing.reduce(np.zeros((1, 1), half), packed, rank=0, op=cc.SUM)
-    print(sum(sum(loop.stats.cache_misses.values()) for loop in packing._LOOPS[half]))
+    widen, _, carry, reduce = packing._LOOPS[half]
+    used = (widen, carry, reduce["add"])
+    print(sum(sum(loop.stats.cache_misses.values()) for loop in used))
 """
     seen = [
         launcher.run([sys.executable, "-c", script], timeout=100, NUMBA_CACHE_DIR=str(tmp_path))
