@@ -144,28 +144,28 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from collectives import links, units
-    from collectives.algorithms import costs, selection
+    from collectives.algorithms import selection
+    from collectives.algorithms.layout import Layout
     from collectives.operations import compare
 
     try:
         known = _links(options)
         (nbytes,) = units.sizes(options.bytes)
-        shape = costs.Shape(options.ranks, options.nodes)
-        times = costs.estimate(options.operation, nbytes, shape, known.machine)
+        layout = Layout(options.ranks, options.nodes, known.machine)
+        times = selection.estimate(options.operation, nbytes, layout)
     except ValueError as error:
         return _refuse(error)
-    layout = selection.Layout(shape.ranks, shape.nodes, known.machine)
     auto = selection.automatic(options.operation, nbytes, layout)
     size = units.size_text(nbytes)
-    print(f"{options.operation}, {size} bytes, {shape.ranks} ranks on {shape.nodes} nodes")
+    print(f"{options.operation}, {size} bytes, {layout.size} ranks on {layout.num_nodes} nodes")
     print(links.table(known))
     print(f"{'algorithm':<14}{'estimated ms':>12}")
     fastest = next(iter(times))
     for name, seconds in times.items():
         marks = ["fastest"] * (name == fastest) + ["picked by auto"] * (name == auto)
         print(f"{name:<14}{1e3 * seconds:12.4f}  {', '.join(marks)}".rstrip())
-    if auto != "node" and shape.ranks > 1:
-        letters = costs.estimate("allreduce", compare.LETTER_BYTES, shape, known.machine)
+    if auto != "node" and layout.size > 1:
+        letters = selection.estimate("allreduce", compare.LETTER_BYTES, layout)
         comparison = letters.get("hierarchical", letters["halving"])
         print(
             f"{'comparison':<14}{1e3 * comparison:12.4f}  of the call; reductions and broadcasts "

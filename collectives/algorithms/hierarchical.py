@@ -35,17 +35,32 @@ import numpy as np
 
 from collectives import topology
 from collectives.algorithms import halving, ring, tree
+from collectives.algorithms.layout import Layout
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import Op
+from collectives.node import engine
 from collectives.transport.transport import Deadline, Message, Transport
 
-__all__ = ["Levels", "allreduce", "barrier", "broadcast", "double", "levels"]
-
+__all__ = [
+    "Levels",
+    "allreduce",
+    "allreduce_seconds",
+    "barrier",
+    "barrier_seconds",
+    "broadcast",
+    "broadcast_seconds",
+    "double",
+    "levels",
+]
 
 # Bytes up to which one rank per node does all work on the network: a chunk for every rail would
 # take as many messages, each as slow as one for all. At 1 Gbit/s, all rails / one, in ms: 4 nodes
 # of 2 ranks 8 KiB 3.0 / 2.5, 64 KiB 3.7 / 2.6; 2 nodes of 4 ranks 8 KiB 2.9 / 1.9, 64 KiB 7.6 / 5.
 ONE_RAIL_BYTES = 1 << 16
+
+# Seconds that the program takes for a stage inside a node, besides what a plan takes: with 2 ranks
+# and 8 bytes a reduce-scatter, an all-gather or a barrier in the node engine 4.1 us.
+_STAGE_SECONDS = 4e-6
 
 
 class Levels(NamedTuple):
@@ -114,18 +129,43 @@ def allreduce(levels: Levels, buffer: Array, op: Op, deadline: Deadline) -> None
     levels.allgather(buffer, bounds, deadline)
 
 
+def allreduce_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `allreduce` of so many bytes should take."""
+    own, rail = _rail(nbytes, layout)
+    fills = _fills_ring(own, rail.size)
+    on_rail = (ring.allreduce_seconds if fills else halving.allreduce_seconds)(own, rail)
+    combining = (layout.per_node - 1) * own * layout.machine.shared.gamma
+    return 2 * _stage_seconds(nbytes, own, layout) + combining + on_rail
+
+
 def _over_network(transport: Transport, buffer: Array, op: Op, deadline: Deadline) -> None:
     """Reduce over a rail."""
-    (ring if _fills_ring(transport, buffer) else halving).allreduce(transport, buffer, op, deadline)
+    along = ring if _fills_ring(buffer.nbytes, transport.size) else halving
+    along.allreduce(transport, buffer, op, deadline)
 
 
-def _fills_ring(transport: Transport, buffer: Array) -> bool:
+def _fills_ring(nbytes: float, size: int) -> bool:
     """Tell whether a chunk fills a slice, so that the rounds of a ring overlap.
 
     All-reduce between 4 nodes at 1 Gbit/s, ring / halving, in ms: 256 KiB 5.0 / 3.3,
     1 MiB 13.4 / 14.3, 4 MiB 54 / 61 (with two rails 107 / 143).
     """
-    return buffer.nbytes >= ring.SLICE_BYTES * transport.size
+    return nbytes >= ring.SLICE_BYTES * size
+
+
+def _rail(nbytes: float, layout: Layout) -> tuple[float, Layout]:
+    """Return bytes and ranks of one rail, with links as slow as all rails at once make them."""
+    rails = 1 if nbytes <= ONE_RAIL_BYTES else layout.size // layout.num_nodes
+    network = layout.machine.network._replace(beta=layout.machine.network.beta * rails)
+    machine = layout.machine._replace(network=network)
+    return nbytes / rails, Layout(layout.num_nodes, layout.num_nodes, machine)
+
+
+def _stage_seconds(nbytes: float, own: float, layout: Layout) -> float:
+    """Return the time in which a node's ranks publish `own` bytes each and take in all of them."""
+    link = layout.machine.shared
+    meetings = 1 + own / engine.SLOT_BYTES
+    return _STAGE_SECONDS + meetings * link.alpha + (own + nbytes) * link.beta
 
 
 def double(
@@ -162,10 +202,19 @@ def broadcast(levels: Levels, buffer: Array, root: int, deadline: Deadline) -> N
     bounds = _bounds(levels, buffer)
     own = buffer[bounds[levels.local_rank] : bounds[levels.local_rank + 1]]
     if levels.network is not None and own.size:
-        along = ring if _fills_ring(levels.network, own) else tree
+        along = ring if _fills_ring(own.nbytes, levels.network.size) else tree
         along.broadcast(levels.network, own, source.node_rank, deadline)
     if not at_source:
         levels.allgather(buffer, bounds, deadline)
+
+
+def broadcast_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `broadcast` should take."""
+    own, rail = _rail(nbytes, layout)
+    fills = _fills_ring(own, rail.size)
+    on_rail = (ring.broadcast_seconds if fills else tree.broadcast_seconds)(own, rail)
+    first = _STAGE_SECONDS + engine.publish_seconds(nbytes, layout.machine.shared)
+    return first + on_rail + _stage_seconds(nbytes, own, layout)
 
 
 def barrier(levels: Levels, deadline: Deadline) -> None:
@@ -174,6 +223,12 @@ def barrier(levels: Levels, deadline: Deadline) -> None:
     if levels.network is not None and levels.local_rank == 0:
         tree.barrier(levels.network, deadline)
     levels.barrier(deadline)
+
+
+def barrier_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `barrier` should take."""
+    rail = Layout(layout.num_nodes, layout.num_nodes, layout.machine)
+    return 2 * _stage_seconds(0, 0, layout) + tree.barrier_seconds(0, rail)
 
 
 def _bounds(levels: Levels, buffer: Array) -> list[int]:

@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from collectives import topology
+from collectives.algorithms.layout import Layout
 from collectives.arrays import device, reduction
 from collectives.arrays.host import Array
 from collectives.topology import RingStep
@@ -41,11 +42,15 @@ from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = [
     "allgather",
+    "allgather_seconds",
     "allreduce",
+    "allreduce_seconds",
     "broadcast",
+    "broadcast_seconds",
     "landing",
     "pass_on",
     "reduce_scatter",
+    "reduce_scatter_seconds",
     "slices",
 ]
 
@@ -77,6 +82,11 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
     allgather(transport, buffer, bounds, deadline)
 
 
+def allreduce_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `allreduce` of so many bytes should take."""
+    return 2 * allgather_seconds(nbytes, layout) + layout.shared_work(nbytes)
+
+
 def reduce_scatter(
     transport: Transport,
     buffer: Array,
@@ -97,6 +107,11 @@ def reduce_scatter(
     _circulate(transport, buffer, bounds, steps, deadline, reduction.combine(op))
 
 
+def reduce_scatter_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `reduce_scatter` should take."""
+    return allgather_seconds(nbytes, layout) + layout.shared_work(nbytes)
+
+
 def allgather(
     transport: Transport, buffer: Array, bounds: Sequence[int], deadline: Deadline
 ) -> None:
@@ -105,11 +120,25 @@ def allgather(
     _circulate(transport, buffer, bounds, steps, deadline, None)
 
 
+def allgather_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `allgather` should take."""
+    return (layout.size - 1) * layout.step(nbytes / layout.size)
+
+
 def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline) -> None:
     """Replace `buffer`, shape (n,), by the root's, in place: slices go once around the ring."""
     left, right = topology.ring_neighbours(transport.rank, transport.size)
     source = None if transport.rank == root else left
     pass_on(transport, buffer, source, [] if right == root else [right], deadline)
+
+
+def broadcast_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `broadcast` should take: P - 1 steps of the first slice, others follow."""
+    if layout.size == 1:
+        return 0.0
+    first = min(nbytes, SLICE_BYTES)
+    bytes_alone = layout.step(nbytes - first) - layout.step(0)
+    return (layout.size - 1) * layout.step(first) + bytes_alone
 
 
 def pass_on(

@@ -25,10 +25,11 @@ import numpy as np
 
 from collectives import topology
 from collectives.algorithms import ring
+from collectives.algorithms.layout import Layout
 from collectives.arrays.host import Array
 from collectives.transport.transport import Deadline, Message, Transport
 
-__all__ = ["alltoall"]
+__all__ = ["alltoall", "alltoall_seconds"]
 
 # Steps under way at a time. One leaves a rank idle while its peers of this step are late (4 nodes
 # at 1 Gbit/s, 16 MiB per rank: 150 ms, with two 124 ms, with four 121 ms; line time 101 ms); all
@@ -70,6 +71,18 @@ def alltoall(
     incoming[transport.rank][...] = outgoing[transport.rank]  # while the last ones are under way
     transport.wait([message for step in under_way for message in step], deadline)
     return result
+
+
+def alltoall_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `alltoall` of so many bytes per rank should take.
+
+    Each of P - 1 steps is a message of S/P bytes; most leave the node, over its one link.
+    """
+    node, network = layout.machine.node, layout.machine.network
+    part = nbytes / layout.size
+    away = layout.size - layout.per_node
+    between = away * (network.alpha + layout.per_node * part * network.beta)
+    return between + (layout.per_node - 1) * (node.alpha + part * node.beta)
 
 
 def _parts(array: Array, counts: Sequence[int]) -> list[Array]:

@@ -46,6 +46,7 @@ from collectives import topology
 from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
 from collectives.errors import PeerFailure
+from collectives.links import Link
 from collectives.node import folders, segment
 from collectives.node.shared_arrays import SharedArrays
 from collectives.transport import liveness
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 
     Kernel = Callable[[int], int]
 
-__all__ = ["Engine", "Rows", "Work", "start"]
+__all__ = ["Engine", "Rows", "Work", "publish_seconds", "reduce_seconds", "start"]
 
 # Bytes of a slot: large, so that ranks wait for each other seldom, but a rank's two stay in its
 # level 2 cache. Time of a private all-reduce over that of all ranks copying as much, 2 ranks, for
@@ -422,3 +423,20 @@ class Engine:
             first = self._rounds.FILL
             block[first : first + 4] = self._loops(send.dtype, op.value)
         return block
+
+
+def reduce_seconds(nbytes: float, ranks: int, link: Link) -> float:
+    """Return how long a reduction should take among ranks of one node.
+
+    One wait and P parts to read; or in slots, of which a rank combines its chunk.
+    """
+    if nbytes <= ONE_SHOT_BYTES:
+        return link.alpha + nbytes * link.beta + (ranks - 1) * nbytes * link.gamma
+    slots = 2 * nbytes / SLOT_BYTES
+    moved = 2 * nbytes * (ranks - 1) / ranks * link.beta
+    return (1 + slots) * link.alpha + moved + nbytes * link.gamma
+
+
+def publish_seconds(nbytes: float, link: Link) -> float:
+    """Return how long one rank's bytes should take into the segment and every other's out of it."""
+    return (1 + nbytes / SLOT_BYTES) * link.alpha + 2 * nbytes * link.beta

@@ -26,11 +26,12 @@ from typing import NamedTuple
 import numpy as np
 
 import collectives as cc
-from collectives import links, topology
-from collectives.algorithms import costs, halving, hierarchical, ring, selection, tree
+from collectives import topology
+from collectives.algorithms import halving, hierarchical, ring, selection, tree
 from collectives.arrays import reduction
 from collectives.arrays.host import Array
 from collectives.links import Link
+from collectives.node import engine
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline, Transport
 
@@ -189,13 +190,10 @@ def _shared(clock: Clock, seconds: float) -> Link | None:
             return None
         cases = {str(nbytes): _meeting(node if meets else None, nbytes) for nbytes in SIZES}
         times = list(clock.times(cases, seconds).values())
-    shape = costs.Shape(int(comm.allreduce(comm.local_size, op=cc.MAX)))
+    ranks = int(comm.allreduce(comm.local_size, op=cc.MAX))
     per_call, per_byte = Link(1.0, 0.0, 0.0), Link(0.0, 1.0, 1.0)
     factors = [
-        [
-            costs.estimate("allreduce", nbytes, shape, links.DEFAULT._replace(shared=unit))["node"]
-            for unit in (per_call, per_byte)
-        ]
+        [engine.reduce_seconds(nbytes, ranks, unit) for unit in (per_call, per_byte)]
         for nbytes in SIZES
     ]
     alpha, beta = fitted(factors, times)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import collectives as cc
 from collectives import communicator, launch, links, settings, tuned, units
-from collectives.algorithms import costs, selection
+from collectives.algorithms import selection
+from collectives.algorithms.layout import Layout
 from collectives.tools import info, measure
 
 __all__ = ["Row", "check", "run", "summary"]
@@ -123,16 +124,15 @@ def check(clock: measure.Clock, machine: links.Machine, seconds: float) -> Itera
         The rows of one operation and size, the fastest first; the same on all ranks.
     """
     comm = clock.comm
-    layout = selection.Layout(comm.size, comm.num_nodes, machine)
-    shape = costs.Shape(comm.size, comm.num_nodes)
+    layout = Layout(comm.size, comm.num_nodes, machine)
     groups = []
-    for operation in selection.ALGORITHMS:
+    for operation in selection.TABLE:
         sizes = _SIZES if operation != "barrier" else (0,)
-        if len(costs.estimate(operation, 0, shape).keys() - {"node"}) > 1:
+        if len(selection.estimate(operation, 0, layout).keys() - {"node"}) > 1:
             groups += [(operation, nbytes) for nbytes in sizes]
     for operation, nbytes in groups:
-        predicted = costs.estimate(operation, nbytes, shape, machine)
-        picked = layout.pick(operation, nbytes)
+        predicted = selection.estimate(operation, nbytes, layout)
+        picked = selection.pick(operation, nbytes, layout)
         cases = measure.algorithms(clock, operation, nbytes)
         times = clock.times(cases, seconds / len(groups))
         yield [

@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from collectives.algorithms import costs, selection
-from collectives.algorithms.costs import Shape
+from collectives.algorithms import selection
+from collectives.algorithms.layout import Layout
+from collectives.algorithms.selection import estimate
 from collectives.links import DEFAULT, Link, Machine
 
 KIB, MIB = 1 << 10, 1 << 20
-SHAPES = [Shape(1), Shape(2), Shape(5), Shape(8), Shape(4, 4), Shape(8, 4), Shape(7, 3),
-          Shape(64, 8), Shape(1024, 128)]  # fmt: skip
-ROWS = [(operation, name) for operation in costs.OPERATIONS for name in costs._MODELS[operation]]
-
-
-@pytest.mark.parametrize(("operation", "name"), ROWS)
-def test_a_model_is_of_an_algorithm_that_exists(operation, name):
-    assert name in (*selection.ALGORITHMS[operation], "node")
+LAYOUTS = [Layout(1), Layout(2), Layout(5), Layout(8), Layout(4, 4), Layout(8, 4), Layout(7, 3),
+          Layout(64, 8), Layout(1024, 128)]  # fmt: skip
+ROWS = [
+    (operation, name)
+    for operation, ways in selection.TABLE.items()
+    for name, way in ways.items()
+    if way.seconds is not None
+]
 
 
 def test_every_algorithm_but_mpis_own_has_a_model():
-    assert set(costs.OPERATIONS) == set(selection.ALGORITHMS)
-    for operation, algorithms in selection.ALGORITHMS.items():
-        assert {*algorithms, "node"} - {"native"} == set(costs._MODELS[operation])
+    for ways in selection.TABLE.values():
+        assert [name for name, way in ways.items() if way.seconds is None] == ["native"]
+        assert [name for name, way in ways.items() if way.run is None] == ["node"]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("operation", costs.OPERATIONS)
-def test_estimates_are_sorted_and_of_what_there_is(operation, shape):
-    times = costs.estimate(operation, 3 * MIB, shape)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("operation", selection.TABLE)
+def test_estimates_are_sorted_and_of_what_there_is(operation, layout):
+    times = estimate(operation, 3 * MIB, layout)
     assert list(times.values()) == pytest.approx(sorted(times.values()), rel=1e-8)
-    assert all(seconds > 0 or shape.ranks == 1 for seconds in times.values())
-    assert ("hierarchical" in times) <= (1 < shape.nodes < shape.ranks)
-    assert ("node" in times) == (1 == shape.nodes < shape.ranks)
+    assert all(seconds > 0 or layout.size == 1 for seconds in times.values())
+    assert ("hierarchical" in times) <= (1 < layout.num_nodes < layout.size)
+    assert ("node" in times) == (1 == layout.num_nodes < layout.size)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("operation", costs.OPERATIONS)
-def test_the_fastest_grows_with_the_bytes(operation, shape):
-    best = [min(costs.estimate(operation, 4**k, shape).values()) for k in range(16)]
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("operation", selection.TABLE)
+def test_the_fastest_grows_with_the_bytes(operation, layout):
+    best = [min(estimate(operation, 4**k, layout).values()) for k in range(16)]
     for less, more in itertools.pairwise(best):
         assert less <= more * (1 + 1e-12)
 
@@ -58,26 +60,26 @@ def test_the_fastest_grows_with_the_bytes(operation, shape):
 @pytest.mark.parametrize("nbytes", [8, 8 * KIB, 64 * MIB])
 def test_time_grows_with_the_ranks(operation, name, nbytes):
     # Twice as many: between powers of two a halving needs more rounds than at the next one.
-    shapes = [Shape(2**k, 1 if name == "node" else 2**k) for k in range(1, 9)]
-    times = [costs.estimate(operation, nbytes, shape)[name] for shape in shapes]
+    layouts = [Layout(2**k, 1 if name == "node" else 2**k) for k in range(1, 9)]
+    times = [estimate(operation, nbytes, layout)[name] for layout in layouts]
     for fewer, more in itertools.pairwise(times):
         assert fewer <= more * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 8, 64])
 def test_small_arrays_go_in_few_rounds_and_large_ones_around_the_ring(ranks):
-    shape = Shape(ranks, ranks)
-    small = costs.estimate("allreduce", 8, shape)
+    layout = Layout(ranks, ranks)
+    small = estimate("allreduce", 8, layout)
     assert small["halving"] < small["ring"]
-    large = costs.estimate("allreduce", 64 * MIB, shape)
+    large = estimate("allreduce", 64 * MIB, layout)
     assert large["ring"] < large["halving"] < large["tree"]
     assert next(iter(large)) == "ring"
 
 
 @pytest.mark.parametrize("nbytes", [64, 64 * KIB, MIB, 16 * MIB])
-@pytest.mark.parametrize("shape", [Shape(8, 4), Shape(64, 8), Shape(256, 32)], ids=str)
-def test_several_nodes_of_several_ranks_go_by_hierarchy(shape, nbytes):
-    times = costs.estimate("allreduce", nbytes, shape)
+@pytest.mark.parametrize("layout", [Layout(8, 4), Layout(64, 8), Layout(256, 32)], ids=str)
+def test_several_nodes_of_several_ranks_go_by_hierarchy(layout, nbytes):
+    times = estimate("allreduce", nbytes, layout)
     assert next(iter(times)) == "hierarchical"
     assert times["halving"] > times["hierarchical"]  # its ranks share the node's link
 
@@ -85,76 +87,77 @@ def test_several_nodes_of_several_ranks_go_by_hierarchy(shape, nbytes):
 def test_the_node_engine_beats_messages_inside_a_node():
     for ranks in (2, 4, 16):
         for nbytes in (8, KIB, 64 * KIB, MIB, 64 * MIB):
-            assert next(iter(costs.estimate("allreduce", nbytes, Shape(ranks)))) == "node"
+            assert next(iter(estimate("allreduce", nbytes, Layout(ranks)))) == "node"
 
 
 def test_trees_and_exchanges_stay_on_a_node_as_long_as_they_can():
     far = Machine(Link(0.0, 0.0, 0.0), Link(0.0, 0.0, 0.0), Link(1.0, 0.0, 0.0))
-    for shape, levels in [(Shape(8, 2), 1), (Shape(8, 4), 2), (Shape(8, 8), 3), (Shape(6, 2), 3),
-                          (Shape(12, 3), 2), (Shape(8, 1), 0)]:  # fmt: skip
-        assert costs.estimate("reduce", 8, shape, far)["tree"] == levels
-    assert costs.estimate("allreduce", 8, Shape(8, 2), far)["halving"] == 1
+    levels = {(8, 2): 1, (8, 4): 2, (8, 8): 3, (6, 2): 3, (12, 3): 2, (8, 1): 0}
+    for (size, nodes), number in levels.items():
+        assert estimate("reduce", 8, Layout(size, nodes, far))["tree"] == number
+    assert estimate("allreduce", 8, Layout(8, 2, far))["halving"] == 1
 
 
 def test_an_alltoall_shares_the_link_of_a_node():
     bytes_alone = Link(0.0, 1.0, 0.0)
     free = Link(0.0, 0.0, 0.0)
-    for shape in (Shape(4, 4), Shape(8, 4), Shape(64, 8)):
-        times = costs.estimate("alltoall", MIB, shape, Machine(free, free, bytes_alone))
-        away = MIB * (shape.ranks - shape.per_node) / shape.ranks  # of what a rank sends
-        assert times["rotation"] == pytest.approx(shape.per_node * away)
+    for layout in (Layout(4, 4), Layout(8, 4), Layout(64, 8)):
+        machine = Machine(free, free, bytes_alone)
+        times = estimate("alltoall", MIB, replace(layout, machine=machine))
+        away = MIB * (layout.size - layout.per_node) / layout.size  # of what a rank sends
+        assert times["rotation"] == pytest.approx(layout.per_node * away)
 
 
 def test_no_algorithm_beats_the_line():
     for nodes in (2, 4, 8):
         line = 2 * (nodes - 1) / nodes * 16 * MIB * DEFAULT.network.beta
         for ranks in (nodes, 2 * nodes, 4 * nodes):
-            times = costs.estimate("allreduce", 16 * MIB, Shape(ranks, nodes))
+            times = estimate("allreduce", 16 * MIB, Layout(ranks, nodes))
             assert min(times.values()) >= line
 
 
 def test_without_cost_of_bytes_only_messages_count():
     free = Link(1.0, 0.0, 0.0)
-    times = costs.estimate("allreduce", MIB // 2, Shape(8, 8), Machine(free, free, free))
+    times = estimate("allreduce", MIB // 2, Layout(8, 8, Machine(free, free, free)))
     assert times["ring"] == 14
     assert times["halving"] == pytest.approx(2 * (2 + 2 + 1))  # runs of chunks wrap around
     assert times["tree"] == 3 + 3 + 7  # up; down as a scatter, then around the ring
-    few = costs.estimate("allreduce", 8, Shape(8, 8), Machine(free, free, free))
+    few = estimate("allreduce", 8, Layout(8, 8, Machine(free, free, free)))
     assert few["halving"] == 3
     assert few["tree"] == 6
 
 
 def test_without_cost_of_messages_only_bytes_count():
     link = Link(0.0, 1.0, 0.0)
-    times = costs.estimate("allreduce", 80, Shape(4, 4), Machine(link, link, link))
+    times = estimate("allreduce", 80, Layout(4, 4, Machine(link, link, link)))
     assert times["ring"] == 2 * 80 * 3 / 4
     assert times["tree"] == 2 * 2 * 80
     assert times["halving"] == 2 * 80
 
 
 @pytest.mark.parametrize(
-    ("shape", "nbytes", "name", "milliseconds"),
+    ("layout", "nbytes", "name", "milliseconds"),
     [
         # Between network namespaces with links of 1 Gbit/s.
-        (Shape(4, 4), MIB, "ring", 13.4),
-        (Shape(4, 4), MIB, "halving", 14.3),
-        (Shape(4, 4), 4 * MIB, "ring", 54),
-        (Shape(4, 4), 4 * MIB, "halving", 61),
+        (Layout(4, 4), MIB, "ring", 13.4),
+        (Layout(4, 4), MIB, "halving", 14.3),
+        (Layout(4, 4), 4 * MIB, "ring", 54),
+        (Layout(4, 4), 4 * MIB, "halving", 61),
         # Two ranks on two cores.
-        (Shape(2), 8, "node", 0.00032),
-        (Shape(2), 64 * KIB, "node", 0.0033),
-        (Shape(2), 16 * MIB, "node", 0.95),
+        (Layout(2), 8, "node", 0.00032),
+        (Layout(2), 64 * KIB, "node", 0.0033),
+        (Layout(2), 16 * MIB, "node", 0.95),
     ],
 )
-def test_defaults_are_near_to_what_was_measured(shape, nbytes, name, milliseconds):
-    estimated = 1e3 * costs.estimate("allreduce", nbytes, shape)[name]
+def test_defaults_are_near_to_what_was_measured(layout, nbytes, name, milliseconds):
+    estimated = 1e3 * estimate("allreduce", nbytes, layout)[name]
     assert estimated == pytest.approx(milliseconds, rel=0.25)
 
 
 def test_wrong_questions_are_refused():
     with pytest.raises(ValueError, match="1 <= nodes <= ranks, got 3 nodes, 2 ranks"):
-        Shape(2, 3)
-    with pytest.raises(ValueError, match="no model of the operation"):
-        costs.estimate("allgatherv", 8, Shape(2))
+        Layout(2, 3)
+    with pytest.raises(ValueError, match="no such operation"):
+        estimate("allgatherv", 8, Layout(2))
     with pytest.raises(ValueError, match="bytes >= 0, got -1"):
-        costs.estimate("allreduce", -1, Shape(2))
+        estimate("allreduce", -1, Layout(2))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import inprocess
-from collectives.algorithms import costs, selection
-from collectives.algorithms.costs import Shape
+from collectives.algorithms import selection
+from collectives.algorithms.layout import Layout
 from collectives.links import DEFAULT, Link
 from collectives.settings import Settings
 from collectives.tools import measure, tune
@@ -60,7 +60,7 @@ def test_without_shared_memory_its_link_is_left_out():
 
 @pytest.mark.parametrize("leaders", LAYOUTS.values(), ids=LAYOUTS)
 def test_what_has_several_algorithms_is_timed_by_all_of_them(leaders):
-    shape = Shape(len(leaders), len(set(leaders)))
+    layout = Layout(len(leaders), len(set(leaders)))
 
     def check(comm):
         return list(tune.check(measure.Clock(comm), DEFAULT, 0.1))
@@ -69,15 +69,15 @@ def test_what_has_several_algorithms_is_timed_by_all_of_them(leaders):
     assert all(other == results[0] for other in results)
     operations = {group[0].operation for group in results[0]}
     assert {"allreduce", "broadcast", "allgather", "reduce_scatter"} <= operations
-    assert ("barrier" in operations) == (1 < shape.nodes < shape.ranks)
+    assert ("barrier" in operations) == (layout.is_hierarchical)
     for group in results[0]:
         operation, nbytes = group[0][:2]
-        assert {row.algorithm for row in group} == set(costs.estimate(operation, nbytes, shape)) - {
-            "node"
-        }
+        assert {row.algorithm for row in group} == set(
+            selection.estimate(operation, nbytes, layout)
+        ) - {"node"}
         assert [row.picked for row in group].count(True) == 1
         (picked,) = (row.algorithm for row in group if row.picked)
-        assert picked == selection.Layout(shape.ranks, shape.nodes).pick(operation, nbytes)
+        assert picked == selection.pick(operation, nbytes, layout)
         for one, other in itertools.pairwise(group):
             assert 0 < one.measured <= other.measured
 
