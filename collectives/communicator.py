@@ -459,9 +459,9 @@ class Communicator:
         """
         with self._calls.enter("open_channel", None) as call:
             call.agree()
-            mail = self._transport.open_mail()
+            mailbox = self._transport.open_mailbox()
             return open_channel(
-                self._transport, mail, self._leaders, call.deadline, self._calls.dead_here
+                self._transport, mailbox, self._leaders, call.deadline, self._calls.dead_here
             )
 
     def raised_by_all(self, error: E, first: int = 0) -> E:

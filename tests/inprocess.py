@@ -18,7 +18,7 @@ from collectives.arrays.host import raw_bytes
 from collectives.communicator import Communicator
 from collectives.errors import MismatchError
 from collectives.settings import Settings
-from collectives.transport.mailbox import Mail
+from collectives.transport.mailbox import Mailbox
 from collectives.transport.transport import Transport
 
 MODES = ("eager", "synchronous")
@@ -159,26 +159,26 @@ class ThreadTransport(Transport):
             group = self.group.parts.setdefault("lane", _Group(self.size, self.group.mode))
         return ThreadTransport(group, self.rank)
 
-    def open_mail(self):
-        return ThreadMail(self.split(0, self.rank))
+    def open_mailbox(self):
+        return ThreadMailbox(self.split(0, self.rank))
 
     def close(self):
         pass
 
 
-class ThreadMail(Mail):
-    """Letters and parcels between ranks that are threads."""
+class ThreadMailbox(Mailbox):
+    """Heads and long frames between ranks that are threads."""
 
     def __init__(self, transport):
         self.group = transport.group
         self.rank = transport.rank
         self.size = transport.size
 
-    def post(self, letter, dest):
-        return self._start(letter, "letter", dest)
+    def post(self, head, dest):
+        return self._start(head, "head", dest)
 
-    def send(self, parcel, dest):
-        return self._start(parcel, "parcel", dest)
+    def send(self, frame, dest):
+        return self._start(frame, "frame", dest)
 
     def _start(self, data, kind, dest):
         send = _Send(self.group, data, f"rank {dest}")
@@ -189,14 +189,14 @@ class ThreadMail(Mail):
     def collect(self):
         with self.group.lock:
             for source in range(self.size):
-                if box := self.group.boxes[("letter", source, self.rank)]:
+                if box := self.group.boxes[("head", source, self.rank)]:
                     send = box.popleft()
                     send.taken = True
                     return source, send.data.copy()
         return None
 
     def receive(self, into, source):
-        return _Receive(self.group, ("parcel", source, self.rank), into, f"rank {source}")
+        return _Receive(self.group, ("frame", source, self.rank), into, f"rank {source}")
 
     def dead(self):
         return frozenset()

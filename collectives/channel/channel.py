@@ -1,6 +1,6 @@
 """Messages of several arrays between any two ranks at any time, for services in a thread.
 
-A message is one letter that holds its short frames, followed by its long frames as they are, see
+A message is one head that holds its short frames, followed by its long frames as they are, see
 `frames`. Nothing is copied but short frames. A rank that waits sleeps on its doorbell; what comes
 from other nodes it has to look for, the less often the longer nothing has come.
 """
@@ -20,25 +20,23 @@ import numpy as np
 
 from collectives.algorithms import ring
 from collectives.arrays.host import Array, raw_bytes
-from collectives.channel import frames as letters
 from collectives.channel.doorbell import Doorbell
+from collectives.channel.frames import read, write
 from collectives.errors import CollectiveError, PeerFailure
-from collectives.transport.mailbox import Delivery, Mail
-from collectives.transport.transport import Deadline, Transport
+from collectives.transport.mailbox import Mailbox
+from collectives.transport.transport import Transport
+from collectives.transport.waiting import Deadline, Message, Pace
 
 __all__ = ["Channel", "Incoming", "open_channel"]
 
 Bytes = bytes | Array
 
-# Seconds. After something has moved, look again after an eighth of the time that has passed since:
-# an answer is noticed 12 % late. A rank that every other one can wake looks rarely, only to hear of
-# deaths; one that cannot be woken, 250 times a second (0.5 % of a core; 500 times cost 1.0 %).
-_YIELD = 0.0002
-_SHORTEST_NAP = 0.00005
-_NAP_SHARE = 1 / 8
-_SHORTEST_BELL = 0.001  # what the kernel's wait for a pipe can count
-_LONGEST_NAP_ALONE = 0.004
-_LONGEST_NAP_WOKEN = 0.1
+# After something has moved, look again after an eighth of the time that has passed since: an answer
+# is noticed 12 % late. A rank that every other one can wake looks rarely, only to hear of deaths;
+# one that cannot be woken, 250 times a second (0.5 % of a core; 500 times cost 1.0 %).
+_ALONE = Pace(yields=0.0002, share=1 / 8, shortest=0.00005, longest=0.004)
+_WOKEN = _ALONE._replace(longest=0.1)
+_SHORTEST_BELL = 0.001  # seconds; what the kernel's wait for a pipe can count
 
 # MPI notices what has come while it is asked, and says so when it is asked again.
 _LOOKS = 2
@@ -58,7 +56,7 @@ class Incoming(NamedTuple):
 
 def open_channel(
     transport: Transport,
-    mail: Mail,
+    mailbox: Mailbox,
     leaders: Sequence[int],
     deadline: Deadline,
     dead_here: Callable[[], Collection[int]] = frozenset,
@@ -67,7 +65,7 @@ def open_channel(
 
     Args:
         transport: between the same ranks, used for a moment.
-        mail: the channel's own from now on.
+        mailbox: the channel's own from now on.
         leaders: for every rank an integer that is the same exactly for the ranks of one node.
         deadline: until when all ranks must come.
         dead_here: tells which ranks of this node have died, whatever MPI knows.
@@ -85,14 +83,14 @@ def open_channel(
         )
     # Also says that all have opened what they found, so that nobody closes it too early.
     ring.allgather(transport, reached.reshape(-1), [size * r for r in range(size + 1)], deadline)
-    return Channel(mail, bell, dead_here, woken_by_all=bool(reached[:, rank].all()))
+    return Channel(mailbox, bell, dead_here, woken_by_all=bool(reached[:, rank].all()))
 
 
 class Channel:
     """Sends messages from any thread, and receives them in one; see `open_channel`.
 
     Args:
-        mail: carries letters and parcels.
+        mailbox: carries heads and long frames.
         bell: this rank's doorbell.
         dead_here: tells which ranks of this node have died.
         woken_by_all: whether every other rank can ring it.
@@ -104,21 +102,21 @@ class Channel:
 
     def __init__(
         self,
-        mail: Mail,
+        mailbox: Mailbox,
         bell: Doorbell,
         dead_here: Callable[[], Collection[int]],
         *,
         woken_by_all: bool,
     ) -> None:
-        self.rank = mail.rank
-        self.size = mail.size
-        self._mail = mail
+        self.rank = mailbox.rank
+        self.size = mailbox.size
+        self._mailbox = mailbox
         self._bell = bell
         self._dead_here = dead_here
         self._woken = woken_by_all
-        self._longest_nap = _LONGEST_NAP_WOKEN if woken_by_all else _LONGEST_NAP_ALONE
+        self._pace = _WOKEN if woken_by_all else _ALONE
         self._lock = threading.Lock()  # of what sending changes
-        self._sent: deque[Delivery] = deque()  # not known to be done
+        self._sent: deque[Message] = deque()  # not known to be done
         self._arriving: dict[int, deque[_Arriving]] = {}
         self._buffers: list[Array] = []
         self._free = _holders([np.empty(1, np.uint8)], 0)  # of a buffer that nobody else holds
@@ -128,7 +126,7 @@ class Channel:
     @property
     def dead(self) -> frozenset[int]:
         """Ranks known to have died: those of this node, others if MPI survives their death."""
-        return self._mail.dead().union(self._dead_here())
+        return self._mailbox.dead().union(self._dead_here())
 
     def send(self, dest: int, frames: Sequence[Bytes]) -> None:
         """Start sending a message; does not wait for the other side. From any thread.
@@ -142,14 +140,14 @@ class Channel:
             CollectiveError: the channel is closed.
             ValueError: too many frames.
         """
-        letter, parcels = letters.write([_as_bytes(frame) for frame in frames])
+        head, long = write([_as_bytes(frame) for frame in frames])
         with self._lock:
             if self._closed:
                 raise CollectiveError(f"send: the channel is closed (rank {self.rank})")
-            if dest in self._mail.dead():
+            if dest in self._mailbox.dead():
                 return
-            under_way = [self._mail.post(letter, dest)]
-            under_way += [self._mail.send(parcel, dest) for parcel in parcels]
+            under_way = [self._mailbox.post(head, dest)]
+            under_way += [self._mailbox.send(frame, dest) for frame in long]
             under_way = [delivery for delivery in under_way if not delivery.done()]
             self._sent.extend(under_way)
             self._moved = time.monotonic()
@@ -166,11 +164,11 @@ class Channel:
             CollectiveError: what has arrived is no message, or MPI reports an error.
         """
         for _ in range(_LOOKS):
-            while (found := self._mail.collect()) is not None:
-                source, letter = found
+            while (found := self._mailbox.collect()) is not None:
+                source, head = found
                 self._moved = time.monotonic()
                 with contextlib.suppress(PeerFailure):  # what its sender did not live to finish
-                    arriving = _Arriving(self._mail, source, letter, self._buffer)
+                    arriving = _Arriving(self._mailbox, source, head, self._buffer)
                     self._arriving.setdefault(source, deque()).append(arriving)
         with self._lock:
             while self._sent and self._sent[0].done():
@@ -196,10 +194,10 @@ class Channel:
         """Sleep until a message may have come, `wake` is called, or the time is over."""
         idle = time.monotonic() - self._moved
         unfinished = bool(self._arriving or self._sent)
-        if unfinished and idle < _YIELD:
+        if unfinished and idle < self._pace.yields:
             os.sched_yield()
             return
-        nap = min(seconds, self._longest_nap, max(idle * _NAP_SHARE, _SHORTEST_NAP))
+        nap = min(seconds, self._pace.nap(idle))
         if nap < _SHORTEST_BELL and (unfinished or not self._woken):
             time.sleep(nap)
         else:
@@ -223,7 +221,7 @@ class Channel:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._mail.close(all_together=all_together)
+                self._mailbox.close(all_together=all_together)
                 self._bell.close()
 
     def _buffer(self, length: int) -> Array:
@@ -241,26 +239,26 @@ class Channel:
 
 
 class _Arriving:
-    """A message whose letter has come, and whose long frames are coming."""
+    """A message whose head has come, and whose long frames are coming."""
 
     def __init__(
-        self, mail: Mail, source: int, letter: Array, buffer: Callable[[int], Array]
+        self, mailbox: Mailbox, source: int, head: Array, buffer: Callable[[int], Array]
     ) -> None:
         self.frames: list[Array] = []
-        self._deliveries: deque[Delivery] = deque()
-        for length, start in letters.read(letter, source):
+        self._coming: deque[Message] = deque()
+        for length, start in read(head, source):
             if start is None:
                 frame = buffer(length)
-                self._deliveries.append(mail.receive(frame, source))
+                self._coming.append(mailbox.receive(frame, source))
             else:
-                frame = letter[start : start + length]
+                frame = head[start : start + length]
             self.frames.append(frame)
 
     def done(self) -> bool:
-        while self._deliveries:
-            if not self._deliveries[0].done():
+        while self._coming:
+            if not self._coming[0].done():
                 return False
-            self._deliveries.popleft()
+            self._coming.popleft()
         return True
 
 

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,7 +49,8 @@ from collectives.links import Link
 from collectives.node import folders, segment
 from collectives.node.shared_arrays import SharedArrays
 from collectives.transport import liveness
-from collectives.transport.transport import Deadline, Transport, this_thread
+from collectives.transport.transport import Transport
+from collectives.transport.waiting import Deadline, Wait, this_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,11 +89,6 @@ _PAGE = 4096
 # 8 bytes among 4 ranks on 2 cores, in us: 0 pauses 7.6, 20 8.0, 100 14.5, 1000 135; of 8 ranks 30,
 # 32, 67, 308. 20 or 2000 yields instead of 200: 9.1, 6.8; of 8 ranks 42, 42.
 _SPINS, _SPINS_CROWDED, _YIELDS = 2000, 20, 200
-
-# Between calls of a kernel that still waits: nothing for the first while, then naps that grow with
-# the wait, so that a rank that waits for a slow one leaves its core to others, and now and then a
-# look for ranks that have died.
-_DROWSY_SECONDS, _MOST_NAP_SECONDS, _LOOK_SECONDS = 0.02, 0.005, 0.1
 
 # The nap of a thread that waits in the background while its rank computes, and cores are few: about
 # a meeting's share of the time in which a bucket of 4 MiB is reduced.
@@ -203,8 +198,7 @@ class Engine:
         self._transport = transport
         self._is_part = transport.whole is not transport
         self._living = living
-        self._looked = 0.0  # when somebody last looked for the dead
-        self._gone: tuple[int, float] | None = None  # rank that has left, and since when it is due
+        self._gone: tuple[int, Wait] | None = None  # rank that has left, and in which wait
         self.last_call: Callable[[int], str] = str
         first = transport.size * rounds.HEADER_BYTES
         self.notes = memory[first : first + transport.size * NOTE_BYTES]
@@ -350,33 +344,32 @@ class Engine:
         self.driven += 1
         if status is None:
             status = kernel(block)
-        standing, since = None, 0.0
+        standing: tuple[int, int] | None = None
         while status == self._rounds.WAITING:
-            # Only a wait for one thing makes drowsy: after a long one the next rounds are quick.
+            # What comes after a long wait is quick again, so that each thing has a wait of its own.
             stands = work.block[self._rounds.PHASE], work.block[self._rounds.DONE_ROUNDS]
             if stands != standing:
-                standing, since = stands, time.monotonic()
-            self._pause(work.block, deadline, since)
+                standing, wait = stands, Wait(self._first_nap)
+            self._pause(work.block, deadline, wait)
             status = kernel(block)
         return status == self._rounds.DONE
 
-    def _pause(self, block: Array, deadline: Deadline, since: float) -> None:
-        """Look at the clock between two calls of a kernel that waits for one thing since then."""
+    @property
+    def _first_nap(self) -> float:
+        """Seconds of the first naps: where a thread of the same rank computes, it needs a core."""
+        in_background = self._two_are_many and this_thread.stop is not None
+        return _BACKGROUND_NAP_SECONDS if in_background else 0.0
+
+    def _pause(self, block: Array, deadline: Deadline, wait: Wait) -> None:
+        """Look at the clock between two calls of a kernel that waits."""
         whole = self._transport.whole
         missing = int(block[self._rounds.MISSING])
         deadline.check(whole, [_Absent(whole, self._transport.number(missing))])
         if self._is_part:  # other nodes may wait for what this rank has sent
             self._transport.progress()
-        now = time.monotonic()
-        if now - since < _DROWSY_SECONDS:
-            if self._two_are_many and this_thread.stop is not None:
-                time.sleep(_BACKGROUND_NAP_SECONDS)  # a thread of the same rank computes
-            return
-        if now - self._looked > _LOOK_SECONDS:
-            self._looked = now
+        if wait.pause():
             self._look_for_the_dead(deadline.operation)
-            self._look_after(missing, deadline.operation, since)
-        time.sleep(min(_MOST_NAP_SECONDS, (now - since) / 64))
+            self._look_after(missing, deadline.operation, wait)
 
     def _look_for_the_dead(self, operation: str) -> None:
         """Raise `PeerFailure` if a rank has died, however the job was launched."""
@@ -392,18 +385,18 @@ class Engine:
             liveness.limit_exit()
         return [self._transport.number(rank) for rank in dead]
 
-    def _look_after(self, missing: int, operation: str, since: float) -> None:
+    def _look_after(self, missing: int, operation: str, wait: Wait) -> None:
         """Raise `PeerFailure` if a rank that has not come has left."""
         self._transport.look_around(operation, [missing])
         gone = "" if self._living is None else self._living.gone(missing)
-        if gone and self._gone == (missing, since):
+        if gone and self._gone == (missing, wait):
             whole = self._transport.whole
             how = f"{gone} ({self.last_call(missing)})"
             self._transport.pass_on(missing, how)
             name = whole.name([self._transport.number(missing)])
             raise PeerFailure(f"{operation}: {name} {how} ({whole.where})")
         # Not before the next look: it may have come, and left, since the kernel last looked.
-        self._gone = (missing, since) if gone else None
+        self._gone = (missing, wait) if gone else None
 
     def close(self) -> None:
         """Take back this rank's sign of life."""

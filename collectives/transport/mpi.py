@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.arrays.host import Array, raw_bytes
+from collectives.arrays.host import Array
 from collectives.errors import CollectiveError, LaunchError, MismatchError, PeerFailure
-from collectives.transport import liveness, whereabouts
-from collectives.transport.mailbox import MpiMail
-from collectives.transport.transport import Message, Transport, named, this_thread
+from collectives.transport import liveness, waiting, whereabouts
+from collectives.transport.mailbox import MpiMailbox
+from collectives.transport.messages import Endpoint, MpiMessage, is_death
+from collectives.transport.transport import Transport
+from collectives.transport.waiting import Message, named, this_thread
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,14 +31,7 @@ __all__ = ["MpiTransport"]
 _NAME_WITHIN = 1.0
 _ASK_EVERY = 0.005
 
-# MPI counts are ints in many builds; longer arrays go as several messages.
-_MESSAGE_BYTES = 1 << 30
-
-_TAG, _LANE_TAG = 1, 4  # mail has a communicator of its own, and tags 2 and 3
-
-# Messages that nobody waits for any more although MPI may still read or write their memory: it is
-# never released.
-_abandoned: list[set[Message]] = []
+_TAG, _LANE_TAG = 1, 4  # apart: a lane may be used by another thread
 
 
 class MpiTransport(Transport):
@@ -50,15 +44,13 @@ class MpiTransport(Transport):
     def __init__(self, comm: MPI.Comm) -> None:
         from mpi4py import MPI
 
-        # Messages under way: their memory must not be released as long as MPI may touch it.
-        self._live: set[Message] = set()
-        self.mpi = comm.Dup()
+        self.endpoint = Endpoint(comm)
+        self.mpi = self.endpoint.mpi
         self.rank = self.mpi.Get_rank()
         self.size = self.mpi.Get_size()
+        self.status: MPI.Status | None = MPI.Status()
         # Of the messages by which ranks tell each other where they are.
         self._key = whereabouts.next_key(self._largest)
-        self._byte = MPI.BYTE
-        self._status = MPI.Status()
         self._tag = _TAG
         # Whether threads of ours may call MPI while others do.
         self._any_thread = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
@@ -69,27 +61,32 @@ class MpiTransport(Transport):
     def _start_receive(self, into: Array, source: int) -> Message:
         return self._start(self.mpi.Irecv, into, source, "send")
 
-    def _start(self, start: Any, array: Array, peer: int, verb: str) -> Message:
-        if array.nbytes > _MESSAGE_BYTES:
-            flat = raw_bytes(array)
-            cuts = range(0, flat.size, _MESSAGE_BYTES)
-            return _Parts(
-                [self._start(start, flat[at:][:_MESSAGE_BYTES], peer, verb) for at in cuts]
-            )
-        if not self._any_thread and this_thread.stop is not None:
+    def _start(self, begin: Any, array: Array, peer: int, verb: str) -> Message:
+        if not self._may_call_mpi:
             self.check_threads(f"message to or from {self.name([peer])}")
         try:
-            request = start((array, array.nbytes, self._byte), peer, self._tag)
+            return MpiMessage(self, array, peer, verb).start(begin, self._tag)
         except RuntimeError as error:
             raise self._explain(error, f"message to or from {self.name([peer])}") from error
-        return _MpiMessage(self, request, array, peer, verb)
+
+    @property
+    def _may_call_mpi(self) -> bool:
+        """Whether this thread may: one that works for others needs MPI's leave."""
+        return self._any_thread or this_thread.stop is None
+
+    def lost(self, message: MpiMessage, error: RuntimeError) -> bool:
+        """Let a wait find out what MPI's error means; the message keeps its memory."""
+        raise error
 
     def watch(self, start: Callable[..., MPI.Request], *arguments: Any) -> Message:
         """Start an operation of MPI's own, such as a non-blocking collective, as a message."""
+        # MPI does not say who is missing. Along this ring the news reaches all that wait.
+        message = MpiMessage(self, arguments, (self.rank + 1) % self.size, "enter")
         try:
-            return _MpiRequest(self, start(*arguments), arguments)
+            message.add(start(*arguments))
         except RuntimeError as error:
             raise self._explain(error, "native") from error
+        return message
 
     def split(self, color: int | None, key: int) -> MpiTransport | None:
         """Make a transport over MPI for the ranks that name the same color."""
@@ -120,27 +117,18 @@ class MpiTransport(Transport):
         """Return messages over the same communicator with another tag."""
         from mpi4py import MPI
 
-        lane = copy.copy(self)  # shares the set of messages under way
+        lane = copy.copy(self)  # shares the endpoint
         lane._tag = _LANE_TAG
-        lane._status = MPI.Status()  # another thread may complete messages of the lane
+        lane.status = MPI.Status()  # another thread may complete messages of the lane
         return lane
 
-    def open_mail(self) -> MpiMail:
-        """Make mail over MPI between the same ranks."""
-        return MpiMail(self.mpi)
+    def open_mailbox(self) -> MpiMailbox:
+        """Make a mailbox over MPI for the same ranks."""
+        return MpiMailbox(self.mpi)
 
     def close(self) -> None:
         """Free the communicator, unless messages are under way or MPI has ended."""
-        from mpi4py import MPI
-
-        # With messages under way, freeing would wait for what never becomes complete.
-        if self.mpi != MPI.COMM_NULL and not MPI.Is_finalized() and not self._live:
-            self.mpi.Free()
-
-    def __del__(self) -> None:
-        # Messages are dropped unfinished when an error or Ctrl-C ended the operation.
-        if self._live:
-            _abandoned.append(self._live)
+        self.endpoint.free()
 
     def _largest(self, number: int) -> int:
         """Return the largest of the numbers that the ranks bring."""
@@ -152,14 +140,13 @@ class MpiTransport(Transport):
 
     def look_around(self, operation: str, peers: Sequence[int] = ()) -> None:
         """Ask MPI whether a rank has died, and ranks that this one waits for where they are."""
-        if not self._any_thread and this_thread.stop is not None:
+        if not self._may_call_mpi:
             return
         try:
             self.mpi.Iprobe()  # MPI hears of anything only while it is called
         except RuntimeError as error:
             raise self._explain(error, operation) from error
-        dead = self._dead()
-        if dead:
+        if dead := self.endpoint.dead():
             raise self._peer_failure(operation, dead)
         if whereabouts.current is not None:
             news = whereabouts.current.look(self._key, [self._numbers[0][rank] for rank in peers])
@@ -170,14 +157,13 @@ class MpiTransport(Transport):
 
     def pass_on(self, rank: int, how: str) -> None:
         """Tell those who ask that this rank fails, since another one has left."""
-        may_send = self._any_thread or this_thread.stop is None
-        if whereabouts.current is not None and may_send:
+        if whereabouts.current is not None and self._may_call_mpi:
             whereabouts.current.fail(self._key, self._numbers[0][rank], how)
 
     def culprit(self, pending: Sequence[Message]) -> str:
         """Follow the ranks that wait for each other to the one that waits for nobody."""
         asked = whereabouts.current
-        if asked is None or (not self._any_thread and this_thread.stop is not None):
+        if asked is None or not self._may_call_mpi:
             return ""
         due = dict.fromkeys(rank for message in pending for rank in message.peers)
         chain = asked.chain(self._key, [self._numbers[0][rank] for rank in due])
@@ -211,34 +197,17 @@ class MpiTransport(Transport):
 
         MPI.COMM_SELF.Iprobe()
 
-    def _dead(self) -> list[int]:
-        """Return the ranks of this transport that MPI knows to be dead."""
-        from mpi4py import MPI
-
-        try:
-            failed = self.mpi.Get_failed()
-        except (NotImplementedError, MPI.Exception):  # a library that does not tell
-            return []
-        count = failed.Get_size()
-        ranks: list[int] = []
-        if count:
-            group = self.mpi.Get_group()
-            ranks = failed.Translate_ranks(list(range(count)), group)
-            group.Free()
-        if failed != MPI.GROUP_EMPTY:
-            failed.Free()
-        return sorted(rank for rank in ranks if rank != MPI.UNDEFINED)
-
     def _explain(self, error: RuntimeError, operation: str) -> RuntimeError:
         from mpi4py import MPI
 
         if not isinstance(error, MPI.Exception):
             return error
-        code = error.Get_error_class()
-        if code in _death_codes():
-            return self._peer_failure(operation, self._dead_soon())
+        if is_death(error):
+            # The news that somebody died may come before the news who.
+            waiting.until(self._knows_who_died, _NAME_WITHIN, _ASK_EVERY)
+            return self._peer_failure(operation, self.endpoint.dead())
         where = f"({self.where})"
-        if code == MPI.ERR_TRUNCATE:
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
             return MismatchError(
                 f"{operation}: the other rank sent an array that is longer than expected {where}"
             )
@@ -256,108 +225,8 @@ class MpiTransport(Transport):
         names = self.name(dead) if dead else "some rank"
         return PeerFailure(f"{operation}: {names} died ({self.where})")
 
-    def _dead_soon(self) -> list[int]:
-        """Return who died; the news that somebody did may come before the news who."""
+    def _knows_who_died(self) -> bool:
         from mpi4py import MPI
 
-        give_up = time.monotonic() + _NAME_WITHIN
-        while not (dead := self._dead()) and time.monotonic() < give_up:
-            MPI.COMM_SELF.Iprobe()  # as in look_around; the group's own communicator only raises
-            time.sleep(_ASK_EVERY)
-        return dead
-
-
-def _death_codes() -> set[int]:
-    """Return the error classes by which MPI says that a rank is dead."""
-    from mpi4py import MPI
-
-    codes = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
-    return codes - {MPI.ERR_UNKNOWN}  # what a library without these classes has in their place
-
-
-class _MpiMessage:
-    """One array as one MPI message of bytes."""
-
-    __slots__ = ("_memory", "_peer", "_request", "_transport", "_verb")
-
-    def __init__(
-        self, transport: MpiTransport, request: MPI.Request, memory: Array, peer: int, verb: str
-    ) -> None:
-        self._transport = transport
-        self._request: MPI.Request | None = request
-        self._memory = memory
-        self._peer = peer
-        self._verb = verb
-        transport._live.add(self)
-
-    def done(self) -> bool:
-        request = self._request
-        if request is None:
-            return True
-        transport = self._transport
-        status = transport._status
-        if not request.Test(status):
-            return False
-        self._request = None
-        transport._live.discard(self)
-        if self._verb == "send" and status.count != self._memory.nbytes:
-            raise self._wrong_length(status.count)
-        return True
-
-    def describe(self) -> str:
-        return f"{self._transport.name([self._peer])} to {self._verb} {self._memory.nbytes} bytes"
-
-    @property
-    def peers(self) -> Sequence[int]:
-        return (self._peer,)
-
-    def _wrong_length(self, got: int) -> MismatchError:
-        return MismatchError(
-            f"receive: {self._transport.name([self._peer])} sent an array of another length, "
-            f"expected {self._memory.nbytes} bytes, got {got} ({self._transport.where})"
-        )
-
-
-class _Parts:
-    """One array as several messages, because its length is no count for MPI."""
-
-    def __init__(self, parts: Sequence[Message]) -> None:
-        self._parts = list(parts)
-
-    def done(self) -> bool:
-        while self._parts and self._parts[0].done():
-            del self._parts[0]
-        return not self._parts
-
-    def describe(self) -> str:
-        return self._parts[0].describe() if self._parts else "nothing"
-
-    @property
-    def peers(self) -> Sequence[int]:
-        return self._parts[0].peers if self._parts else ()
-
-
-class _MpiRequest:
-    """A request of MPI's own, with the memory that it uses."""
-
-    def __init__(
-        self, transport: MpiTransport, request: MPI.Request, memory: tuple[Any, ...]
-    ) -> None:
-        self._transport = transport
-        self._request = request
-        self._memory = memory
-        transport._live.add(self)
-
-    def done(self) -> bool:
-        finished = bool(self._request.Test())
-        if finished:
-            self._transport._live.discard(self)
-        return finished
-
-    def describe(self) -> str:
-        return "the other ranks to enter MPI's own operation"
-
-    @property
-    def peers(self) -> Sequence[int]:
-        # MPI does not say which have not. Along this ring the news reaches all that wait.
-        return ((self._transport.rank + 1) % self._transport.size,)
+        MPI.COMM_SELF.Iprobe()  # as in look_around; the group's own communicator only raises
+        return bool(self.endpoint.dead())

@@ -30,7 +30,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from collectives.transport import liveness
+import numpy as np
+
+from collectives.transport import liveness, waiting
+from collectives.transport.messages import Endpoint, MpiMessage
+from collectives.transport.waiting import Ranks, Wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -56,10 +60,6 @@ _ANSWERS_WITHIN = 0.3
 _LONGEST_CHAIN = 8
 _LOOK_AGAIN = 0.002
 
-# At the end, polls before the first nap (those who end together are soon done), and the nap: each
-# of the log2 P rounds of the last barrier may be late by it.
-_POLLS, _NAP = 1000, 0.001
-
 
 class News(NamedTuple):
     """That a rank of the world has left.
@@ -75,7 +75,7 @@ class News(NamedTuple):
     heard: float
 
 
-class Whereabouts:
+class Whereabouts(Ranks):
     """Questions and answers among all processes of a job; from any thread that may use MPI.
 
     Args:
@@ -86,15 +86,15 @@ class Whereabouts:
     def __init__(self, world: MPI.Comm, last_call: Callable[[], str]) -> None:
         from mpi4py import MPI
 
-        self._mpi = world.Dup()
-        self._any = MPI.ANY_SOURCE
+        self.endpoint = Endpoint(world)
+        self.status: MPI.Status | None = None  # lengths are those that were sent
+        self._mpi = self.endpoint.mpi
         self._error = MPI.Exception
-        self._rank = self._mpi.Get_rank()
+        self.rank = self._mpi.Get_rank()
+        self.size = self._mpi.Get_size()
         self._process = os.getpid()
         self._last_call = last_call
         self._lock = threading.Lock()
-        self._status = MPI.Status()
-        self._under_way: list[tuple[MPI.Request, bytes]] = []
         self._asked: dict[tuple[int, int], float] = {}  # (rank, key) that this rank has asked, when
         self._asking: set[tuple[int, int]] = set()  # (rank, key) that have asked this one
         self._news: dict[tuple[int, int], News] = {}  # by teller and key
@@ -156,7 +156,7 @@ class Whereabouts:
         found = list(peers[:1])
         while found and len(found) < _LONGEST_CHAIN:
             following = self._ask_again(found[-1], key, peers)
-            if following is None or following in (self._rank, *found):
+            if following is None or following in (self.rank, *found):
                 break
             found.append(following)
         return found
@@ -172,20 +172,16 @@ class Whereabouts:
             return
         with self._lock:
             how = f"has ended its program ({self._last_call()})"
-            self._end = News(self._rank, how, time.monotonic())
+            self._end = News(self.rank, how, time.monotonic())
             self._take()
             self._tell_all(None, self._end)
         with contextlib.suppress(self._error):  # a rank has died: MPI will find out by itself
             together = self._mpi.Ibarrier()
-            polls = 0
+            wait = Wait()
             while not together.Test():
                 with self._lock:
                     self._take()
-                polls += 1
-                if polls < _POLLS:
-                    os.sched_yield()
-                else:
-                    time.sleep(_NAP)
+                if wait.pause():
                     liveness.look_before_exit()
 
     def _news_of(self, peer: int, key: int) -> News | None:
@@ -206,7 +202,8 @@ class Whereabouts:
 
     def _take(self) -> None:
         """Take the questions and answers that have come."""
-        self._under_way = [one for one in self._under_way if not self._is_sent(one[0])]
+        for message in list(self.endpoint.live):
+            message.done()
         for source, question in self._messages(_ASK):
             (key,) = _QUESTION.unpack(question)
             self._asking.add((source, key))
@@ -229,11 +226,8 @@ class Whereabouts:
         """Return the messages that have come, and their sources."""
         found = []
         try:
-            while (message := self._mpi.Improbe(self._any, tag, self._status)) is not None:
-                memory = bytearray(self._status.count)
-                source = self._status.source
-                message.Recv(memory)
-                found.append((source, bytes(memory)))
+            while (taken := self.endpoint.take(tag)) is not None:
+                found.append((taken[0], taken[1].tobytes()))
         except RuntimeError:
             # A rank has died. Acknowledged deaths do not keep MPI from receiving from others.
             with contextlib.suppress(NotImplementedError, self._error):
@@ -249,14 +243,14 @@ class Whereabouts:
         with self._lock:
             self._awaits.pop((peer, key), None)
             self._ask(peer, key)
-        give_up = time.monotonic() + _ANSWERS_WITHIN
-        while time.monotonic() < give_up:
-            with self._lock:
-                self._note(key, peers)  # others ask this one
-                if (peer, key) in self._awaits:
-                    return self._awaits[peer, key]
-            time.sleep(_LOOK_AGAIN)
-        return None
+        waiting.until(lambda: self._has_said(peer, key, peers), _ANSWERS_WITHIN, _LOOK_AGAIN)
+        return self._awaits.get((peer, key))
+
+    def _has_said(self, peer: int, key: int, peers: Sequence[int]) -> bool:
+        """Look whether a rank has said whom it waits for, and answer those who ask this one."""
+        with self._lock:
+            self._note(key, peers)
+            return (peer, key) in self._awaits
 
     def _tell_all(self, key: int | None, news: News) -> None:
         """Tell the ranks that have asked this one, in one communicator or in any."""
@@ -267,15 +261,13 @@ class Whereabouts:
     def _tell(self, dest: int, key: int, kind: int, rank: int, text: str = "") -> None:
         self._send(_ANSWER.pack(key, kind, rank) + text.encode()[:_TEXT_BYTES], dest, _TELL)
 
-    def _send(self, message: bytes, dest: int, tag: int) -> None:
-        with contextlib.suppress(RuntimeError):  # the dead need no message
-            self._under_way.append((self._mpi.Isend(message, dest, tag), message))
+    def _send(self, text: bytes, dest: int, tag: int) -> None:
+        data = np.frombuffer(text, np.uint8)
+        MpiMessage(self, data, dest, "receive").start(self._mpi.Isend, tag)
 
-    def _is_sent(self, request: MPI.Request) -> bool:
-        try:
-            return bool(request.Test())
-        except RuntimeError:
-            return True
+    def lost(self, message: MpiMessage, error: RuntimeError) -> bool:
+        """Give a message up: the dead need none."""
+        return message.give_up()
 
 
 current: Whereabouts | None = None

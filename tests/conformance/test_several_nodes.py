@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from typing import NamedTuple
 
 import ml_dtypes
@@ -314,42 +315,38 @@ def test_a_node_without_shared_memory_sends_messages_and_says_so_once(caplog, mo
 
 def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(monkeypatch):
     # The network stage may take a second; the rounds after it take microseconds each.
-    class Clock:
-        """Every look takes 15 ms: shorter than what makes drowsy, longer if added up."""
-
-        def __init__(self):
-            self.now = 0.0
-            self.naps = []
-
-        def monotonic(self):
-            self.now += 0.015
-            return self.now
-
-        def sleep(self, seconds):
-            self.naps.append(seconds)
-
-    def naps(engine, standing):
+    def pauses(engine, standing):
+        """How often each of the waits of a call has paused."""
         block = np.zeros(rounds.WORDS, np.int64)
         stands = iter(standing)
+        counts = []
+
+        class Wait:
+            def __init__(self, first_nap):
+                self.mine = threading.current_thread() is rank_0
+                counts.append(0) if self.mine else None
+
+            def pause(self):
+                if self.mine:
+                    counts[-1] += 1
+                return False
 
         def kernel(address):
             block[rounds.DONE_ROUNDS] = next(stands, -1)
             return rounds.DONE if block[rounds.DONE_ROUNDS] < 0 else rounds.WAITING
 
-        clock = Clock()
+        rank_0 = threading.current_thread()
         with monkeypatch.context() as patch:
-            patch.setattr(node, "time", clock)
+            patch.setattr(node, "Wait", Wait)
             assert engine.drive(node.Work(kernel, block, ()), Deadline("allreduce", 20))
-        return clock.naps
+        return counts
 
     def check(comm):
         comm.barrier()
         if comm.rank == 0:
             engine = comm._calls.node_engine
-            assert naps(engine, range(50)) == []
-            waits = naps(engine, [1] * 50)
-            assert len(waits) > 40
-            assert waits == sorted(waits)
+            assert pauses(engine, range(50)) == [1] * 50
+            assert pauses(engine, [1] * 50) == [50]
         comm.barrier()
 
     inprocess.run_ranks(2, check, settings=SETTINGS)

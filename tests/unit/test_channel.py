@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import inprocess
 from collectives.channel import channel
-from collectives.channel import frames as letters
 from collectives.channel.doorbell import Doorbell
+from collectives.channel.frames import read, write
 from collectives.errors import CollectiveError, PeerFailure
 
 LIMIT = 20.0
@@ -28,54 +28,54 @@ def frame(length, seed=0):
     return np.random.default_rng([seed, length]).integers(0, 256, length, np.uint8)
 
 
-# Letters.
+# Frames.
 
 
 @given(st.lists(st.sampled_from([0, 1, 15, 16, 17, 1000, 32768, 32769, 70_000]), max_size=12))
 def test_what_is_written_is_read(lengths):
     frames = [frame(length, i) for i, length in enumerate(lengths)]
-    letter, parcels = letters.write(frames)
-    left = list(parcels)
-    read = [left.pop(0) if at is None else letter[at : at + n] for n, at in letters.read(letter, 0)]
+    head, long = write(frames)
+    left = list(long)
+    back = [left.pop(0) if at is None else head[at : at + n] for n, at in read(head, 0)]
     assert not left
-    assert [f.tolist() for f in read] == [f.tolist() for f in frames]
-    assert letter.size <= 300_000
+    assert [f.tolist() for f in back] == [f.tolist() for f in frames]
+    assert head.size <= 300_000
 
 
 def test_short_frames_can_be_seen_as_arrays():
-    letter, parcels = letters.write([frame(3), np.arange(5.0).view(np.uint8), frame(1)])
-    assert not parcels
-    length, at = letters.read(letter, 0)[1]
+    head, long = write([frame(3), np.arange(5.0).view(np.uint8), frame(1)])
+    assert not long
+    length, at = read(head, 0)[1]
     assert at % 16 == 0
-    np.testing.assert_array_equal(letter[at : at + length].view(np.float64), np.arange(5.0))
+    np.testing.assert_array_equal(head[at : at + length].view(np.float64), np.arange(5.0))
 
 
-def test_only_long_frames_go_alone_and_a_letter_stays_short():
-    _, parcels = letters.write([frame(32768), frame(32769)])
-    assert [parcel.size for parcel in parcels] == [32769]
-    letter, parcels = letters.write([frame(32768)] * 20)
-    assert letter.size <= 1 << 18
-    assert len(parcels) >= 12
+def test_only_long_frames_go_alone_and_a_head_stays_short():
+    _, long = write([frame(32768), frame(32769)])
+    assert [part.size for part in long] == [32769]
+    head, long = write([frame(32768)] * 20)
+    assert head.size <= 1 << 18
+    assert len(long) >= 12
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda letter: letter[:3],
-        lambda letter: letter[:-1],
-        lambda letter: np.append(letter, np.uint8(0)),
-        lambda letter: np.append(np.uint8(1), letter[1:]),
-        lambda letter: np.frombuffer(struct.pack("<HxxI", 0x51C0, 1 << 31), np.uint8),
-        lambda letter: np.frombuffer(struct.pack("<HxxIQ", 0x51C0, 1, 1 << 62), np.uint8),
-        lambda letter: np.frombuffer(struct.pack("<HxxIQQ", 0x51C0, 2, 2**64 - 1, 1), np.uint8),
+        lambda head: head[:3],
+        lambda head: head[:-1],
+        lambda head: np.append(head, np.uint8(0)),
+        lambda head: np.append(np.uint8(1), head[1:]),
+        lambda head: np.frombuffer(struct.pack("<HxxI", 0x51C0, 1 << 31), np.uint8),
+        lambda head: np.frombuffer(struct.pack("<HxxIQ", 0x51C0, 1, 1 << 62), np.uint8),
+        lambda head: np.frombuffer(struct.pack("<HxxIQQ", 0x51C0, 2, 2**64 - 1, 1), np.uint8),
     ],
 )
-def test_what_is_no_letter_is_refused_before_memory_is_taken(damage):
-    letter, _ = letters.write([frame(10), frame(20)])
+def test_what_is_no_head_is_refused_before_memory_is_taken(damage):
+    head, _ = write([frame(10), frame(20)])
     tracemalloc.start()
     try:
         with pytest.raises(CollectiveError, match="what rank 7 sent is no message"):
-            letters.read(damage(letter), 7)
+            read(damage(head), 7)
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
@@ -83,7 +83,7 @@ def test_what_is_no_letter_is_refused_before_memory_is_taken(damage):
 
 def test_too_many_frames_are_refused():
     with pytest.raises(ValueError, match="at most 65536 frames"):
-        letters.write([frame(0)] * 65537)
+        write([frame(0)] * 65537)
 
 
 # Doorbells.
@@ -251,7 +251,7 @@ def test_who_cannot_be_woken_looks_by_itself(monkeypatch):
 
     def run(comm):
         chan = comm.open_channel()
-        assert chan._longest_nap == channel._LONGEST_NAP_ALONE
+        assert chan._pace == channel._ALONE
         chan.send(1 - comm.rank, [b"hello", frame(100_000)])
         assert bytes(receive(chan).frames[0]) == b"hello"
         flush(chan)
@@ -271,7 +271,7 @@ def test_naps_grow_with_the_time_that_nothing_has_moved(monkeypatch):
         monkeypatch.setattr(channel.time, "sleep", naps.append)
         for woken, idle in ((True, 0.4), (True, 80), (False, 0.0008), (False, 0.016), (False, 80)):
             chan._woken = woken
-            chan._longest_nap = 0.1 if woken else 0.004
+            chan._pace = channel._WOKEN if woken else channel._ALONE
             chan._moved = time.monotonic() - idle
             chan.wait(1)
         chan.close()
@@ -306,13 +306,15 @@ def test_a_message_that_its_sender_did_not_live_to_finish_is_dropped():
             chan.send(0, [b"of another"])
         comm.barrier()
         if comm.rank == 0:
-            take = chan._mail.receive
+            take = chan._mailbox.receive
 
             class Dead:
                 def done(self):
                     raise PeerFailure("rank 1 died")
 
-            chan._mail.receive = lambda into, source: Dead() if source == 1 else take(into, source)
+            chan._mailbox.receive = lambda into, source: (
+                Dead() if source == 1 else take(into, source)
+            )
             assert receive(chan).source == 2
             assert chan.poll() is None
         comm.barrier()
