@@ -22,6 +22,7 @@ from collectives.errors import (
 from collectives.launch import launched_processes
 from collectives.operations.plan import Plan
 from collectives.operations.requests import Request
+from collectives.version import __version__ as __version__
 from collectives.world import (
     allgather,
     allgather_async,
@@ -61,8 +62,6 @@ from collectives.world import (
     size,
     sparse_allreduce,
 )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BF16",

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import collectives as cc
+from collectives import world
+from collectives.errors import LaunchError
 
 if TYPE_CHECKING:
     from collectives import links
@@ -22,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
-    except cc.LaunchError as error:
+    except LaunchError as error:
         print(f"python -m collectives {options.command}: {error}", file=sys.stderr)
         return 1
     return status
@@ -105,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 def _info(options: argparse.Namespace) -> int:
     from collectives.tools import info as information
 
-    comm = cc.init()
+    comm = world.init()
     facts = information.gather_facts(comm)
     if comm.rank == 0:
         print(json.dumps(facts, indent=2) if options.json else information.table(facts))
@@ -119,8 +120,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from collectives import units
     from collectives.tools import bench as benchmark
+    from collectives.tools import units
 
     try:
         chosen = benchmark.Options(
@@ -143,10 +144,11 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from collectives import links, units
+    from collectives import links
     from collectives.algorithms import selection
     from collectives.algorithms.layout import Layout
     from collectives.operations import compare
+    from collectives.tools import units
 
     try:
         known = _links(options)

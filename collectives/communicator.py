@@ -16,6 +16,7 @@ from collectives.arrays.reduction import MEAN, Op
 from collectives.buckets import buckets
 from collectives.channel.channel import Channel, open_channel
 from collectives.compression import NONE, Compression, chosen
+from collectives.errors import in_turn
 from collectives.operations import (
     compare,
     cuda_aware,
@@ -32,7 +33,6 @@ from collectives.operations.on_devices import OnDevices
 from collectives.operations.repeats import NEW, Repeats
 from collectives.operations.requests import Progress, asynchronous
 from collectives.signatures import A, Compressing, Detachable, Numbers, Reducing, Waiting
-from collectives.tracebacks import in_turn
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Transport
 

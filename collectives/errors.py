@@ -2,9 +2,21 @@
 
 Wrong use of one call (a negative root, an array of strings) is a plain `ValueError` or `TypeError`,
 raised before any message. Everything here concerns several ranks.
+
+Where ranks agree on an error, each of them raises it, and each would show the same traceback. They
+take turns instead: the rank whose turn is first shows it at once and ends the job; the next one
+waits a moment, and all others two. Whoever is still there after its wait shows it, too: those
+before it have caught the error, or are slow. Nobody asks anybody, so nobody can wait for ever.
+
+Only what is the same everywhere is held back: an error that was raised while another one of this
+rank alone was handled is shown at once.
 """
 
 from __future__ import annotations
+
+import contextlib
+import time
+from typing import TypeVar
 
 __all__ = [
     "CollectiveError",
@@ -12,7 +24,16 @@ __all__ = [
     "LaunchError",
     "MismatchError",
     "PeerFailure",
+    "await_turn",
+    "in_turn",
 ]
+
+# Seconds between two turns: more than a launcher takes to end the processes of a job.
+_TURN = 1.0
+
+_LAST_TURN = 2
+
+E = TypeVar("E", bound=BaseException)
 
 
 class CollectiveError(RuntimeError):
@@ -33,3 +54,32 @@ class PeerFailure(CollectiveError):
 
 class LaunchError(CollectiveError):
     """The processes were started in a way that cannot become one world."""
+
+
+def in_turn(error: E, turn: int) -> E:
+    """Note that all ranks of a group raise this error; returns it.
+
+    Args:
+        error: about to be raised.
+        turn: how many ranks of the group come before this one.
+    """
+    error._turn = turn  # type: ignore[attr-defined]
+    return error
+
+
+def await_turn(error: BaseException | None) -> None:
+    """Wait until it is this rank's turn to show an error that nobody has caught."""
+    turn = _turn(error)
+    with contextlib.suppress(BaseException):  # of a signal handler: what it interrupts is shown
+        time.sleep(_TURN * min(turn, _LAST_TURN))
+
+
+def _turn(error: BaseException | None) -> int:
+    """Return the turn of an error; the first one where it, or what led to it, is this rank's."""
+    turn = getattr(error, "_turn", 0)
+    while error is not None:
+        if not hasattr(error, "_turn"):
+            return 0
+        hidden = error.__cause__ is None and error.__suppress_context__
+        error = None if hidden else error.__cause__ or error.__context__
+    return int(turn)

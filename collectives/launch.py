@@ -21,9 +21,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from collectives.errors import CollectiveTimeout, LaunchError
+from collectives.errors import CollectiveTimeout, LaunchError, await_turn
 from collectives.settings import Settings
-from collectives.tracebacks import await_turn
 
 if TYPE_CHECKING:
     from mpi4py import MPI

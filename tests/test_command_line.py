@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from collectives import tuned, units
+from collectives import tuned
 from collectives.algorithms import selection
 from collectives.links import DEFAULT, Link, Machine
-from collectives.tools import bench, info
+from collectives.tools import bench, info, units
 from launcher import ROOT, mpirun, run
 from requirements import require
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import collectives as cc
-from collectives import tracebacks
+from collectives import errors
 from launcher import ROOT, mpirun, run
 
 TRAIN = ROOT / "examples" / "train_digits.py"
@@ -94,16 +94,16 @@ def test_an_error_of_all_ranks_is_shown_by_one(tmp_path, text, rank, words):
 
 
 def test_an_error_with_a_history_of_its_own_is_shown_at_once():
-    shared = tracebacks.in_turn(cc.MismatchError("of all"), 2)
-    assert tracebacks._turn(shared) == 2
-    assert tracebacks._turn(None) == tracebacks._turn(ValueError("my own")) == 0
-    copy = tracebacks.in_turn(ValueError("a copy"), 1)
+    shared = errors.in_turn(cc.MismatchError("of all"), 2)
+    assert errors._turn(shared) == 2
+    assert errors._turn(None) == errors._turn(ValueError("my own")) == 0
+    copy = errors.in_turn(ValueError("a copy"), 1)
     copy.__cause__ = shared
-    assert tracebacks._turn(copy) == 1
+    assert errors._turn(copy) == 1
     copy.__cause__ = None
     copy.__context__ = KeyError("what this rank did when it came")
     copy.__suppress_context__ = False
-    assert tracebacks._turn(copy) == 0
+    assert errors._turn(copy) == 0
 
 
 def test_the_job_is_left_alone_where_the_user_says_so(tmp_path):

@@ -13,16 +13,15 @@ from launcher import ROOT
 # lower floors; inside a folder files import each other, never in a circle.
 FLOORS = {
     "collectives": [
-        {"arrays", "bucket_layout", "crowding", "errors", "topology", "tracebacks", "units"},
-        {"kernels", "links", "transport"},
-        {"compression", "node", "settings"},
-        {"algorithms", "launch", "signatures", "tuned"},
+        {"arrays", "bucket_layout", "crowding", "errors", "links", "topology", "version"},
+        {"kernels", "settings", "transport"},
+        {"compression", "launch", "node", "tuned"},
+        {"algorithms", "signatures"},
         {"channel", "operations"},
         {"buckets"},
         {"communicator"},
         {"world"},
-        {"__init__"},
-        {"tools"},
+        {"__init__", "tools"},
         {"__main__"},
     ],
     "strategies": [
@@ -66,6 +65,7 @@ MAY_IMPORT = {
         "collectives.crowding",
         "collectives.launch",
         "collectives.transport.mailbox",
+        "collectives.transport.messages",
         "collectives.transport.whereabouts",
         "collectives.tools.info",  # asks the library for its version
         "collectives.tools.peers",  # is what ours is compared with
@@ -79,7 +79,7 @@ def modules(package: str) -> dict[str, Path]:
     names = {}
     for file in files:
         parts = file.relative_to(ROOT).with_suffix("").parts
-        if parts[-1] == "__init__" and len(parts) > 2:
+        if parts[-1] == "__init__":
             parts = parts[:-1]
         names[".".join(parts)] = file
     return names

@@ -36,9 +36,8 @@ from collectives import settings
 from collectives.algorithms import halving, hierarchical
 from collectives.arrays import reduction
 from collectives.arrays.host import Array
-from collectives.errors import MismatchError
+from collectives.errors import MismatchError, in_turn
 from collectives.operations import recorder
-from collectives.tracebacks import in_turn
 from collectives.transport.transport import Deadline, Transport, named
 
 __all__ = [

@@ -32,12 +32,12 @@ from typing import Any
 
 import numpy as np
 
-import collectives as cc
-from collectives import topology, units
+from collectives import topology, world
 from collectives.algorithms import selection
 from collectives.arrays.host import Array, raw_bytes
-from collectives.arrays.reduction import Op
-from collectives.tools import info, peers, plot, reference
+from collectives.arrays.reduction import MAX, Op
+from collectives.communicator import Communicator
+from collectives.tools import info, peers, plot, reference, units
 from collectives.tools.peers import PEERS
 
 __all__ = [
@@ -132,7 +132,7 @@ def run(options: Options, to_json: Path | None = None, to_plot: Path | None = No
     Returns:
         The exit status, the same on all ranks.
     """
-    comm = cc.init()
+    comm = world.init()
     absent = peers.missing(options.peers)
     if comm.rank == 0 and to_plot is not None and not plot.is_possible():
         absent = "a plot needs matplotlib: pip install matplotlib"
@@ -149,9 +149,7 @@ def run(options: Options, to_json: Path | None = None, to_plot: Path | None = No
     return status
 
 
-def _table(
-    comm: cc.Communicator, options: Options, to_json: Path | None, to_plot: Path | None
-) -> int:
+def _table(comm: Communicator, options: Options, to_json: Path | None, to_plot: Path | None) -> int:
     facts = {**info.gather_facts(comm), "machine": info.machine(comm)}
     names = {peer: peers.name(peer) for peer in options.peers}
     heads = [*_COLUMNS, *(f"x {name}" for name in names.values()), "error"]
@@ -187,7 +185,7 @@ def bus_factor(operation: str, size: int) -> float:
     return 1.0 if operation in ("reduce", "broadcast") else (size - 1) / size
 
 
-def measure(comm: cc.Communicator, options: Options, nbytes: int) -> dict[str, Any]:
+def measure(comm: Communicator, options: Options, nbytes: int) -> dict[str, Any]:
     """Measure one size; *collective*. Returns the row on all ranks, times in seconds."""
     dtype = reference.DTYPES[options.dtype]
     count = max(1, nbytes // dtype.itemsize)
@@ -223,7 +221,7 @@ def measure(comm: cc.Communicator, options: Options, nbytes: int) -> dict[str, A
 
 
 def _ours(
-    comm: cc.Communicator, options: Options, x: Array, op: Op | None
+    comm: Communicator, options: Options, x: Array, op: Op | None
 ) -> tuple[_Call, Callable[[], Any]]:
     """Return a call to be timed, and one that gives a result to be checked."""
     if options.through != "call":
@@ -258,14 +256,14 @@ def _ours(
     return call, call
 
 
-def _times(comm: cc.Communicator, cases: dict[str, _Call]) -> dict[str, list[float]]:
+def _times(comm: Communicator, cases: dict[str, _Call]) -> dict[str, list[float]]:
     """Time all cases in turns; returns the slowest rank's seconds per call, of every batch."""
     plans = {}
     for name, call in cases.items():
         call()
         first = min(_timed(comm, call, 1) for _ in range(3))
         # Every rank has to make the same number of calls.
-        seconds = max(float(comm.allreduce(first, op=cc.MAX)), 1e-8)
+        seconds = max(float(comm.allreduce(first, op=MAX)), 1e-8)
         batch = max(1, round(BATCH_SECONDS / seconds))
         batches = round(ROW_SECONDS / len(cases) / (batch * seconds) / _TURNS)
         plans[name] = (batch, max(_FEWEST // _TURNS, min(_MOST, batches)))
@@ -274,12 +272,10 @@ def _times(comm: cc.Communicator, cases: dict[str, _Call]) -> dict[str, list[flo
         for name, call in cases.items():
             batch, batches = plans[name]
             own[name] += [_timed(comm, call, batch) for _ in range(batches)]
-    return {
-        name: comm.allreduce(np.array(times), op=cc.MAX).tolist() for name, times in own.items()
-    }
+    return {name: comm.allreduce(np.array(times), op=MAX).tolist() for name, times in own.items()}
 
 
-def _timed(comm: cc.Communicator, call: _Call, batch: int) -> float:
+def _timed(comm: Communicator, call: _Call, batch: int) -> float:
     comm.barrier()
     began = time.perf_counter()
     for _ in range(batch):

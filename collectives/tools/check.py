@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import collectives as cc
-from collectives import communicator, launch, settings
+from collectives import communicator, launch, settings, world
 from collectives.algorithms import selection
 from collectives.arrays.reduction import Op
+from collectives.communicator import Communicator
+from collectives.errors import CollectiveError
 from collectives.tools import environment, reference
 from collectives.tools.environment import Line, some
 from collectives.transport.mpi import MpiTransport
@@ -82,32 +83,32 @@ def run(limit: float = OPERATION_SECONDS, whole: float = WHOLE_SECONDS) -> int:
         The exit status, the same on all ranks: 0, or 1 if something failed.
     """
     faulthandler.dump_traceback_later(whole, exit=True)
-    world = cc.init()
+    comm = world.init()
     mpi_world = launch.start_mpi(settings.from_environment())
     # Ranks that met a time limit come to the exchange later than the others by that limit.
     patient = replace(settings.from_environment(), timeout=10 * limit)
     reports = communicator.from_mpi(mpi_world, patient)
     failed = False
     try:
-        if world.rank == 0:
-            print(f"ranks: {world.size}, nodes: {world.num_nodes}", flush=True)
+        if comm.rank == 0:
+            print(f"ranks: {comm.size}, nodes: {comm.num_nodes}", flush=True)
         for line in _lines(mpi_world, reports, replace(patient, timeout=limit)):
             failed |= line.verdict == "FAILED"
-            if world.rank == 0:
+            if comm.rank == 0:
                 print(f"{line.name:<14}  {line.verdict:<6}  {line.text}", flush=True)
-    except cc.CollectiveError as error:
+    except CollectiveError as error:
         # Not even the verdicts come through: the others may wait for ever.
         print(f"check: the ranks cannot tell each other what they found: {error}", file=sys.stderr)
         sys.stderr.flush()
         mpi_world.Abort(1)
-    if world.rank == 0:
+    if comm.rank == 0:
         print("FAILED" if failed else "all well", flush=True)
     faulthandler.cancel_dump_traceback_later()
     return int(failed)
 
 
 def _lines(
-    mpi_world: Any, reports: cc.Communicator, configuration: settings.Settings
+    mpi_world: Any, reports: Communicator, configuration: settings.Settings
 ) -> Iterator[Line]:
     """Make the lines one after the other; the same ones on all ranks."""
     yield from environment.versions(reports)
@@ -124,9 +125,7 @@ def _lines(
         yield environment.bandwidth(comm, reports)
 
 
-def _operation(
-    comm: cc.Communicator, reports: cc.Communicator, operation: str
-) -> tuple[Line, bool]:
+def _operation(comm: Communicator, reports: Communicator, operation: str) -> tuple[Line, bool]:
     """Check one operation; also tells whether the communicator can go on being used."""
     cases = list(_cases(operation, comm.size))
     wrong, error = None, None
@@ -169,7 +168,7 @@ def _cases(operation: str, size: int) -> Iterator[_Case]:
             yield _Case(operation, op, "float32", count, algorithm)
 
 
-def _try(comm: cc.Communicator, case: _Case) -> str | None:
+def _try(comm: Communicator, case: _Case) -> str | None:
     """Run one case; says what is wrong with this rank's result, None if nothing is."""
     if case.operation == "barrier":
         comm.barrier(algorithm=case.algorithm)

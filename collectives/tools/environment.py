@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-import collectives as cc
+from collectives.arrays.reduction import SUM
+from collectives.communicator import Communicator
+from collectives.errors import CollectiveError
 from collectives.tools import info
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline
@@ -60,7 +62,7 @@ class _Keep(logging.Handler):
         self.text = record.getMessage()
 
 
-def versions(reports: cc.Communicator) -> Iterator[Line]:
+def versions(reports: Communicator) -> Iterator[Line]:
     """Compare what is installed on all ranks, and name those that differ."""
     everywhere = reports.allgather_object(info.versions())
     for name in everywhere[0]:
@@ -80,14 +82,14 @@ def some(texts: Sequence[str], most: int = 8) -> str:
     return ", ".join(texts[:most]) + more
 
 
-def threads(reports: cc.Communicator) -> Line:
+def threads(reports: Communicator) -> Line:
     """Say what the MPI library lets threads do; requests need "multiple"."""
     levels = Counter(reports.allgather_object(info.thread_level()))
     text = ", ".join(f"{level} on {n} ranks" for level, n in levels.items())
     return Line("MPI threads", "ok" if list(levels) == ["multiple"] else "note", text)
 
 
-def clocks(transport: MpiTransport, reports: cc.Communicator, limit: float) -> Line:
+def clocks(transport: MpiTransport, reports: Communicator, limit: float) -> Line:
     """Compare the ranks' clocks with that of rank 0, each by its fastest of 16 round trips."""
     problem, worst = None, (0.0, 0.0, 0)
     deadline = Deadline("clock", limit)
@@ -109,7 +111,7 @@ def clocks(transport: MpiTransport, reports: cc.Communicator, limit: float) -> L
             if trips:
                 trip, offset = min(trips)
                 worst = max(worst, (abs(offset), trip, rank))
-    except cc.CollectiveError as error:
+    except CollectiveError as error:
         problem = str(error)
     problems = [f"rank {r}: {p}" for r, p in enumerate(reports.allgather_object(problem)) if p]
     skew, trip, rank = reports.broadcast_object(worst)
@@ -121,7 +123,7 @@ def clocks(transport: MpiTransport, reports: cc.Communicator, limit: float) -> L
     return Line("clocks", "note" if skew > SKEW_SECONDS else "ok", text)
 
 
-def node_engine(comm: cc.Communicator, reports: cc.Communicator, shared_memory: str | None) -> Line:
+def node_engine(comm: Communicator, reports: Communicator, shared_memory: str | None) -> Line:
     """Say whether the ranks meet in shared memory, in the first call on `comm`."""
     warned = _Keep()
     logger = logging.getLogger("collectives")
@@ -129,7 +131,7 @@ def node_engine(comm: cc.Communicator, reports: cc.Communicator, shared_memory: 
     refusal = None
     try:
         comm.barrier(algorithm="node")
-    except (ValueError, cc.CollectiveError) as error:
+    except (ValueError, CollectiveError) as error:
         refusal = str(error)
     finally:
         logger.removeHandler(warned)
@@ -153,7 +155,7 @@ def node_engine(comm: cc.Communicator, reports: cc.Communicator, shared_memory: 
     return Line("node engine", "note", f"not in use: {warning or refusal}")
 
 
-def bandwidth(comm: cc.Communicator, reports: cc.Communicator) -> Line:
+def bandwidth(comm: Communicator, reports: Communicator) -> Line:
     """Compare a large all-reduce with all ranks copying as many bytes at once."""
     error, rounds = None, []
     try:
@@ -162,13 +164,13 @@ def bandwidth(comm: cc.Communicator, reports: cc.Communicator) -> Line:
         for _ in range(4):
             comm.barrier()
             began = time.perf_counter()
-            comm.allreduce(source, op=cc.SUM, out=target)
+            comm.allreduce(source, op=SUM, out=target)
             middle = time.perf_counter()
             comm.barrier()
             again = time.perf_counter()
             np.copyto(target, source)
             rounds.append((middle - began, time.perf_counter() - again))
-    except (cc.CollectiveError, MemoryError) as exception:
+    except (CollectiveError, MemoryError) as exception:
         error = f"{type(exception).__name__}: {exception}"
     found = reports.allgather_object((rounds[1:], error))
     problems = [f"rank {r}: {e}" for r, (_, e) in enumerate(found) if e]

@@ -9,9 +9,10 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-import collectives as cc
 from collectives import launch, links
+from collectives.communicator import Communicator
 from collectives.operations import cuda_aware
+from collectives.version import __version__
 
 __all__ = ["gather_facts", "library_name", "machine", "table", "thread_level", "versions"]
 
@@ -33,14 +34,14 @@ _ROUTES = {
 }
 
 
-def gather_facts(comm: cc.Communicator) -> dict[str, Any]:
+def gather_facts(comm: Communicator) -> dict[str, Any]:
     """Collect the facts of this process and the ranks; *collective*."""
     from mpi4py import MPI
 
     names = comm.allgather_object((comm.node_rank, platform.node()))
     mpi_set = {k: os.environ[k] for k in launch.mpi_settings({}, cores=1) if k in os.environ}
     return {
-        "unisono": cc.__version__,
+        "unisono": __version__,
         "python": platform.python_version(),
         "mpi_library": _library(),
         "mpi_standard": ".".join(map(str, MPI.Get_version())),
@@ -70,7 +71,7 @@ def _links(known: links.Links) -> dict[str, dict[str, Any]]:
 def versions() -> dict[str, str]:
     """Return the versions that should be equal on all ranks, of this process."""
     return {
-        "unisono": cc.__version__,
+        "unisono": __version__,
         "Python": platform.python_version(),
         **{name: _version(name) or "absent" for name in ("numpy", "mpi4py", "numba")},
         "MPI library": _library(),
@@ -83,7 +84,7 @@ def library_name() -> str:
     return re.sub(r"(\s+Version\s*:)?\s+v?(?=\d)", " ", _library().partition(",")[0])
 
 
-def machine(comm: cc.Communicator) -> str:
+def machine(comm: Communicator) -> str:
     """Describe the processor of rank 0's node, and the cores there that ranks run on; *collective*.
 
     Where ranks are bound, one rank alone may run on few of the cores that all of them use.

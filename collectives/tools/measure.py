@@ -25,11 +25,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-import collectives as cc
 from collectives import topology
 from collectives.algorithms import halving, hierarchical, ring, selection, tree
 from collectives.arrays import reduction
 from collectives.arrays.host import Array
+from collectives.arrays.reduction import MAX
+from collectives.communicator import Communicator
 from collectives.links import Link
 from collectives.node import engine
 from collectives.transport.mpi import MpiTransport
@@ -60,7 +61,7 @@ class Case(NamedTuple):
 class Clock:
     """Times calls on all ranks of a communicator; its methods are *collective*."""
 
-    def __init__(self, comm: cc.Communicator) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.transport = comm._transport
         self.unrest: list[float] = []  # median over first quartile of every case so far
@@ -129,7 +130,7 @@ def measure(clock: Clock, seconds: float) -> dict[str, Link]:
     share = seconds / 4
     gamma = _gamma(clock, share)
     found = {}
-    with_company = bool(comm.allreduce(comm.local_size > 1, op=cc.MAX))
+    with_company = bool(comm.allreduce(comm.local_size > 1, op=MAX))
     if with_company:
         found["node"] = Link(*_steps(clock, levels.node, share), gamma)
         shared = _shared(clock, share)
@@ -186,11 +187,11 @@ def _shared(clock: Clock, seconds: float) -> Link | None:
     assert node is not None
     with node:
         meets = _meets(node)
-        if not comm.allreduce(meets, op=cc.MAX):
+        if not comm.allreduce(meets, op=MAX):
             return None
         cases = {str(nbytes): _meeting(node if meets else None, nbytes) for nbytes in SIZES}
         times = list(clock.times(cases, seconds).values())
-    ranks = int(comm.allreduce(comm.local_size, op=cc.MAX))
+    ranks = int(comm.allreduce(comm.local_size, op=MAX))
     per_call, per_byte = Link(1.0, 0.0, 0.0), Link(0.0, 1.0, 1.0)
     factors = [
         [engine.reduce_seconds(nbytes, ranks, unit) for unit in (per_call, per_byte)]
@@ -200,7 +201,7 @@ def _shared(clock: Clock, seconds: float) -> Link | None:
     return Link(alpha, beta, beta)
 
 
-def _meets(node: cc.Communicator) -> bool:
+def _meets(node: Communicator) -> bool:
     """Tell whether the ranks of a node meet in shared memory."""
     try:
         node.barrier(algorithm="node")
@@ -209,7 +210,7 @@ def _meets(node: cc.Communicator) -> bool:
     return True
 
 
-def _meeting(node: cc.Communicator | None, nbytes: int) -> Case:
+def _meeting(node: Communicator | None, nbytes: int) -> Case:
     if node is None:
         return Case(lambda deadline: None)
     plan = node.plan_allreduce(np.zeros(nbytes // 4, np.float32), op=reduction.MAX)

@@ -1,7 +1,7 @@
 """What an operation should give, computed slowly from the inputs of all ranks.
 
-Every rank can compute every rank's input, so nothing has to be sent to know the right result. The
-self-test and the benchmark hold results against this.
+Every rank can compute every rank's input, so nothing has to be sent to know the right result.
+`check`, `bench` and the tests hold results against this.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "contribution",
     "is_defined",
     "ops",
+    "reduced",
     "result",
     "rows_of",
     "wrong",
@@ -44,11 +45,8 @@ REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 _PERIOD = 4093
 
 
-_EPS_16 = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
-
-
 class Exact(NamedTuple):
-    """The right result: its values, wide, and by how much each may be off; both shape (n,)."""
+    """The right result: its values, wide, and by how much each may be off; of one shape."""
 
     values: Array
     allowed: Array
@@ -110,7 +108,8 @@ def result(
     if operation in ("reduce", "gather") and rank != root:
         return None
     if op is not None:
-        whole = _reduced(inputs, op)
+        period = reduced([x[:_PERIOD] for x in inputs], op)
+        whole = Exact(*(np.resize(part, inputs[0].size) for part in period))
         if operation != "reduce_scatter":
             return whole
         own = slice(*topology.chunk_bounds(inputs[0].size, len(inputs))[rank : rank + 2])
@@ -127,22 +126,23 @@ def result(
 
 
 def wrong(got: Any, exact: Exact | None) -> str | None:
-    """Say what is wrong with a flat result, None if nothing is."""
+    """Say what is wrong with a result, None if nothing is."""
     if exact is None or got is None:
         return None if exact is got else "a result on a rank that should get none, or the reverse"
-    if got.shape != exact.values.shape:
-        return f"{got.size} elements instead of {exact.values.size}"
+    values, allowed = exact
+    if got.shape != values.shape:
+        return f"shape {got.shape} instead of {values.shape}"
     if got.dtype.kind in "biu":
-        bad = got != exact.values
+        bad = got != values
     else:
         with np.errstate(all="ignore"):
-            bad = ~(np.abs(got.astype(exact.values.dtype) - exact.values) <= exact.allowed)
+            bad = ~(np.abs(got.astype(values.dtype) - values) <= allowed)
     if not bad.any():
         return None
     first = int(np.flatnonzero(bad)[0])
     return (
         f"{np.count_nonzero(bad)} of {got.size} elements wrong, the first is [{first}]: expected "
-        f"{exact.values[first]} +- {exact.allowed[first]:.1g}, got {got[first]}"
+        f"{values.flat[first]} +- {allowed.flat[first]:.1g}, got {got.flat[first]}"
     )
 
 
@@ -151,34 +151,34 @@ def _share(array: Array, size: int, rank: int) -> Array:
     return array[first:stop]
 
 
-def _reduced(inputs: Sequence[Array], op: Op) -> Exact:
+def reduced(inputs: Sequence[Array], op: Op) -> Exact:
     """Reduce in float64; integers in their own arithmetic, which is exact modulo 2^bits.
 
     P - 1 additions and P divisions round, each by at most eps times the sum of the magnitudes; a
-    product rounds P - 1 times (twice if complex), relative to itself. 16-bit types are computed in
-    float32 and rounded once.
+    product rounds P - 1 times (twice as much if complex, each product being two products and a
+    sum), relative to itself. 16-bit types are computed in float32 and rounded once.
     """
-    count = inputs[0].size
     dtype, size = inputs[0].dtype, len(inputs)
-    stack = np.stack([x[:_PERIOD] for x in inputs])
+    stack = np.stack(inputs)
     exact_kind = dtype.kind in "biu"
     if not exact_kind:
         stack = stack.astype(np.complex128 if dtype.kind == "c" else np.float64)
     with np.errstate(all="ignore"):
-        values = _FUNCTIONS[op](stack)
+        values = np.asarray(_FUNCTIONS[op](stack))
     if exact_kind or op in (MIN, MAX):
-        values = values.astype(stack.dtype)
-        return Exact(np.resize(values, count), np.zeros(count))
+        return Exact(values.astype(stack.dtype), np.zeros(values.shape))
     work = reduction.work_dtype(dtype)
     magnitude = np.abs(stack).sum(axis=0) / (size if op is MEAN else 1)
     if op is PRODUCT:
         magnitude = 4 * np.abs(values)
     error = 2 * size * np.finfo(work).eps * magnitude
     if work != dtype:
-        error = error + _EPS_16[dtype.name] * (np.abs(values) + error)
-    return Exact(np.resize(values, count), np.resize(error, count))
+        eps = ml_dtypes.finfo(dtype).eps  # type: ignore[no-untyped-call]
+        error = error + eps * (np.abs(values) + error)
+    return Exact(values, np.asarray(error))
 
 
+# Not those by which the product reduces: what is wrong there must show here.
 _FUNCTIONS: dict[Op, Any] = {
     SUM: lambda stack: stack.sum(axis=0, dtype=stack.dtype),
     MEAN: lambda stack: stack.mean(axis=0),

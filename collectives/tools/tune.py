@@ -15,11 +15,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import collectives as cc
-from collectives import communicator, launch, links, settings, tuned, units
+from collectives import communicator, launch, links, settings, tuned
 from collectives.algorithms import selection
 from collectives.algorithms.layout import Layout
-from collectives.tools import info, measure
+from collectives.communicator import Communicator
+from collectives.tools import info, measure, units
 
 __all__ = ["Row", "check", "run", "summary"]
 
@@ -73,7 +73,7 @@ def run(out: Path | None = None, seconds: float = SECONDS) -> int:
     return 0 if problem is None else 1
 
 
-def _problem(comm: cc.Communicator, target: Path | None) -> str | None:
+def _problem(comm: Communicator, target: Path | None) -> str | None:
     """Say what is in the way, before time is spent; a file of something else is not replaced."""
     if comm.size == 1:
         return "there is one rank, so nothing to measure, expected mpirun -np 2 or more"
@@ -85,7 +85,7 @@ def _problem(comm: cc.Communicator, target: Path | None) -> str | None:
     return None
 
 
-def _tune(comm: cc.Communicator, target: Path | None, seconds: float) -> str | None:
+def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None:
     """Do it; returns what went wrong at the end, the same on all ranks."""
     clock = measure.Clock(comm)
     _say(comm, f"{comm.size} ranks, {comm.num_nodes} nodes; measuring for about {seconds:g} s")
@@ -176,7 +176,7 @@ def _line(row: Row, group: Sequence[Row]) -> str:
     return f"{start}{times}{row.measured / row.predicted:7.2f}  {', '.join(marks)}".rstrip()
 
 
-def _facts(comm: cc.Communicator) -> dict[str, Any]:
+def _facts(comm: Communicator) -> dict[str, Any]:
     return {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "where": platform.node(),
@@ -186,6 +186,6 @@ def _facts(comm: cc.Communicator) -> dict[str, Any]:
     }
 
 
-def _say(comm: cc.Communicator, text: str) -> None:
+def _say(comm: Communicator, text: str) -> None:
     if comm.rank == 0:
         print(text, flush=True)

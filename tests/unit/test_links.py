@@ -9,7 +9,7 @@ import re
 import pytest
 
 import inprocess
-from collectives import links, settings, tuned, units
+from collectives import links, settings, tuned
 from collectives.links import DEFAULT, Link, Machine
 from collectives.settings import Settings
 
@@ -31,7 +31,7 @@ FACTS = {"ranks": 2}
     ],
 )
 def test_times_are_read(text, expected):
-    assert units.seconds(text) == expected
+    assert links.seconds(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_times_are_read(text, expected):
     ],
 )
 def test_costs_of_a_byte_are_read(text, expected):
-    assert units.seconds_per_byte(text) == pytest.approx(expected, rel=1e-12)
+    assert links.seconds_per_byte(text) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_costs_of_a_byte_are_read(text, expected):
 )
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(ValueError, match=r"no time, expected one above 0 as 2us.*got "):
-        units.seconds(text)
+        links.seconds(text)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_is_no_time_is_refused(text):
 )
 def test_what_is_no_cost_of_a_byte_is_refused(text):
     with pytest.raises(ValueError, match=r"no rate and no time of a byte.*got "):
-        units.seconds_per_byte(text)
+        links.seconds_per_byte(text)
 
 
 def test_settings_describe_links():
