@@ -72,7 +72,7 @@ def seconds(text: str) -> float:
     """Read a time, with or without a unit.
 
     Raises:
-        ValueError: it is none, or not above zero.
+        ValueError: it is not a time, or not above zero.
 
     Example:
         >>> seconds("2us"), seconds("0.5 ms"), seconds("1e-6")
@@ -80,7 +80,7 @@ def seconds(text: str) -> float:
     """
     number, unit = _split(text)
     if unit not in _SECONDS or not 0 < number < math.inf:
-        raise ValueError(f"no time, expected one above 0 as 2us, 0.1ms or 2e-6, got {text!r}")
+        raise ValueError(f"not a time, expected one above 0 as 2us, 0.1ms or 2e-6, got {text!r}")
     return _times(number, _SECONDS[unit])
 
 
@@ -104,7 +104,7 @@ def seconds_per_byte(text: str) -> float:
         if unit.removesuffix("/B") in _SECONDS:
             return _times(number, _SECONDS[unit.removesuffix("/B")])
     raise ValueError(
-        "no rate and no time of a byte, expected one above 0 as 8GB/s, 100Gbit/s, 0.12ns or "
+        "not a rate or a time of a byte, expected one above 0 as 8GB/s, 100Gbit/s, 0.12ns or "
         f"1.2e-10, got {text!r}"
     )
 

@@ -24,9 +24,9 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from collectives import links
 
@@ -34,6 +34,8 @@ __all__ = ["VARIABLES", "Check", "CudaAware", "Settings", "from_environment", "s
 
 Check = Literal["off", "sample", "always"]
 CudaAware = Literal["auto", "on", "off"]
+
+W = TypeVar("W", bound=str)
 
 VARIABLES = (
     "UNISONO_ABORT_ON_EXCEPTION", "UNISONO_CHECK", "UNISONO_CLUSTER", "UNISONO_CUDA_AWARE",
@@ -84,7 +86,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         timeout=_seconds(env, "UNISONO_TIMEOUT", default.timeout),
         stall_warning=_seconds(env, "UNISONO_STALL_WARNING", default.stall_warning),
-        check=_check(env),
+        check=_one_of(env, "UNISONO_CHECK", get_args(Check), default.check),
         shared_memory=_directory(env, "UNISONO_SHARED_MEMORY", default.shared_memory),
         recorder_dir=env.get("UNISONO_RECORDER_DIR", "").strip() or None,
         abort_on_exception=_switch(env, "UNISONO_ABORT_ON_EXCEPTION", default.abort_on_exception),
@@ -92,7 +94,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
         tuned=env.get("UNISONO_TUNED", "").strip() or None,
         node_link=_link(env, "UNISONO_NODE_LINK"),
         network_link=_link(env, "UNISONO_NETWORK_LINK"),
-        cuda_aware=_cuda_aware(env),
+        cuda_aware=_one_of(env, "UNISONO_CUDA_AWARE", get_args(CudaAware), default.cuda_aware),
     )
 
 
@@ -149,29 +151,11 @@ def _link(env: Mapping[str, str], name: str) -> Mapping[str, float]:
         raise ValueError(f"settings: {name} does not describe a link: {error}") from None
 
 
-def _check(env: Mapping[str, str]) -> Check:
-    text = env.get("UNISONO_CHECK", "").strip()
-    for level in get_args(Check):
-        if text == level:
-            known: Check = level
-            return known
-    if text:
-        raise ValueError(
-            f"settings: UNISONO_CHECK is no level, expected one of {' '.join(get_args(Check))}, "
-            f"got {text!r}"
-        )
-    return Settings.check
-
-
-def _cuda_aware(env: Mapping[str, str]) -> CudaAware:
-    text = env.get("UNISONO_CUDA_AWARE", "").strip()
-    for word in get_args(CudaAware):
+def _one_of(env: Mapping[str, str], name: str, words: Sequence[W], default: W) -> W:
+    text = env.get(name, "").strip()
+    for word in words:
         if text == word:
-            known: CudaAware = word
-            return known
+            return word
     if text:
-        raise ValueError(
-            f"settings: UNISONO_CUDA_AWARE is no answer, expected one of "
-            f"{' '.join(get_args(CudaAware))}, got {text!r}"
-        )
-    return Settings.cuda_aware
+        raise ValueError(f"settings: {name}: expected one of {' '.join(words)}, got {text!r}")
+    return default

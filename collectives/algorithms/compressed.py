@@ -79,14 +79,19 @@ def allreduce(
             pass of its own.
     """
     packed = codec.pack(buffer if contribution is None else contribution, divisor)
-    _reduce_packed(transport, packed, op, 1, codec, deadline)
+    allreduce_16(transport, packed, op, deadline, codec=codec)
     codec.unpack(packed, buffer)
 
 
 def allreduce_16(
-    transport: Transport, buffer: Array, op: Op, deadline: Deadline, *, divisor: int = 1,
+    transport: Transport,
+    buffer: Array,
+    op: Op,
+    deadline: Deadline,
+    *,
+    divisor: int = 1,
     codec: Codec | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Replace `buffer` by the reduction over all ranks, in place, rounded once.
 
     Args:
@@ -97,7 +102,12 @@ def allreduce_16(
         divisor: what every contribution is divided by, in float32.
         codec: by which the contributions have been packed, and whose residuals of results are kept.
     """
-    _reduce_packed(transport, buffer, op, divisor, codec, deadline)
+    rank, size = transport.rank, transport.size
+    bounds = topology.chunk_bounds(buffer.size, size)
+    count = bounds[rank + 1] - bounds[rank]
+    residual = None if codec is None else codec.result_residual(count, rank, size)
+    _reduce_scatter(transport, buffer, bounds, op, divisor, residual, deadline)
+    ring.allgather(transport, buffer, bounds, deadline)
 
 
 def between_nodes(levels: Levels, codec: Codec) -> Levels:
@@ -110,22 +120,6 @@ def between_nodes(levels: Levels, codec: Codec) -> Levels:
     """
     of_chunk = dataclasses.replace(codec, name=f"{codec.name}, between nodes")
     return levels._replace(allreduce=partial(allreduce, codec=of_chunk))
-
-
-def _reduce_packed(
-    transport: Transport,
-    buffer: Array,
-    op: Op,
-    divisor: int,
-    codec: Codec | None,
-    deadline: Deadline,
-) -> None:
-    rank, size = transport.rank, transport.size
-    bounds = topology.chunk_bounds(buffer.size, size)
-    count = bounds[rank + 1] - bounds[rank]
-    residual = None if codec is None else codec.result_residual(count, rank, size)
-    _reduce_scatter(transport, buffer, bounds, op, divisor, residual, deadline)
-    ring.allgather(transport, buffer, bounds, deadline)
 
 
 class Exchange(NamedTuple):

@@ -75,25 +75,25 @@ def borrow(x: Any, out: Any = None, *, operation: str) -> Borrowed:
         array.
 
     Raises:
-        TypeError: the elements cannot be read, their dtype is no number, or `out` cannot be written
-            or has another dtype.
+        TypeError: the elements cannot be read, their dtype is not one of numbers, or `out` cannot
+            be written or has another dtype.
         ValueError: `out` has another shape, or is read-only.
 
     Cost: memory is shared where the kind allows; arrays on a device are copied once, to pinned
         memory.
     """
     if type(x) is np.ndarray and x.dtype in _DTYPES:  # 0.3 us; every other kind takes some us
-        loan = Borrowed(x, None, _unchanged)
+        borrowed = Borrowed(x, None, _unchanged)
     else:
-        loan = _lend(x, operation)
+        borrowed = _lend(x, operation)
     if out is None:
-        return loan
-    target, write = borrow_out(out, loan.host.shape, loan.host.dtype, operation=operation)
+        return borrowed
+    target, write = borrow_out(out, borrowed.host.shape, borrowed.host.dtype, operation=operation)
     if out is x and target is not None:
-        target = loan.host  # the same memory, and known to be: nothing has to be copied
+        target = borrowed.host  # the same memory, and known to be: nothing has to be copied
     elif out is x:
-        target = loan.target
-    return Borrowed(loan.host, target, write)
+        target = borrowed.target
+    return Borrowed(borrowed.host, target, write)
 
 
 def borrow_out(
@@ -106,7 +106,7 @@ def borrow_out(
         that takes the finished result, in that memory or elsewhere, and returns `out`.
 
     Raises:
-        TypeError: `out` is no array, is immutable, or has another dtype.
+        TypeError: `out` is not an array, is immutable, or has another dtype.
         ValueError: `out` has another shape, or is read-only.
     """
     if type(out) is np.ndarray:
@@ -142,7 +142,7 @@ def as_array(x: Any, *, operation: str) -> Array:
         An array that shares memory with `x` where `x` is an array already.
 
     Raises:
-        TypeError: the elements cannot be read, or their dtype is no number.
+        TypeError: the elements cannot be read, or their dtype is not one of numbers.
     """
     return borrow(x, operation=operation).host
 
@@ -151,7 +151,7 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, operati
     """Check that a NumPy `out=` can take a result.
 
     Raises:
-        TypeError: `out` is no NumPy array or has another dtype.
+        TypeError: `out` is not a NumPy array or has another dtype.
         ValueError: `out` has another shape, or is read-only.
     """
     if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
@@ -253,7 +253,7 @@ def _unchanged(result: Array) -> Array:
 
 
 def _lend(x: Any, operation: str) -> Borrowed:
-    """Borrow what is no native NumPy array, for a call without `out`."""
+    """Borrow what is not a native NumPy array, for a call without `out`."""
     memory = _recognise(x, operation)
     if memory is not None:  # before anything is copied from a device
         _check_dtype(memory.dtype, x, operation)

@@ -53,7 +53,7 @@ def kind_of(x: Any, *, operation: str) -> Kind:
     """Tell the kind of an array, or of a pair of a shape and a dtype, which stands for NumPy's.
 
     Raises:
-        TypeError: this is no array, or its dtype is no number.
+        TypeError: this is not an array, or its dtype is not one of numbers.
         ValueError: a dimension is negative.
     """
     pair = isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], (int, tuple, list))
@@ -91,5 +91,5 @@ def show(memory: Array, kind: Kind) -> View:
 
 
 def _checked(dtype: np.dtype[Any], operation: str) -> np.dtype[Any]:
-    """Refuse a dtype that is no number; return it in native byte order."""
+    """Refuse a dtype that is not one of numbers; return it in native byte order."""
     return arrays.borrow(np.empty(0, dtype), operation=operation).host.dtype

@@ -161,7 +161,7 @@ class Channel:
         Messages of one rank come in the order in which it sent them.
 
         Raises:
-            CollectiveError: what has arrived is no message, or MPI reports an error.
+            CollectiveError: what has arrived is not a message, or MPI reports an error.
         """
         for _ in range(_LOOKS):
             while (found := self._mailbox.collect()) is not None:

@@ -39,7 +39,7 @@ class Doorbell:
         """Learn where a rank sleeps; return whether it can be woken from here."""
         process, number, device, inode = address
         try:
-            # Reading the target first: opening what is no pipe may have side effects.
+            # Reading the target first: opening what is not a pipe may have side effects.
             path = f"/proc/{process}/fd/{number}"
             if os.readlink(path) != f"pipe:[{inode}]":
                 return False

@@ -63,7 +63,7 @@ def read(head: Array, source: int) -> list[tuple[int, int | None]]:
     """Return length, and place in the head if it has one, of each frame of a message.
 
     Raises:
-        CollectiveError: this is no head; nothing has been allocated by then.
+        CollectiveError: this is not a head; nothing has been allocated by then.
     """
     magic, count = _PREFIX.unpack_from(head.data) if head.size >= _PREFIX.size else (0, 0)
     start = _PREFIX.size + 8 * count
@@ -73,7 +73,7 @@ def read(head: Array, source: int) -> list[tuple[int, int | None]]:
     ends = [at + n for at, n in zip(places, lengths, strict=True) if at is not None]
     if not good or sum(lengths) > _MOST_BYTES or max([start, *ends]) != head.size:
         raise CollectiveError(
-            f"channel: what rank {source} sent is no message ({head.size} bytes, it begins with "
+            f"channel: what rank {source} sent is not a message ({head.size} bytes, it begins with "
             f"{head[:16].tobytes().hex()})"
         )
     return list(zip(lengths, places, strict=True))

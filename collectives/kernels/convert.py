@@ -49,7 +49,7 @@ def _loops(half: str) -> _Loops:
 
     @jitable
     def settle(total: Any, out: Any, residual: Any) -> None:
-        """Round a tile whose residual is in it, and keep the error, unless it is no number."""
+        """Round a tile whose residual is in it, and keep the error, unless it is not a number."""
         for i in range(out.size):
             out[i] = rounded(single(total[i]))
         for i in range(out.size):
@@ -143,7 +143,7 @@ def narrow(source: Array, out: Array, *, divisor: int = 1, residual: Array | Non
     """Fill `out` with the numbers of `source`, divided and then rounded to 16 bits.
 
     With a residual, what it holds is added before the rounding, and the error of the rounding is
-    kept in it; where the result is no finite number, the residual stays as it was.
+    kept in it; where the result is not finite, the residual stays as it was.
 
     Args:
         source: shape (n,), float32 or float64, contiguous.

@@ -50,7 +50,7 @@ from collectives.node import folders, segment
 from collectives.node.shared_arrays import SharedArrays
 from collectives.transport import liveness
 from collectives.transport.transport import Transport
-from collectives.transport.waiting import Deadline, Wait, this_thread
+from collectives.transport.waiting import Deadline, Known, Wait, this_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,24 +105,6 @@ class Work(NamedTuple):
     kernel: Kernel
     block: Array
     keep: tuple[Array, ...]
-
-
-class _Absent:
-    """The message that nobody sends: a rank that has not entered a call."""
-
-    def __init__(self, ranks: Transport, rank: int) -> None:
-        self._ranks = ranks
-        self._rank = rank
-
-    def done(self) -> bool:
-        return False
-
-    def describe(self) -> str:
-        return f"{self._ranks.name([self._rank])} to enter the call"
-
-    @property
-    def peers(self) -> Sequence[int]:
-        return (self._rank,)
 
 
 def start(transport: Transport, directory: str | None, deadline: Deadline) -> Engine | None:
@@ -364,7 +346,9 @@ class Engine:
         """Look at the clock between two calls of a kernel that waits."""
         whole = self._transport.whole
         missing = int(block[self._rounds.MISSING])
-        deadline.check(whole, [_Absent(whole, self._transport.number(missing))])
+        number = self._transport.number(missing)
+        absent = Known(f"{whole.name([number])} to enter the call", (number,), has_come=False)
+        deadline.check(whole, [absent])
         if self._is_part:  # other nodes may wait for what this rank has sent
             self._transport.progress()
         if wait.pause():

@@ -1,4 +1,4 @@
-"""Folders in which the ranks of a node find each other's files, removed whoever is killed.
+"""Folders in which ranks of a node find each other's files, removed even if a maker is killed.
 
 A file that another process is to open needs a name for a moment, and a process that is killed in
 that moment cannot remove it. So files lie in a folder of their own, which its maker keeps locked
@@ -6,7 +6,7 @@ that moment cannot remove it. So files lie in a folder of their own, which its m
 kernel drops a lock when its process ends, however that happens, and does so across containers with
 process numbers of their own. Folders of other users, which cannot be opened, are left alone.
 
-The lock is the folder's, not a file's: whoever looks opens no file, so that locks which others hold
+The lock is the folder's, not a file's: who looks opens no file, so that locks which others hold
 on the files stay (`collectives.transport.liveness`).
 """
 

@@ -40,13 +40,7 @@ from collectives.communicator import Communicator
 from collectives.tools import info, peers, plot, reference, units
 from collectives.tools.peers import PEERS
 
-__all__ = [
-    "OPERATIONS",
-    "Options",
-    "bus_factor",
-    "measure",
-    "run",
-]
+__all__ = ["OPERATIONS", "Options", "bus_factor", "measure", "run"]
 
 OPERATIONS = [name for name in selection.ALGORITHMS if name != "barrier"]
 

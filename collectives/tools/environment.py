@@ -22,16 +22,7 @@ from collectives.tools import info
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline
 
-__all__ = [
-    "Line",
-    "Verdict",
-    "bandwidth",
-    "clocks",
-    "node_engine",
-    "some",
-    "threads",
-    "versions",
-]
+__all__ = ["Line", "Verdict", "bandwidth", "clocks", "node_engine", "some", "threads", "versions"]
 
 Verdict = Literal["ok", "note", "FAILED"]
 

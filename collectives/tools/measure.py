@@ -64,7 +64,7 @@ class Clock:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.transport = comm._transport
-        self.unrest: list[float] = []  # median over first quartile of every case so far
+        self.noise: list[float] = []  # median over first quartile of every case so far
 
     def deadline(self) -> Deadline:
         """Return a deadline that begins now."""
@@ -100,7 +100,7 @@ class Clock:
     def _typical(self, own: list[float]) -> float:
         times = sorted(own[1:] or own)  # the first is of a few calls, not of a batch
         quartile = times[len(times) // 4]
-        self.unrest.append(statistics.median(times) / quartile)
+        self.noise.append(statistics.median(times) / quartile)
         return quartile
 
     def _timed(self, case: Case, batch: int) -> float:

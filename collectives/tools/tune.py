@@ -31,7 +31,7 @@ _LINKS_SHARE = 0.4
 _MOST_WAIT = 60.0
 
 # Median over first quartile from which on a machine counts as busy; a quiet one has 1.02 to 1.1.
-_UNREST = 1.25
+_NOISE = 1.25
 
 _SIZES = (1 << 10, 1 << 15, 1 << 18, 1 << 22)
 
@@ -99,11 +99,11 @@ def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None
         rows += group
         _say(comm, "\n".join(_line(row, group) for row in group))
     _say(comm, summary(rows))
-    unrest = statistics.median(clock.unrest)
-    if unrest > _UNREST:
+    noise = statistics.median(clock.noise)
+    if noise > _NOISE:
         _say(
             comm,
-            f"note: half of the times are {unrest:.2f} x what the fastest quarter takes: other "
+            f"note: half of the times are {noise:.2f} x what the fastest quarter takes: other "
             "work disturbs, or there are more ranks than cores; the numbers hold for that",
         )
     problem = None

@@ -36,7 +36,7 @@ def _bytes(text: str) -> int:
     unit = number[-1:] if number[-1:] in _UNITS else ""
     digits = number.removesuffix(unit)
     if not digits.isdigit() or int(digits) == 0:
-        raise ValueError(f"sizes: no number of bytes, expected 8, 64K, 16M or 1G, got {text!r}")
+        raise ValueError(f"sizes: not a number of bytes, expected 8, 64K, 16M or 1G, got {text!r}")
     return int(digits) << _UNITS[unit]
 
 

@@ -46,8 +46,9 @@ _CLOSED, _ENDED = _GONE
 def create(directory: str = "/dev/shm") -> str:
     """Make the file for the ranks of one node, and return its path.
 
-    One rank does this, in a folder that goes away whoever is killed (`collectives.node.folders`),
-    and tells the others; when all have constructed their `Liveness`, it removes the folder.
+    One rank does this, in a folder that goes away even if its maker is killed
+    (`collectives.node.folders`), and tells the others; when all have constructed their `Liveness`,
+    it removes the folder.
     """
     file, path = tempfile.mkstemp(prefix=f"unisono-{os.getpid()}-liveness-", dir=directory)
     os.close(file)
@@ -57,7 +58,7 @@ def create(directory: str = "/dev/shm") -> str:
 def limit_exit(seconds: float = _EXIT_SECONDS) -> None:
     """From now on, end this process soon after its program has ended, even if MPI does not.
 
-    For whoever learns that a rank has died, or has failed otherwise while others may not have.
+    For a rank that learns that a rank has died, or has failed otherwise while others may not have.
     `MPI_Finalize` waits for all ranks; once one has died, it sometimes never returns (Open MPI
     5.0.11: in 1 of 40 runs, on busy cores more often). To leave it out would be no better: a rank
     that goes before the others have ended looks dead to them, too. So the kernel gets an alarm,
@@ -157,7 +158,7 @@ class Liveness:
 
     def _leave(self, word: int) -> None:
         file = self._file
-        if file is not None and os.getpid() == file.process:  # a forked child is no rank
+        if file is not None and os.getpid() == file.process:  # a forked child is not a rank
             _write_word(file, self.rank, self.size, word)
 
     def _words(self, file: _File) -> list[int]:

@@ -16,6 +16,7 @@ from collectives.transport.mailbox import Mailbox
 from collectives.transport.waiting import (
     POLLS,
     Deadline,
+    Known,
     Message,
     Ranks,
     Wait,
@@ -26,18 +27,8 @@ from collectives.transport.waiting import (
 __all__ = ["Deadline", "Message", "Transport", "named", "this_thread"]
 
 
-class _Nothing:
-    """A message of no bytes: both sides know that nothing has to be sent."""
-
-    def done(self) -> bool:
-        return True
-
-    def describe(self) -> str:
-        return "nothing"
-
-    @property
-    def peers(self) -> Sequence[int]:
-        return ()
+# A message of no bytes: both sides know that nothing has to be sent.
+_NOTHING = Known("nothing", (), has_come=True)
 
 
 class Transport(Ranks, ABC):
@@ -189,6 +180,3 @@ class Transport(Ranks, ABC):
         # The receive is posted first, so that data arrives where it belongs without a detour.
         receive = self.start_receive(into, source)
         self.wait((receive, self.start_send(data, dest)), deadline)
-
-
-_NOTHING = _Nothing()

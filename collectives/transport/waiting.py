@@ -20,6 +20,7 @@ from collectives.errors import CollectiveError, CollectiveTimeout
 __all__ = [
     "POLLS",
     "Deadline",
+    "Known",
     "Message",
     "Pace",
     "Ranks",
@@ -125,6 +126,22 @@ class Message(Protocol):
     @property
     def peers(self) -> Sequence[int]:
         """The ranks that this waits for; where it is all of them, some."""
+
+
+class Known(NamedTuple):
+    """What takes no message: it has come, or nothing but a look elsewhere will tell."""
+
+    text: str
+    peers: Sequence[int]
+    has_come: bool
+
+    def done(self) -> bool:
+        """Tell whether it has come."""
+        return self.has_come
+
+    def describe(self) -> str:
+        """Say whom this waits for."""
+        return self.text
 
 
 class Ranks:

@@ -12,7 +12,7 @@ A rank that computes tells nothing. One that waits itself says for whom, so that
 is over follows the chain to the one that everybody waits for. One that fails, because another has
 ended, passes the news on. One that has ended its program stays until all have, and answers.
 
-Questions name the communicator in which the asking rank waits: what happens in others is no news.
+Questions name the communicator in which the asking rank waits: others do not count.
 
 Cost: nothing for operations that take less than a tenth of a second. Per rank that is waited for,
 and communicator, one message of 8 bytes in the life of a program, and few answers; at the end a

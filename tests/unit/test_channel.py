@@ -74,7 +74,7 @@ def test_what_is_no_head_is_refused_before_memory_is_taken(damage):
     head, _ = write([frame(10), frame(20)])
     tracemalloc.start()
     try:
-        with pytest.raises(CollectiveError, match="what rank 7 sent is no message"):
+        with pytest.raises(CollectiveError, match="what rank 7 sent is not a message"):
             read(damage(head), 7)
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:

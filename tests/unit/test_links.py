@@ -58,7 +58,7 @@ def test_costs_of_a_byte_are_read(text, expected):
     ["", "us", "-2us", "0", "0us", "2h", "nan", "inf", "1e999", "2us3", "1.2us.", "8B/s"],
 )
 def test_what_is_no_time_is_refused(text):
-    with pytest.raises(ValueError, match=r"no time, expected one above 0 as 2us.*got "):
+    with pytest.raises(ValueError, match=r"not a time, expected one above 0 as 2us.*got "):
         links.seconds(text)
 
 
@@ -66,7 +66,7 @@ def test_what_is_no_time_is_refused(text):
     "text", ["", "GB/s", "-8GB/s", "0GB/s", "8GB", "8iB/s", "8Gb/s", "8GB/m", "8gigabit/s", "nan"]
 )
 def test_what_is_no_cost_of_a_byte_is_refused(text):
-    with pytest.raises(ValueError, match=r"no rate and no time of a byte.*got "):
+    with pytest.raises(ValueError, match=r"not a rate or a time of a byte.*got "):
         links.seconds_per_byte(text)
 
 
@@ -93,8 +93,8 @@ def test_settings_describe_links():
         ("delta=2us", "expected some of alpha, beta, gamma"),
         ("alpha=2us,alpha=3us", "each once"),
         ("alpha=2us,", "expected some of alpha, beta, gamma"),
-        ("alpha=8GB/s", "alpha: no time, expected"),
-        ("beta=8GB", "beta: no rate and no time of a byte, expected"),
+        ("alpha=8GB/s", "alpha: not a time, expected"),
+        ("beta=8GB", "beta: not a rate or a time of a byte, expected"),
         ("beta=0", "beta: no rate"),
     ],
 )
