@@ -68,7 +68,7 @@ check: $(STAMP) $(KINDS)
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy"
-	"$(VENV)/bin/python" -m pytest -q -p no:cacheprovider tests/test_floors.py tests/test_exports.py
+	"$(VENV)/bin/python" -m pytest -q -p no:cacheprovider tests/test_floors.py tests/documents/test_exports.py
 
 slurm: $(STAMP)
 	sbatch $(ARGS) slurm/train.sbatch

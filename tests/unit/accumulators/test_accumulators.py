@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,25 +10,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from launcher import ROOT
-
-sys.path[:0] = [str(ROOT / "tests" / "resources")]
-
-import elsewhere  # noqa: E402
-
-from strategies.accumulators.accumulators import (  # noqa: E402
+import elsewhere
+from strategies.accumulators.accumulators import (
     ConditionalAccumulator,
     SparseConditionalAccumulator,
     shared_accumulator,
 )
-from strategies.accumulators.engine import Take  # noqa: E402
-from strategies.errors import (  # noqa: E402
+from strategies.accumulators.engine import Take
+from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
 )
-from strategies.sparse import Rows  # noqa: E402
+from strategies.sparse import Rows
 
 LIMIT = 20.0
 

@@ -18,7 +18,7 @@ import numpy as np
 import collectives as cc
 import strategies
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 comm = cc.init()
 assert comm.size == 2

@@ -32,7 +32,7 @@ def run(tmp_path, text: str):
 def test_every_row_of_the_tables(subject, request):
     if subject == "torch":
         request.getfixturevalue("needs_torch")
-    result = mpirun(2, "tests/other_libraries.py", subject, timeout=110)
+    result = mpirun(2, "tests/documents/other_libraries.py", subject, timeout=110)
     assert result.status == 0, result.stdout + result.stderr
     assert int(result.stdout.split()[0]) > 15
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from launcher import ROOT
+import elsewhere
+from collectives.channel.channel import Incoming
 from served import Silence
-
-sys.path[:0] = [str(ROOT / "tests" / "resources")]
-
-import elsewhere  # noqa: E402
-
-from collectives.channel.channel import Incoming  # noqa: E402
-from strategies.errors import (  # noqa: E402
+from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
     InternalError,
@@ -26,13 +20,13 @@ from strategies.errors import (  # noqa: E402
     UnavailableError,
     UnimplementedError,
 )
-from strategies.queues.kinds import FIFOQueue  # noqa: E402
-from strategies.queues.shared import shared_queue  # noqa: E402
-from strategies.remote import message as protocol  # noqa: E402
-from strategies.remote.containers import Place, ResourceKind, register  # noqa: E402
-from strategies.remote.exchange import Exchange  # noqa: E402
-from strategies.remote.message import Kind  # noqa: E402
-from strategies.remote.outgoing import Requests  # noqa: E402
+from strategies.queues.kinds import FIFOQueue
+from strategies.queues.shared import shared_queue
+from strategies.remote import message as protocol
+from strategies.remote.containers import Place, ResourceKind, register
+from strategies.remote.exchange import Exchange
+from strategies.remote.message import Kind
+from strategies.remote.outgoing import Requests
 
 LIMIT = 20.0
 

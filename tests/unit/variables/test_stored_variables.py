@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import time
 import weakref
@@ -11,14 +10,9 @@ import weakref
 import numpy as np
 import pytest
 
-from launcher import ROOT
-
-sys.path[:0] = [str(ROOT / "tests" / "resources")]
-
-import elsewhere  # noqa: E402
-
-import strategies  # noqa: E402
-from strategies.errors import (  # noqa: E402
+import elsewhere
+import strategies
+from strategies.errors import (
     CancelledError,
     DataLossError,
     DeadlineExceededError,
@@ -26,13 +20,13 @@ from strategies.errors import (  # noqa: E402
     NotFoundError,
     UnavailableError,
 )
-from strategies.remote import Task, bundles, pool  # noqa: E402
-from strategies.variables import (  # noqa: E402
+from strategies.remote import Task, bundles, pool
+from strategies.variables import (
     actions,
     serving,
-    shared_variable,  # noqa: E402
+    shared_variable,
 )
-from strategies.variables.store import Rate, Stored  # noqa: E402
+from strategies.variables.store import Rate, Stored
 
 LIMIT = 20.0
 

@@ -1,6 +1,6 @@
 """Read many damaged files, and say what came of it.
 
-    python tests/input/damage.py [--files 100000] [--seed 0] [--folder DIRECTORY]
+    python tests/unit/input/damage.py [--files 100000] [--seed 0] [--folder DIRECTORY]
 
 Each file is a good one in which bytes were changed, cut, inserted, repeated or replaced by numbers
 that are dangerous as lengths, also with checksums that are right. Prints one line of JSON: how

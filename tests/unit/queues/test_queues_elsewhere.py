@@ -1,27 +1,21 @@
 """The whole suite of tests of queues, once more, on queues of another task.
 
-The tests are those of `tests/input`; only what they call to make a queue is exchanged.
+The tests are those of the other files here; only what they call to make a queue is exchanged.
 """
 
 from __future__ import annotations
 
-import sys
-
 import pytest
+import test_queue_conformance
+import test_queue_kinds
+import test_queue_machine
+import test_queues
+from test_queue_conformance import *  # noqa: F403
+from test_queue_kinds import *  # noqa: F403
+from test_queue_machine import *  # noqa: F403
+from test_queues import *  # noqa: F403
 
-from launcher import ROOT
-
-sys.path[:0] = [str(ROOT / "tests" / "input"), str(ROOT / "tests" / "resources")]
-
-import elsewhere  # noqa: E402
-import test_queue_conformance  # noqa: E402
-import test_queue_kinds  # noqa: E402
-import test_queue_machine  # noqa: E402
-import test_queues  # noqa: E402
-from test_queue_conformance import *  # noqa: E402, F403
-from test_queue_kinds import *  # noqa: E402, F403
-from test_queue_machine import *  # noqa: E402, F403
-from test_queues import *  # noqa: E402, F403
+import elsewhere
 
 # Both modules have a test of this name.
 test_parallel_use_of_all_kinds = test_queue_conformance.test_parallel_enqueue_and_dequeue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import CancelledError as NotWanted
@@ -13,14 +12,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from launcher import ROOT
+import elsewhere
 from requirements import installed
-
-sys.path[:0] = [str(ROOT / "tests" / "resources")]
-
-import elsewhere  # noqa: E402
-
-from strategies.errors import (  # noqa: E402
+from strategies.errors import (
     CancelledError,
     DataLossError,
     DeadlineExceededError,
@@ -30,13 +24,13 @@ from strategies.errors import (  # noqa: E402
     UnavailableError,
     UnknownError,
 )
-from strategies.remote import (  # noqa: E402
-    Task,  # noqa: E402
+from strategies.remote import (
+    Task,
     functions,
     payloads,
     pool,
 )
-from strategies.remote.wire import DEEPEST  # noqa: E402
+from strategies.remote.wire import DEEPEST
 
 LIMIT = 20.0
 
