@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from collectives.algorithms.selection import ALGORITHMS
 from collectives.arrays.reduction import SUM
 from collectives.communicator import from_mpi
 from collectives.settings import Settings
+from launcher import WORLD_SIZES
+from pairwise import pairwise
 
 WORLD_RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
 WORLD_SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))
@@ -35,8 +38,12 @@ class ThreadWorld(NamedTuple):
     shared: bool = False
 
     @property
+    def kind(self):
+        return "shared" if self.shared else self.mode
+
+    @property
     def name(self):
-        return f"{self.size}-{'shared' if self.shared else self.mode}"
+        return f"{self.size}-{self.kind}"
 
     def algorithms(self, operation):
         """Names of the algorithms that an operation has in this world."""
@@ -56,14 +63,18 @@ class MpiWorld(NamedTuple):
     size: int = WORLD_SIZE
 
     @property
+    def kind(self):
+        return "shared" if self.shared else "messages"
+
+    @property
     def name(self):
-        return f"mpi-{'shared' if self.shared else 'messages'}"
+        return f"mpi-{self.kind}"
 
     def algorithms(self, operation):
         """Names of the algorithms that an operation has in this world."""
         return [
             *ALGORITHMS[operation],
-            *(["node"] if self.shared and self.size > 1 else []),
+            *(["node"] if self.shared else []),
             "auto",
         ]
 
@@ -138,20 +149,61 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if UNDER_MPI and "world" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.mpi)
+    in_worlds = [i for i in items if "world" in getattr(i, "fixturenames", ())]
+    chosen = _exist(in_worlds) if config.getoption("--long") else _pairwise(in_worlds)
+    _keep(config, items, {*items} - {*in_worlds} | {*chosen})
     report = config.getoption("--without")
     if report is not None:
-        _leave_out(config, items, reports.passed(report))
+        passed = reports.passed(report)
+        # What means something else with other packages runs again.
+        again = {i for i in items if i.get_closest_marker("packages")}
+        _keep(config, items, again | {i for i in items if reports.name_of(i.nodeid) not in passed})
 
 
-def _leave_out(config, items, passed):
-    """Deselect what has passed before, unless it means something else with other packages."""
-    left, out = [], []
-    for item in items:
-        again = item.get_closest_marker("packages") or reports.name_of(item.nodeid) not in passed
-        (left if again else out).append(item)
+def _keep(config, items, kept):
+    """Deselect the other tests."""
+    out = [item for item in items if item not in kept]
     if out:
         config.hook.pytest_deselected(items=out)
-        items[:] = left
+        items[:] = [item for item in items if item in kept]
+
+
+def _pairwise(items):
+    """Choose from tests that run in worlds: not the full cross of parameters, but all pairs.
+
+    The factors are the number of ranks, how they exchange messages, the algorithm, and each
+    parameter of the test. Under MPI the other numbers of ranks take part: each run, which has one
+    of them, chooses alike and keeps its own.
+    """
+    functions = defaultdict(list)
+    for item in items:
+        functions[item.parent.nodeid, item.originalname].append(item)
+    for cases in functions.values():
+        rows = [(item, (size, *_factors(item))) for item in cases for size in _sizes(item)]
+        for number in pairwise([row for _, row in rows]):
+            item, (size, *_) = rows[number]
+            if size == item.callspec.params["world"].size:
+                yield item
+
+
+def _exist(items):
+    return [item for item in items if item.callspec.params["world"].size in _sizes(item)]
+
+
+def _sizes(item):
+    """Numbers of ranks with which a case exists."""
+    world = item.callspec.params["world"]
+    if not UNDER_MPI:
+        return [world.size]
+    # A rank alone shares its memory with nobody.
+    return WORLD_SIZES[1:] if item.callspec.params.get("algorithm") == "node" else WORLD_SIZES
+
+
+def _factors(item):
+    """What a case is made of, but for the number of ranks."""
+    values = dict(item.callspec.params)
+    world = values.pop("world")
+    return world.kind, values.pop("algorithm", None), *map(id, values.values())
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Ranks of the worlds of a run of all tests.
+WORLD_SIZES = (1, 2, 3, 4)
+
 # More ranks than cores, as root or not; other MPI libraries ignore all of these.
 MPI_ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -129,10 +129,10 @@ def _skipped_everywhere(
 
 
 def _test(case: Case) -> tuple[bool, str]:
-    """What is one test: the same parameters, with any number of MPI ranks."""
-    return case.under_mpi, case.name
+    """What is one test: the same parameters, with any number of MPI ranks and kind of world."""
+    return case.under_mpi, re.sub(r"\bmpi-(messages|shared)\b", "mpi", case.name)
 
 
 def _function(case: Case) -> tuple[bool, str]:
     """As `_test`, but where ranks are threads their number is a parameter, too."""
-    return case.under_mpi, case.name if case.under_mpi else case.name.partition("[")[0]
+    return _test(case) if case.under_mpi else (False, case.name.partition("[")[0])

@@ -108,12 +108,14 @@ def test_a_test_that_is_skipped_everywhere_says_what_it_requires_or_is_a_fault()
         Case("mpi-2", "b::needs_two[x]", "passed"),
         Case("mpi-1", "b::needs_two[y]", "skipped"),
         Case("mpi-2", "b::needs_two[y]", "skipped"),
+        Case("mpi-1", "b::chosen[mpi-shared-z]", "skipped"),
+        Case("mpi-2", "b::chosen[mpi-messages-z]", "passed"),
         Case("mpi-1", "b::tensors", "skipped"),
         Case("mpi-2", "b::tensors", "skipped", "torch"),
         Case("mpi-2", "c", "skipped", "jax"),
     ]
     summary = reports.summary(cases)
-    assert summary.counts == {"passed": 2, "skipped": 9}
+    assert summary.counts == {"passed": 3, "skipped": 10}
     assert summary.untested == {"jax", "torch"}
     assert summary.faults == ["skipped everywhere: a::never", "skipped everywhere: b::needs_two[y]"]
 

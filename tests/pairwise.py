@@ -1,0 +1,44 @@
+"""Fewer cases of a full cross: every two values that meet in one of them meet in a chosen one.
+
+Most faults need one value, or two that meet: a dtype alone, an algorithm with a number of ranks.
+The cases that are chosen grow with the product of the two longest factors, not of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+
+Row = Sequence[Hashable]
+
+
+def pairwise(rows: Sequence[Row]) -> list[int]:
+    """Return the numbers of the rows to keep, in order.
+
+    Greedy and without chance: the row that brings most new pairs is next, the first of equals.
+
+    Args:
+        rows: the cases that exist, a value of each factor in each; not all combinations need to be
+            there, and what is not there is not missed.
+    """
+    pairs = [_pairs(row) for row in rows]
+    missing = set().union(*pairs)
+    # By how many pairs a row may still bring: a number that is out of date is only too high.
+    bring = [len(found) for found in pairs]
+    kept = []
+    while missing:
+        best, most = -1, 0
+        for number, limit in enumerate(bring):
+            if limit > most:
+                bring[number] = len(pairs[number] & missing)
+                if bring[number] > most:
+                    best, most = number, bring[number]
+        kept.append(best)
+        missing -= pairs[best]
+    return sorted(kept)
+
+
+def _pairs(row: Row) -> set[Hashable]:
+    """The pairs of a row; a value alone is one, so that a single factor keeps all its values."""
+    values = list(enumerate(row))
+    return {*values, *combinations(values, 2)}
