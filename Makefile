@@ -2,8 +2,8 @@
 #
 #   make install      the environment, which the others make too, where it is missing
 #   make train        the main job on real data with 2 ranks
-#   make test         all tests, also as 1, 2, 3 and 4 MPI ranks
-#   make test-all     the same with all long proofs at full length
+#   make test         all tests, also as 1, 2, 3 and 4 MPI ranks; of parameters all pairs
+#   make test-all     the same with all combinations of parameters, and long proofs at full length
 #   make check        ruff, mypy --strict
 #   make test-gpu     the tests that need a CUDA device; CUDA=12 or 13 chooses CuPy
 #   make slurm        submit the main job to this cluster's Slurm

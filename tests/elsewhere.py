@@ -20,7 +20,7 @@ __all__ = ["Dequeue", "Settling", "maker", "two_tasks"]
 @contextmanager
 def two_tasks():
     """The services of two tasks that are threads; the second one is the caller's."""
-    group = inprocess._Group(2, "eager")
+    group = inprocess.ThreadGroup(2, "eager")
     services = [None, None]
 
     def open_(rank):

@@ -41,7 +41,7 @@ def memory_of(array):
     return fakecupy.memory_at(interface["data"][0], interface["shape"], np.dtype(np.uint8))
 
 
-class _Group:
+class ThreadGroup:
     """What the threads of one group share."""
 
     def __init__(self, size, mode):
@@ -51,7 +51,7 @@ class _Group:
         self.events = 0  # messages started or taken so far
         self.boxes = defaultdict(deque)  # (source, dest) -> messages in order
         self.splits = defaultdict(dict)  # number of the split -> rank -> (color, key)
-        self.parts = {}  # (number of the split, color) -> _Group
+        self.parts = {}  # (number of the split, color) -> ThreadGroup
 
     def event(self):
         self.events += 1
@@ -150,13 +150,13 @@ class ThreadTransport(Transport):
                 (r for r in wishes if wishes[r][0] == color), key=lambda r: (wishes[r][1], r)
             )
             part = self.group.parts.setdefault(
-                (number, color), _Group(len(members), self.group.mode)
+                (number, color), ThreadGroup(len(members), self.group.mode)
             )
         return ThreadTransport(part, members.index(self.rank))
 
     def lane(self):
         with self.group.lock:
-            group = self.group.parts.setdefault("lane", _Group(self.size, self.group.mode))
+            group = self.group.parts.setdefault("lane", ThreadGroup(self.size, self.group.mode))
         return ThreadTransport(group, self.rank)
 
     def open_mailbox(self):
@@ -210,7 +210,7 @@ def run_ranks(size, function, mode="eager", *, timeout=20.0, leaders=None, setti
 
     The first error by rank is raised, after all threads have ended.
     """
-    group = _Group(size, mode)
+    group = ThreadGroup(size, mode)
     results = [None] * size
     errors = [None] * size
 

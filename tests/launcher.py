@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -78,3 +79,20 @@ def mpirun(
     """Run `python arguments...` on `size` ranks."""
     command = [mpirun_path(), *options, "-np", str(size), sys.executable, *map(str, arguments)]
     return run(command, timeout=timeout, cwd=cwd, **extra)
+
+
+# Runs commands of `python -m collectives`, and ends with what they returned.
+_COMMANDS = """
+import json, sys
+from collectives import __main__
+print([__main__.main(command) for command in json.loads(sys.argv[1])], flush=True)
+"""
+
+
+def commands(size: int, *lists: list[str | Path]) -> Result:
+    """Run several commands in one world, whose start takes longest; all must succeed."""
+    words = json.dumps([list(map(str, command)) for command in lists])
+    result = mpirun(size, "-c", _COMMANDS, words, timeout=110)
+    assert result.status == 0, result.stdout + result.stderr
+    assert result.stdout.count(str([0] * len(lists))) == size, result.stdout + result.stderr
+    return result

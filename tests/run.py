@@ -1,13 +1,15 @@
-"""Run all tests: alone, then the same conformance tests as 1, 2, 3 and 4 MPI ranks.
+"""Run all tests: alone, and beside that the conformance tests as 1, 2, 3 and 4 MPI ranks.
 
     python tests/run.py [--without FOLDER] [arguments for pytest]
 
-Where the environment holds MPICH as a second library, in `mpich/` (`make test` puts it there if
-UNISONO_REQUIRE names it), 2 and 3 ranks meet once more over that one.
+The worlds of MPI ranks follow each other while the other tests run, since both often wait. Where
+the environment holds MPICH as a second library, in `mpich/` (`make test` puts it there if
+UNISONO_REQUIRE names it), 2 and 3 ranks meet once more over that one, for what depends on the
+library: `SECOND_FILES`, or all of it with `--long`.
 
-Rank 0 reports on the terminal; the others write to `out/mpi-SIZE-rank-R.log`. The last lines say
-how many tests passed, and what was not tested because this machine lacks something. A test that is
-skipped in every world for another reason is a failure: it would never run.
+What rank 0 says of a world is shown at its end; the others write to `out/mpi-SIZE-rank-R.log`. The
+last lines say how many tests passed, and what was not tested because this machine lacks something.
+A test that is skipped in every world for another reason is a failure: it would never run.
 
 With the folder of an earlier run's reports, what passed there is left out, and what was skipped
 there must run here.
@@ -20,18 +22,30 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import reports
-from launcher import MPI_ENVIRONMENT, ROOT, mpirun_path, run
+from launcher import MPI_ENVIRONMENT, ROOT, WORLD_SIZES, mpirun_path, run
 from requirements import required
 
-SIZES = (1, 2, 3, 4)
 OUT = ROOT / "out"
+CONFORMANCE = "tests/conformance"
 
 # Of the second library: a power of two and another number, since the rest takes minutes more.
 SECOND_SIZES = (2, 3)
+
+# Where another library may do something else: messages of all sizes and their order, the library's
+# own collectives, calls from several threads, split communicators, and probes for what comes
+# unasked. The rest is built on these, and never calls MPI by itself.
+SECOND_FILES = tuple(
+    f"{CONFORMANCE}/test_{name}.py"
+    for name in (
+        "operations", "point_to_point", "large_counts", "several_nodes", "errors",
+        "asynchronous", "channels", "shared_queues", "served_state",
+    )
+)  # fmt: skip
 
 # Processes that share the tests without a world of their own; many of them start several ranks.
 MOST_WORKERS = 4
@@ -55,12 +69,19 @@ def main(arguments: list[str]) -> int:
         report.unlink()
     leave_out = {report.stem: [f"--without={report.resolve()}"] for report in earlier}
     second = second_libraries()
-    statuses = {"alone": _alone([*leave_out.get("alone", []), *arguments])}
-    for library in (FIRST, *second):
-        for size in library.sizes:
-            world = f"mpi-{size}{library.label}"
-            further = [*leave_out.get(world, []), *arguments]
-            statuses[world] = _world(library, size, OUT / f"{world}.xml", further)
+    statuses = {}
+    with ThreadPoolExecutor(1) as beside:
+        worlds = {}
+        for library in (FIRST, *second):
+            for size in library.sizes:
+                world = f"mpi-{size}{library.label}"
+                further = [*leave_out.get(world, []), *arguments]
+                if "--long" not in arguments:
+                    further += library.files
+                report = OUT / f"{world}.xml"
+                worlds[world] = beside.submit(_world, library, size, report, further)
+        statuses["alone"] = _alone([*leave_out.get("alone", []), *arguments])
+        statuses |= {world: future.result() for world, future in worlds.items()}
     return _summary(statuses, earlier, mpich=bool(second) or not _is_open_mpi())
 
 
@@ -81,9 +102,10 @@ class Library(NamedTuple):
     mpirun: str
     environment: dict[str, str]
     sizes: tuple[int, ...]
+    files: tuple[str, ...] = ()  # of the conformance tests; at first all
 
 
-FIRST = Library("", "", {}, SIZES)
+FIRST = Library("", "", {}, WORLD_SIZES)
 
 
 def second_libraries() -> list[Library]:
@@ -91,7 +113,9 @@ def second_libraries() -> list[Library]:
     home = Path(sys.prefix) / "mpich"
     if (home / "bin" / "mpiexec").exists():
         found_by = {"MPI4PY_LIBMPI": str(home / "lib" / "libmpi.so.12")}
-        return [Library("-mpich", str(home / "bin" / "mpiexec"), found_by, SECOND_SIZES)]
+        return [
+            Library("-mpich", str(home / "bin" / "mpiexec"), found_by, SECOND_SIZES, SECOND_FILES)
+        ]
     if required("mpich"):
         sys.exit(f"UNISONO_REQUIRE names mpich, but there is none in {home}")
     return []
@@ -102,18 +126,22 @@ def _is_open_mpi() -> bool:
 
 
 def _world(library: Library, size: int, report: Path, arguments: list[str]) -> int:
-    print(f"== {size} MPI ranks{library.label}", flush=True)
     command = [library.mpirun or mpirun_path(), "-np", str(size)]
     command += [sys.executable, __file__, "--rank", str(size), f"--junitxml={report}", *arguments]
     environment = {**os.environ, **MPI_ENVIRONMENT, **library.environment}
     environment["UNISONO_TEST_WORLD"] = "mpi"
-    try:
-        return subprocess.run(
-            command, cwd=ROOT, env=environment, check=False, timeout=LIMIT
-        ).returncode
-    except subprocess.TimeoutExpired:
-        print(f"the tests did not end within {LIMIT} s", flush=True)
-        return 1
+    with report.with_suffix(".log").open("w+") as log:
+        try:
+            status = subprocess.run(
+                command, cwd=ROOT, env=environment, check=False, timeout=LIMIT,
+                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            ).returncode  # fmt: skip
+            end = ""
+        except subprocess.TimeoutExpired:
+            status, end = 1, f"the tests did not end within {LIMIT} s\n"
+        log.seek(0)
+        print(f"\n== {size} MPI ranks{library.label}\n{log.read()}{end}", end="", flush=True)
+    return status
 
 
 def _summary(statuses: dict[str, int], earlier: list[Path], *, mpich: bool) -> int:
@@ -154,14 +182,10 @@ def rank_main(arguments: list[str]) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         options = [o for o in options if not re.match("--junitxml", o)]
-    return int(
-        pytest.main(
-            [
-                *("tests/conformance", "-m", "mpi", "--with-mpi", "--color=no"),
-                *("-p", "no:cacheprovider", *options),
-            ]
-        )
-    )
+    if not any(option.startswith(CONFORMANCE) for option in options):
+        options = [CONFORMANCE, *options]
+    always = ["-m", "mpi", "--with-mpi", "--color=no", "-p", "no:cacheprovider"]
+    return int(pytest.main([*always, *options]))
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ def test_many_ranks_need_no_more_scratch_than_few(monkeypatch):
         def wait(self, messages, deadline):
             pass
 
-    class Group(inprocess._Group):
+    class Group(inprocess.ThreadGroup):
         def event(self):
             pass
 

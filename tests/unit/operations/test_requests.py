@@ -271,7 +271,7 @@ def test_closing_names_what_does_not_end_in_one_warning(owner, gate, caplog, mon
 def test_closing_stops_an_operation_that_waits_for_another_rank(owner, caplog, monkeypatch):
     monkeypatch.setattr(requests, "_DRAIN", 0.05)
 
-    ranks = inprocess.ThreadTransport(inprocess._Group(2, "eager"), 0)
+    ranks = inprocess.ThreadTransport(inprocess.ThreadGroup(2, "eager"), 0)
 
     def waits():
         deadline = Deadline("barrier", 60.0)
