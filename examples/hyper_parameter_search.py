@@ -3,7 +3,7 @@
     mpirun -np 4 python examples/hyper_parameter_search.py
     python examples/ensemble.py
 
-Rank 0 hands out the trials, the other ranks carry them out, whoever is free takes the next. Each
+Rank 0 hands out the trials, the other ranks carry them out, one that is free takes the next. Each
 rank may use a device of its own: its local rank is the number. Trials are drawn from the seed, so
 that the result does not depend on the number of ranks.
 """

@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 import strategies
-from common.digits import Network, accuracy, batches, cross_entropy, load
+from common.digits import Network, accuracy, batches, load
 from strategies.parameter_server import Record
 
 BATCH = 50
@@ -88,13 +88,8 @@ def own_batches(epoch: int, worker: int, workers: int) -> list[np.ndarray]:
 def step(strategy: strategies.ParameterServerStrategy, rows: np.ndarray) -> float:
     """Push the gradients of one batch; returns the loss."""
     pixels, digits = (part[rows] for part in load("training"))
-    w = {name: variable.value for name, variable in strategy.variables.items()}
-    hidden = np.maximum(pixels @ w["w1"] + w["b1"], 0)
-    loss, errors = cross_entropy(hidden @ w["w2"] + w["b2"], digits)
-    errors /= len(rows)
-    back = (errors @ w["w2"].T) * (hidden > 0)
-    gradients = {"w1": pixels.T @ back, "b1": back.sum(axis=0)}
-    gradients |= {"w2": hidden.T @ errors, "b2": errors.sum(axis=0)}
+    weights = {name: variable.value for name, variable in strategy.variables.items()}
+    loss, gradients = Network(weights).gradients(pixels, digits)
     pairs = [(gradients[name], variable) for name, variable in strategy.variables.items()]
     strategy.apply_gradients(strategy.optimizer, pairs, examples=len(rows))
     return loss / len(rows)

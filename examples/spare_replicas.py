@@ -17,7 +17,7 @@ import numpy as np
 
 import collectives as cc
 import strategies
-from common.digits import Network, accuracy, batches, cross_entropy, load
+from common.digits import Network, accuracy, batches, load
 
 
 def main() -> None:
@@ -64,15 +64,8 @@ def my_batches(batch_size: int, seed: int):
 
 def backward(network, pixels: np.ndarray, digits: np.ndarray) -> dict[str, np.ndarray]:
     """Return the gradient of the mean cross-entropy for each variable."""
-    w = {name: variable.value for name, variable in network.items()}
-    hidden = np.maximum(pixels @ w["w1"] + w["b1"], 0)
-    _, errors = cross_entropy(hidden @ w["w2"] + w["b2"], digits)
-    errors /= len(digits)
-    back = (errors @ w["w2"].T) * (hidden > 0)
-    return {
-        "w1": pixels.T @ back, "b1": back.sum(axis=0),
-        "w2": hidden.T @ errors, "b2": errors.sum(axis=0),
-    }  # fmt: skip
+    weights = {name: variable.value for name, variable in network.items()}
+    return Network(weights).gradients(pixels, digits)[1]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
+import collectives as cc
 import strategies
 
 PIXELS, DIGITS = 64, 10
+CSV_FILES = 8
+# A column that is empty in a file counts as a white pixel; a missing digit is an error.
+CSV_COLUMNS = [np.float32(0)] * PIXELS + [np.empty(0, np.int32)]
 PARTS = {"training": slice(0, 1250), "validation": slice(1250, 1500), "held out": slice(1500, None)}
 
 
@@ -22,6 +27,32 @@ def load(part: str) -> tuple[np.ndarray, np.ndarray]:
     order = np.random.default_rng(0).permutation(len(bunch.target))
     rows = order[PARTS[part]]
     return bunch.data[rows] / 16, bunch.target[rows]
+
+
+def write_csv(folder: str, comm: cc.Communicator) -> tuple[list[str], str]:
+    """Write the digits as CSV files, once; returns the training files and the held-out one."""
+    names = [f"train-{i}-of-{CSV_FILES}.csv" for i in range(CSV_FILES)]
+    paths = [Path(folder) / name for name in [*names, "held-out.csv"]]
+    if comm.rank == 0 and not all(path.exists() for path in paths):
+        from sklearn.datasets import load_digits
+
+        bunch = load_digits()
+        table = np.column_stack([bunch.data, bunch.target]).astype(int)
+        np.random.default_rng(0).shuffle(table)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        header = ",".join([f"pixel_{i}" for i in range(PIXELS)] + ["digit"])
+        for path, rows in zip(paths, np.array_split(table, len(paths)), strict=True):
+            part = Path(f"{path}.part")  # a run that is killed here leaves no half file behind
+            np.savetxt(part, rows, fmt="%d", delimiter=",", header=header, comments="")
+            part.rename(path)
+    comm.barrier()
+    *training, held_out = map(str, paths)
+    return training, held_out
+
+
+def images_and_labels(columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Turn the columns of a file into images of 64 pixels from 0 to 1, and their digits."""
+    return np.stack(columns[:PIXELS], axis=1) / np.float32(16), columns[PIXELS]
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
@@ -62,14 +93,21 @@ class Network:
         pixels, digits = load("training")
         optimizer = strategies.Momentum(rate, momentum)
         for rows in (r for n in range(epochs) for r in batches(len(digits), 50, seed + n)):
-            w = self.weights
-            hidden = np.maximum(pixels[rows] @ w["w1"] + w["b1"], 0)
-            _, errors = cross_entropy(hidden @ w["w2"] + w["b2"], digits[rows])
-            errors /= len(rows)
-            back = (errors @ w["w2"].T) * (hidden > 0)
-            gradients = {"w1": pixels[rows].T @ back, "b1": back.sum(axis=0)}
-            gradients |= {"w2": hidden.T @ errors, "b2": errors.sum(axis=0)}
-            optimizer.apply_gradients([(gradients[name], w[name]) for name in w])
+            _, gradients = self.gradients(pixels[rows], digits[rows])
+            pairs = [(gradients[name], weight) for name, weight in self.weights.items()]
+            optimizer.apply_gradients(pairs)
+
+    def gradients(
+        self, pixels: np.ndarray, digits: np.ndarray
+    ) -> tuple[float, dict[str, np.ndarray]]:
+        """Return the sum of the cross-entropy over the rows, and the gradients of its mean."""
+        w = self.weights
+        hidden = np.maximum(pixels @ w["w1"] + w["b1"], 0)
+        loss, errors = cross_entropy(hidden @ w["w2"] + w["b2"], digits)
+        errors /= max(len(digits), 1)  # a rank without rows has gradients of zeros
+        back = (errors @ w["w2"].T) * (hidden > 0)
+        gradients = {"w1": pixels.T @ back, "b1": back.sum(axis=0)}
+        return loss, gradients | {"w2": hidden.T @ errors, "b2": errors.sum(axis=0)}
 
     def predict(self, pixels: np.ndarray) -> np.ndarray:
         """Return the probability of each digit, shape (n, 10)."""
