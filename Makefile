@@ -24,7 +24,7 @@ RANKS ?= 2
 ARGS ?=
 
 ifeq ($(filter $(LIBRARIES),$(MPI)),)
-$(error MPI is no library, expected one of $(LIBRARIES), got '$(MPI)')
+$(error MPI is not a library, expected one of $(LIBRARIES), got '$(MPI)')
 endif
 
 STAMP := $(VENV)/.unisono-$(MPI)
