@@ -1,4 +1,10 @@
-"""Which task a rank is, which devices the tasks have, and what is placed where."""
+"""Which task a rank is, which devices the tasks have, and what is placed where.
+
+`spec` says which jobs there are, `roles` what they are for, `resolvers` and `slurm` where a
+specification comes from; `cluster` gives each rank its task. `device_spec` reads the names of
+devices, `scopes` and `setter` say where things belong, `placement` decides; `gpus` is about those
+that this rank sees.
+"""
 
 from __future__ import annotations
 

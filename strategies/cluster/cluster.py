@@ -174,7 +174,7 @@ class Cluster:
         return f"Cluster({self.device_of(self.comm.rank)} of {self.spec})"
 
 
-_TRAINING = ("chief", "worker")
+_TRAINING = ("chief", "worker")  # a chief sorts first and so is rank 0 of `workers`
 
 
 def _own(

@@ -8,10 +8,9 @@ from typing import Any
 
 __all__ = ["DeviceSpec"]
 
-_JOB = re.compile(r"[A-Za-z]\w*", re.ASCII)
-_TYPE = re.compile(r"[A-Za-z]\w*", re.ASCII)
-_NUMBER = re.compile(r"[0-9]{1,18}")
-_KNOWN = ("CPU", "GPU")
+_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)  # of a job, or of a type of devices
+_NUMBER = re.compile(r"[0-9]{1,18}")  # fits int64; a long text is not turned into a number
+_KNOWN = ("CPU", "GPU")  # also in small letters, and without "device:" before them
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,13 @@ class DeviceSpec:
     device_index: int | None = None
 
     def __post_init__(self) -> None:
-        if self.job is not None and not (isinstance(self.job, str) and _JOB.fullmatch(self.job)):
+        if self.job is not None and not (isinstance(self.job, str) and _NAME.fullmatch(self.job)):
             raise ValueError(f"DeviceSpec: not the name of a job, got {self.job!r}")
         for field in ("replica", "task", "device_index"):
             _checked(field, getattr(self, field))
         kind = self.device_type
         if kind is not None:
-            if not isinstance(kind, str) or not _TYPE.fullmatch(kind):
+            if not isinstance(kind, str) or not _NAME.fullmatch(kind):
                 raise ValueError(f"DeviceSpec: not a type of devices, got {kind!r}")
             object.__setattr__(self, "device_type", _canonical(kind))
 
@@ -114,7 +113,7 @@ def _read(part: str, text: str) -> tuple[str, dict[str, Any]]:
     """Return what one part of a name is about, and its fields."""
     key, colon, value = part.partition(":")
     if key == "job":
-        if not _JOB.fullmatch(value):
+        if not _NAME.fullmatch(value):
             raise ValueError(f"device: not the name of a job, got {value!r} (device: {text})")
         return key, {key: value}
     if key in ("replica", "task"):

@@ -123,5 +123,5 @@ class Placer:
         )
 
 
-_DEFAULT_JOBS = {"chief": 0, "worker": 1}
+_DEFAULT_JOBS = {"chief": 0, "worker": 1}  # the first that there is; others after them
 _LISTED = 16  # devices in an error

@@ -4,8 +4,8 @@
 | --- | --- | --- |
 | `SimpleClusterResolver` | given | given, or by rank |
 | `RanksClusterResolver` | the ranks, divided by `UNISONO_CLUSTER=ps:2,worker:*` | by rank |
-| `TFConfigClusterResolver` | the environment variable `TF_CONFIG` | likewise |
-| `SlurmClusterResolver` | the Slurm step | likewise |
+| `TFConfigClusterResolver` | the environment variable `TF_CONFIG` | the same |
+| `SlurmClusterResolver` | the Slurm step | the same |
 | `UnionResolver` | several others together | that of the first one |
 """
 
@@ -82,7 +82,7 @@ class SimpleClusterResolver(ClusterResolver):
         if not isinstance(cluster_spec, ClusterSpec):
             raise TypeError(f"SimpleClusterResolver: expected a ClusterSpec, got {cluster_spec!r}")
         if not isinstance(master, str):
-            raise TypeError(f"SimpleClusterResolver: master is no text, got {master!r}")
+            raise TypeError(f"SimpleClusterResolver: master must be text, got {master!r}")
         self._spec = cluster_spec
         self._master = master
         self.task_type = task_type
@@ -164,7 +164,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self.task_type = _part(task, "type", str, None) if task_type is None else task_type
         index = task.get("index") if task_id is None else task_id
         if index is not None and not str(index).isdecimal():
-            raise ValueError(f"TF_CONFIG: the task's index is no number >= 0, got {index!r}")
+            raise ValueError(f"TF_CONFIG: the task's index must be a number >= 0, got {index!r}")
         self.task_id = None if index is None else int(index)
 
     def cluster_spec(self) -> ClusterSpec:

@@ -23,7 +23,7 @@ class Placeable(NamedTuple):
         type: what it is: "Variable", "FIFOQueue", "Function", ...
         device: what is known so far of where it belongs.
         shape: of its value, if it has one.
-        dtype: likewise.
+        dtype: of its value, if it has one.
         device_types: where it can be, best first.
     """
 
@@ -68,7 +68,7 @@ def device(name: str | DeviceSpec | DeviceFunction | None) -> Iterator[None]:
             for each thing; or None, to begin anew: what outer blocks say does not count.
 
     Raises:
-        ValueError: it is no such name.
+        ValueError: it is not such a name.
         TypeError: it is nothing of this kind.
 
     Example:

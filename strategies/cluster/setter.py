@@ -124,7 +124,7 @@ def replica_device_setter(
         The function; None, which constrains nothing, if there are no ps tasks.
 
     Raises:
-        TypeError: `choice` is no function.
+        TypeError: `choice` is not a function.
         ValueError: the cluster has no job of this name.
 
     Example:
@@ -139,7 +139,7 @@ def replica_device_setter(
         return None
     choose = RoundRobin(ps_tasks) if choice is None else choice
     if not callable(choose):
-        raise TypeError(f"replica_device_setter: choice is no function, got {choice!r}")
+        raise TypeError(f"replica_device_setter: choice must be a function, got {choice!r}")
 
     def place(thing: Placeable) -> str:
         if thing.device and not merge_devices:

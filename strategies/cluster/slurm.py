@@ -118,7 +118,7 @@ class SlurmClusterResolver(ClusterResolver):
         environ: to read, and to write CUDA_VISIBLE_DEVICES to; `os.environ` if None.
 
     Raises:
-        RuntimeError: this is no Slurm step, or the step has other numbers of tasks or GPUs than
+        RuntimeError: this is not a Slurm step, or the step has other numbers of tasks or GPUs than
             are asked for.
         ValueError: what Slurm says cannot be read.
     """
@@ -254,7 +254,7 @@ def _variable(env: Mapping[str, str], name: str) -> str:
 def _number(env: Mapping[str, str], name: str) -> int:
     text = _variable(env, name)
     if not (text.isascii() and text.isdecimal()):
-        raise ValueError(f"SlurmClusterResolver: SLURM_{name} is no number, got {text!r}")
+        raise ValueError(f"SlurmClusterResolver: SLURM_{name} must be a number >= 0, got {text!r}")
     return int(text)
 
 

@@ -24,7 +24,7 @@ class ClusterSpec:
             `ClusterSpec`. An address is any text: ranks find each other through MPI.
 
     Raises:
-        TypeError: something else, or an address is no text, or an index no integer.
+        TypeError: something else, or an address is not text, or an index not an integer.
         ValueError: an index is negative or there twice, or a job has no proper name.
 
     Example:
@@ -178,7 +178,7 @@ class ClusterSpec:
 
 def _job_name(job: object) -> str:
     if not isinstance(job, str):
-        raise TypeError(f"ClusterSpec: the name of a job is no text, got {job!r}")
+        raise TypeError(f"ClusterSpec: the name of a job must be text, got {job!r}")
     if not _NAME.fullmatch(job):
         raise ValueError(
             f"ClusterSpec: not the name of a job, expected letters, digits and _, got {job!r}"
@@ -200,7 +200,7 @@ def _tasks(job: str, tasks: Any) -> dict[int, str]:
     for index, address in pairs:
         if not isinstance(address, str):
             raise TypeError(
-                f"ClusterSpec: an address is no text, got {address!r} (job: {job}, task {index})"
+                f"ClusterSpec: an address must be text, got {address!r} (job: {job}, task {index})"
             )
     found = dict(sorted(pairs))
     if len(found) < len(pairs):
@@ -213,7 +213,7 @@ def _index(job: str, index: Any) -> int:
         number = int(index) if isinstance(index, str) else operator.index(index)
     except (TypeError, ValueError):
         raise TypeError(
-            f"ClusterSpec: the index of a task is no integer, got {index!r} (job: {job})"
+            f"ClusterSpec: the index of a task must be an integer, got {index!r} (job: {job})"
         ) from None
     if number < 0:
         raise ValueError(

@@ -223,7 +223,7 @@ def csv_batches(
             thread.
         seed: of the shuffling. With one thread the same files then give the same batches.
         min_after_dequeue: rows among which a row is drawn, at least.
-        skip_header_lines: lines at the beginning of each file that are no rows.
+        skip_header_lines: lines at the beginning of each file to pass over.
         allow_smaller_final_batch: whether to return the rest that fills no batch; otherwise it is
             dropped.
         on_damage: what to do about damaged files and lines that do not fit: "raise", or "skip" and

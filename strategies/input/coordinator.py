@@ -120,6 +120,7 @@ class Coordinator:
                 if thread.is_alive():
                     thread.join(0.05)
                     break
+        # One deadline for all of them: a grace for each would add up.
         deadline = time.monotonic() + stop_grace_period_secs
         for thread in waited:
             if thread.ident is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from strategies.errors import InvalidArgumentError
-from strategies.input.csv_exact import CONVERTERS, Column, Format, RecordError, decode
+from strategies.input.csv_exact import CONVERTERS, Column, Format, Misfit, decode
 from strategies.input.reader import Damage
 from strategies.queues.store import Array
 
@@ -51,7 +51,7 @@ def decode_csv(
         use_quote_delim: whether quotes are special; otherwise they are ordinary characters.
         na_value: one more text that means missing.
         select_cols: columns to decode, increasing, one per default; all if None.
-        blank_is_missing: whether fields of spaces alone are missing; otherwise they are no numbers.
+        blank_is_missing: whether fields of spaces alone are missing; otherwise they are errors.
         keys: what to call the records in errors, such as `file:line`; one for each.
         on_damage: what to do about records that do not fit: "raise", or "skip" to leave them out;
             the arrays are then of one dimension, and shorter.
@@ -64,7 +64,7 @@ def decode_csv(
         InvalidArgumentError: a record has another number of fields, lacks a required one, is not
             quoted well, or a field is not a number of its type; says which.
         ValueError: defaults, `field_delim`, `select_cols` or `keys` do not fit.
-        TypeError: a default of another dtype, or records that are no text.
+        TypeError: a default of another dtype, or records that are not strings.
 
     Example:
         >>> decode_csv(["1,one", ",two"], [np.int32(7), ""])
@@ -103,9 +103,9 @@ def decode_csv(
     if on_damage == "skip":
         good = np.delete(np.arange(len(lines)), [row for row, _ in misfits])
         return [values[good] for values in decoded]
-    for row, error in misfits:
+    for row, misfit in misfits:
         key = "" if keys is None else f" ({keys[row]})"
-        raise InvalidArgumentError(f"{error.before} record {row}{error.after}{key}") from None
+        raise InvalidArgumentError(f" record {row}".join(misfit.args) + key)
     if len(shape) == 1:
         return decoded
     return [values.reshape(shape)[()] for values in decoded]
@@ -134,15 +134,15 @@ def _decode_fast(
 
 def _fill(
     out: list[Array], rows: Sequence[int], lines: list[str], columns: list[Column], form: Format
-) -> list[tuple[int, RecordError]]:
+) -> list[tuple[int, Misfit]]:
     """Decode the given records into their places in `out`; return those that do not fit."""
     chosen = lines if len(rows) == len(lines) else [lines[row] for row in rows]
     try:
         decoded = decode(chosen, columns, form)
-    except RecordError as error:
+    except Misfit as misfit:
         if len(rows) == 1:
-            return [(rows[0], error)]
-        return [misfit for row in rows for misfit in _fill(out, [row], lines, columns, form)]
+            return [(rows[0], misfit)]
+        return [found for row in rows for found in _fill(out, [row], lines, columns, form)]
     places = slice(None) if len(rows) == len(lines) else list(rows)
     for array, values in zip(out, decoded, strict=True):
         array[places] = values

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["CONVERTERS", "Column", "Format", "RecordError", "decode"]
+__all__ = ["CONVERTERS", "Column", "Format", "Misfit", "decode"]
 
 
 class Column(NamedTuple):
@@ -38,40 +38,21 @@ class Format(NamedTuple):
     blank_is_missing: bool
 
 
-class RecordError(Exception):
-    """A record does not fit.
-
-    Args:
-        row: number of the record.
-        before: what is wrong, up to the number of the record.
-        after: the rest.
-    """
-
-    def __init__(self, row: int, before: str, after: str) -> None:
-        super().__init__(f"{before} record {row}{after}")
-        self.row, self.before, self.after = row, before, after
+class Misfit(Exception):
+    """What is wrong with a record, in two parts: before and after the number of the record."""
 
 
 def decode(lines: Sequence[str], columns: Sequence[Column], form: Format) -> list[Any]:
     """Decode records; return the values of each column.
 
     Raises:
-        RecordError: the first record that does not fit.
+        Misfit: the first record that does not fit.
     """
     values = _by_column(lines, columns, form)
     if values is not None:
         return values
-    table = []
-    for row, line in enumerate(lines):
-        try:
-            table.append(_values(_split(line, form), columns, form))
-        except _Misfit as misfit:
-            raise RecordError(row, *misfit.args) from None
+    table = [_values(_split(line, form), columns, form) for line in lines]
     return list(zip(*table, strict=True)) or [()] * len(columns)
-
-
-class _Misfit(Exception):
-    """What is wrong, in two parts: before and after the number of the record."""
 
 
 def _by_column(lines: Sequence[str], columns: Sequence[Column], form: Format) -> list[Any] | None:
@@ -93,7 +74,7 @@ def _by_column(lines: Sequence[str], columns: Sequence[Column], form: Format) ->
         plain = text.isascii() and "_" not in text
         pairs = zip(zip(*fields, strict=True), columns, strict=True)
         return [_column_values(parts, column, form, plain) for parts, column in pairs]
-    except (_Misfit, ValueError):
+    except (Misfit, ValueError):
         return None
 
 
@@ -134,17 +115,17 @@ class _Missing(ValueError):
 
 def _values(fields: list[str], columns: Sequence[Column], form: Format) -> list[Any]:
     if len(fields) != len(columns):
-        raise _Misfit(f"Expect {len(columns)} fields but have {len(fields)} in", "")
+        raise Misfit(f"Expect {len(columns)} fields but have {len(fields)} in", "")
     values: list[Any] = []
     for field, column in zip(fields, columns, strict=True):
         try:
             values.append(_value(field, column, form))
         except _Missing:
-            raise _Misfit(f"Field {len(values)} is required but missing in", "") from None
+            raise Misfit(f"Field {len(values)} is required but missing in", "") from None
         except ValueError:
             shown = field if len(field) <= 80 else field[:80] + "..."
             why = f" is not a valid {column.dtype}: {shown!r}"
-            raise _Misfit(f"Field {len(values)} in", why) from None
+            raise Misfit(f"Field {len(values)} in", why) from None
     return values
 
 
@@ -188,7 +169,7 @@ def _split(record: str, form: Format) -> list[str]:
         fields = _split_quoted(record, form.delimiter)
     else:
         if "\n" in record or "\r" in record:
-            raise _Misfit("Unquoted fields cannot have quotes/CRLFs inside,", "")
+            raise Misfit("Unquoted fields cannot have quotes/CRLFs inside,", "")
         fields = record.split(form.delimiter)
     return _selected(fields, form)
 
@@ -210,7 +191,7 @@ def _split_quoted(record: str, delimiter: str) -> list[str]:
             end = len(record) if end < 0 else end
             field = record[start:end]
             if any(character in field for character in '"\r\n'):
-                raise _Misfit("Unquoted fields cannot have quotes/CRLFs inside,", "")
+                raise Misfit("Unquoted fields cannot have quotes/CRLFs inside,", "")
         fields.append(field)
         if end == len(record):
             return fields
@@ -223,12 +204,12 @@ def _quoted_field(record: str, start: int, delimiter: str) -> tuple[str, int]:
     while True:
         quote = record.find('"', start)
         if quote < 0:
-            raise _Misfit("Quoted field has to end with quote followed by delim or end,", "")
+            raise Misfit("Quoted field has to end with quote followed by delim or end,", "")
         parts.append(record[start:quote])
         after = record[quote + 1 : quote + 2]
         if after in ("", delimiter):
             return "".join(parts), quote + 1
         if after != '"':
-            raise _Misfit("Quote inside a string has to be escaped by another quote,", "")
+            raise Misfit("Quote inside a string has to be escaped by another quote,", "")
         parts.append('"')
         start = quote + 2

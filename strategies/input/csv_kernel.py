@@ -35,6 +35,7 @@ _LINE_END, _QUOTE, _CARRIAGE_RETURN, _PLUS, _MINUS, _POINT, _ZERO, _NINE, _E, _e
 _WHOLE, _FRACTION, _EXPONENT = range(3)  # parts of a number
 # One more digit after this could leave int64; numbers that have one stay at the second value.
 _LAST_STEP, _TOO_LONG = 10**17, 4 * 10**18
+# Above the first two a float64 is not exact; exponents stop at the third, which is odd anyhow.
 _EXACT_INTEGER, _EXACT_POWER, _TOO_HIGH = 2**53, 22, 10_000
 _INT32_MAX = 2**31 - 1
 _POWERS = np.array([float(10**power) for power in range(_EXACT_POWER + 1)])

@@ -17,14 +17,22 @@ from typing import IO, Any, Literal, NamedTuple, TypeAlias, cast
 
 from strategies.errors import DataLossError, InvalidArgumentError, NotFoundError, UnknownError
 
-__all__ = ["Compression", "Sink", "Source", "check_compression", "match_files", "open_source"]
+__all__ = [
+    "Compression",
+    "Sink",
+    "Source",
+    "check_compression",
+    "match_files",
+    "open_source",
+    "pass_over",
+]
 
 Compression: TypeAlias = Literal["", "GZIP", "ZLIB"] | None
 """How a file is packed; "" for not at all, None for GZIP if its name ends in `.gz`."""
 
 # Bytes read ahead: records of 64 KiB come fastest with this one (`benchmarks/input.py`).
 _BUFFER = 256 << 10
-_PIECE = 64 << 10  # packed bytes read at a time
+_PIECE = 64 << 10  # bytes read at a time that are unpacked or passed over
 # What zlib calls a gzip header without name and time, and a zlib header.
 _BITS = {"GZIP": 31, "ZLIB": 15}
 
@@ -121,6 +129,16 @@ def open_source(path: str, compression: Compression, where: Callable[[], str]) -
         raise NotFoundError(f"read: no such file ({path})") from None
     except OSError as error:
         raise UnknownError(f"read: {error} ({where()})") from error
+
+
+def pass_over(file: IO[bytes], count: int) -> int:
+    """Read so many bytes and forget them; return how many of them are missing."""
+    while count:
+        passed = len(file.read(min(count, _PIECE)))
+        if not passed:
+            break
+        count -= passed
+    return count
 
 
 def _is_url(path: str) -> bool:

@@ -169,6 +169,7 @@ class Batches:
         def filler(read: Read, waiting: list[Any]) -> Callable[[], None]:
             return lambda: enqueue(waiting.pop() if waiting else self._count(read()))
 
+        # What was read to learn the dtypes is the first thing that its thread enqueues.
         others = [filler(read, []) for read in reads[1:]]
         runners = [
             QueueRunner(rows, [filler(reads[0], [first]), *others]),
@@ -206,8 +207,9 @@ class Batches:
             _log.warning(
                 "batch: the input gave no batch, its %d rows are fewer than batch_size %d; "
                 "allow_smaller_final_batch=True gives them as a smaller one",
-                self.rows_read, self._batch_size,
-            )  # fmt: skip
+                self.rows_read,
+                self._batch_size,
+            )
 
     def _error(self) -> BaseException | None:
         try:

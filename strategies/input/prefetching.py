@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 __all__ = ["Prefetch", "prefetch"]
@@ -36,7 +35,7 @@ class Prefetch(Generic[T]):
         self._over = False  # nothing more will come
         self._closed = False
         self._thread = threading.Thread(target=self._read, name="prefetch", daemon=True)
-        self._thread.start()
+        self._thread.start()  # last: it uses all of the above
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -59,12 +58,7 @@ class Prefetch(Generic[T]):
     def __enter__(self) -> Prefetch[T]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def position(self) -> Any:

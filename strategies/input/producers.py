@@ -101,6 +101,7 @@ def preload(
         ['a', 'b']
     """
     parts, form = _taken_apart(values)
+    # The caller may go on to change its arrays while another thread reads.
     parts = [part.copy() for part in parts]
     for part in parts:
         part.setflags(write=False)  # a single row is a view

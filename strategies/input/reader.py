@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeVar
 from strategies.errors import DataLossError, InvalidArgumentError, OpError
 from strategies.queues.queue import Queue
 
-__all__ = ["Damage", "Reader", "Records"]
+__all__ = ["Damage", "Reader", "Records", "Value"]
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class Reader(ABC, Generic[Value]):
         Costs: the records of the open file that were returned already are read again.
 
         Raises:
-            InvalidArgumentError: this is no state of such a reader; the reader is then reset.
+            InvalidArgumentError: this is not the state of such a reader; the reader is then reset.
         """
         self.reset()
         values = dict(state) if isinstance(state, Mapping) else {}
@@ -231,7 +231,7 @@ class Reader(ABC, Generic[Value]):
         try:
             if self._records is None:
                 self._records = self._opened(self._work)
-            # What precedes an exception stays in the list.
+            # Not a list comprehension: what precedes an exception stays in the list.
             pairs.extend(itertools.islice(self._records, min(count, sys.maxsize)))
             if not pairs:
                 self._end()

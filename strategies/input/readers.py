@@ -1,7 +1,7 @@
 """Readers, one for each format: text lines, fixed length, TFRecord, whole files, names alone.
 
 They take file names from a queue and return pairs of a key, which says where a record stood, and
-the record. What they have in common is in `reader_base`.
+the record. What they have in common is in `reader`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import IO
 
 from strategies.errors import DataLossError, InvalidArgumentError
-from strategies.input.files import Compression, check_compression, open_source
-from strategies.input.reader import Damage, Reader, Records
+from strategies.input.files import Compression, check_compression, open_source, pass_over
+from strategies.input.reader import Damage, Reader, Records, Value
 from strategies.input.records import unframe
 
 __all__ = [
@@ -27,10 +27,30 @@ __all__ = [
 MAX_RECORD_BYTES = 16 << 20
 """Longest record in bytes unless the user says otherwise: memory that a damaged file can take."""
 
-_PIECE = 64 << 10  # bytes read at a time of what is passed over
+_PIECE = 64 << 10  # bytes read at a time: enough that the work per call does not count
 
 
-class TextLineReader(Reader[str]):
+class _FileReader(Reader[Value]):
+    """What readers of records of any length take: how long one may be, how a file is packed."""
+
+    def __init__(
+        self,
+        *,
+        max_record_bytes: int = MAX_RECORD_BYTES,
+        compression: Compression = None,
+        on_damage: Damage = "raise",
+    ) -> None:
+        if max_record_bytes < 1:
+            raise InvalidArgumentError(
+                f"{type(self).__name__}: max_record_bytes must be at least 1, "
+                f"got {max_record_bytes}"
+            )
+        super().__init__(on_damage=on_damage)
+        self._limit = max_record_bytes
+        self._compression = check_compression(compression)
+
+
+class TextLineReader(_FileReader[str]):
     r"""The lines of text files, without their ends `\n` or `\r\n`.
 
     Keys are `file:line`, where lines count from 1 and include the header. Empty lines are records,
@@ -55,15 +75,14 @@ class TextLineReader(Reader[str]):
         compression: Compression = None,
         on_damage: Damage = "raise",
     ) -> None:
-        if skip_header_lines < 0 or max_record_bytes < 1:
+        if skip_header_lines < 0:
             raise InvalidArgumentError(
-                "TextLineReader: skip_header_lines must be at least 0 and max_record_bytes at "
-                f"least 1, got {skip_header_lines} and {max_record_bytes}"
+                f"TextLineReader: skip_header_lines must be at least 0, got {skip_header_lines}"
             )
-        super().__init__(on_damage=on_damage)
+        super().__init__(
+            max_record_bytes=max_record_bytes, compression=compression, on_damage=on_damage
+        )
         self._skip = skip_header_lines
-        self._limit = max_record_bytes
-        self._compression = check_compression(compression)
 
     def _open(self, work: str) -> Records[str]:
         number = 0
@@ -113,7 +132,7 @@ class TextLineReader(Reader[str]):
         try:
             return line.decode()
         except UnicodeDecodeError as error:
-            self._damaged(DataLossError(f"read: line is no UTF-8: {error} ({work}:{number})"))
+            self._damaged(DataLossError(f"read: line is not UTF-8: {error} ({work}:{number})"))
             return None
 
 
@@ -125,8 +144,8 @@ class FixedLengthRecordReader(Reader[bytes]):
         | header | record | gap |   hop_bytes = record_bytes + gap
                  | record | gap | record | ... | footer |
 
-    Keys are `file:number`, where records count from 0. What is left at the end and is no whole
-    record is ignored.
+    Keys are `file:number`, where records count from 0. What is left at the end and is not a
+    whole record is ignored.
 
     Args:
         record_bytes: bytes of a record.
@@ -168,7 +187,7 @@ class FixedLengthRecordReader(Reader[bytes]):
         record, hop = self._record, self._hop
         needed = record + self._footer
         with open_source(work, self._compression, lambda: f"{work}:{number}") as (file, _):
-            missing = _pass_over(file, self._header)
+            missing = pass_over(file, self._header)
             if missing:
                 raise DataLossError(
                     f"read: the file ends {missing} bytes before the end of its header ({work})"
@@ -177,13 +196,13 @@ class FixedLengthRecordReader(Reader[bytes]):
             while len(window) == needed:
                 yield f"{work}:{number}", window[:record]
                 number += 1
-                if hop > needed and _pass_over(file, hop - needed):
+                if hop > needed and pass_over(file, hop - needed):
                     return
                 window = window[hop:]
                 window += file.read(needed - len(window))
 
 
-class TFRecordReader(Reader[bytes]):
+class TFRecordReader(_FileReader[bytes]):
     """The records of TFRecord files; their checksums are verified.
 
     Keys are `file:offset`, in bytes of the unpacked file.
@@ -199,17 +218,6 @@ class TFRecordReader(Reader[bytes]):
         ImportError: when reading, google-crc32c is not installed.
     """
 
-    def __init__(
-        self,
-        *,
-        max_record_bytes: int = MAX_RECORD_BYTES,
-        compression: Compression = None,
-        on_damage: Damage = "raise",
-    ) -> None:
-        super().__init__(on_damage=on_damage)
-        self._limit = _checked_limit("TFRecordReader", max_record_bytes)
-        self._compression = check_compression(compression)
-
     def _open(self, work: str) -> Records[bytes]:
         offset = 0
         with open_source(work, self._compression, lambda: f"{work}:{offset}") as source:
@@ -217,7 +225,7 @@ class TFRecordReader(Reader[bytes]):
                 yield f"{work}:{offset}", data
 
 
-class WholeFileReader(Reader[bytes]):
+class WholeFileReader(_FileReader[bytes]):
     """Each file as one record, whose key is the name of the file.
 
     Args:
@@ -229,17 +237,6 @@ class WholeFileReader(Reader[bytes]):
         InvalidArgumentError: no room for a record.
         ValueError: an unknown compression, or an unknown way with damage.
     """
-
-    def __init__(
-        self,
-        *,
-        max_record_bytes: int = MAX_RECORD_BYTES,
-        compression: Compression = None,
-        on_damage: Damage = "raise",
-    ) -> None:
-        super().__init__(on_damage=on_damage)
-        self._limit = _checked_limit("WholeFileReader", max_record_bytes)
-        self._compression = check_compression(compression)
 
     def _open(self, work: str) -> Records[bytes]:
         with open_source(work, self._compression, lambda: work) as (file, size):
@@ -257,24 +254,6 @@ class IdentityReader(Reader[str]):
 
     def _open(self, work: str) -> Records[str]:
         yield work, work
-
-
-def _checked_limit(reader: str, max_record_bytes: int) -> int:
-    if max_record_bytes < 1:
-        raise InvalidArgumentError(
-            f"{reader}: max_record_bytes must be at least 1, got {max_record_bytes}"
-        )
-    return max_record_bytes
-
-
-def _pass_over(file: IO[bytes], count: int) -> int:
-    """Read so many bytes and forget them; return how many of them are missing."""
-    while count:
-        passed = len(file.read(min(count, _PIECE)))
-        if not passed:
-            break
-        count -= passed
-    return count
 
 
 def _completed(file: IO[bytes], beginning: bytes, limit: int) -> bytes | None:

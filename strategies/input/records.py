@@ -17,11 +17,9 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import IO
 
 from strategies.errors import DataLossError
-from strategies.input.files import Compression, Sink, Source, check_compression
+from strategies.input.files import Compression, Sink, Source, check_compression, pass_over
 
 __all__ = ["TFRecordWriter", "frame", "unframe"]
 
@@ -30,8 +28,7 @@ _log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<Q")
 _HEADER = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-_MASK, _ALL = 0xA282EAD8, 0xFFFFFFFF
-_PIECE = 64 << 10  # bytes read at a time of a record that is passed over
+_MASK, _ALL = 0xA282EAD8, 0xFFFFFFFF  # the format's constant; 32 bits
 
 
 @functools.cache
@@ -67,7 +64,7 @@ def unframe(
     """Yield the offset and the data of each record of a file.
 
     Up to 11 bytes after the last record are the rest of a header that was not written to its end;
-    they are no error, but logged.
+    they are logged, and are not an error.
 
     Args:
         source: the file.
@@ -91,19 +88,18 @@ def unframe(
     while len(header) == _HEADER.size:
         length, expected = _HEADER.unpack(header)
         crc = crc32c(header[: _LENGTH.size])
+        # `_masked`, written out without its call: this runs twice for each record.
         if (crc >> 15 | crc << 17) + _MASK & _ALL != expected:
             hint = "; is this a TFRecord file, and packed as you say?" if offset == 0 else ""
-            raise DataLossError(
-                f"read: corrupted record at {offset}: checksum of its length, "
-                f"expected {expected:#010x}, got {_masked(crc):#010x} ({path}){hint}"
-            )
+            raise _corrupted(offset, "length", expected, crc, f"({path}){hint}")
         end = offset + _HEADER.size + length + _CRC.size
         if size is not None and end > size:
             raise _truncated(offset, length, path)
         if length > limit:
             why = f"has {length} bytes, more than max_record_bytes = {limit}"
             damaged(DataLossError(f"read: record at {offset} {why} ({path})"))
-            _pass_over(source.file, length + _CRC.size, _truncated(offset, length, path))
+            if pass_over(source.file, length + _CRC.size):
+                raise _truncated(offset, length, path)
             header = read(_HEADER.size)
         else:
             data = read(length)
@@ -115,30 +111,24 @@ def unframe(
             if (crc >> 15 | crc << 17) + _MASK & _ALL == expected:
                 yield offset, data
             else:
-                damaged(
-                    DataLossError(
-                        f"read: corrupted record at {offset}: checksum of its data, "
-                        f"expected {expected:#010x}, got {_masked(crc):#010x} ({path})"
-                    )
-                )
+                damaged(_corrupted(offset, "data", expected, crc, f"({path})"))
             header = rest[_CRC.size :] if ahead else read(_HEADER.size)
         offset = end
     if header:
         _log.warning("read: %d bytes too few for a header at %d (%s)", len(header), offset, path)
 
 
+def _corrupted(offset: int, part: str, expected: int, crc: int, where: str) -> DataLossError:
+    return DataLossError(
+        f"read: corrupted record at {offset}: checksum of its {part}, "
+        f"expected {expected:#010x}, got {_masked(crc):#010x} {where}"
+    )
+
+
 def _truncated(offset: int, length: int, path: str) -> DataLossError:
     return DataLossError(
         f"read: truncated record at {offset}: the file ends before its {length} bytes ({path})"
     )
-
-
-def _pass_over(file: IO[bytes], count: int, error: DataLossError) -> None:
-    while count:
-        passed = len(file.read(min(count, _PIECE)))
-        if not passed:
-            raise error
-        count -= passed
 
 
 class TFRecordWriter:
@@ -162,12 +152,7 @@ class TFRecordWriter:
     def __enter__(self) -> TFRecordWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def write(self, record: bytes) -> None:

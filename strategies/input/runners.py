@@ -33,7 +33,7 @@ class QueueRunner:
 
     Raises:
         ValueError: no queue, or no functions.
-        TypeError: the exception types are no tuple of `OpError` classes.
+        TypeError: the exception types are not a tuple of `OpError` classes.
 
     Attributes:
         exceptions_raised: of threads that were started without a coordinator.
@@ -165,7 +165,7 @@ def start_queue_runners(
     """Make, and start, the threads of several queue runners.
 
     Args:
-        runners: there is no graph that would know them, so they are listed.
+        runners: to start; nothing else knows which there are.
         coord: as for `QueueRunner.create_threads`.
         daemon: whether the process may end while they run.
         start: whether to start them.

@@ -1,4 +1,7 @@
-"""Building blocks of models whose parts are on different ranks; see `blocks`.
+"""Building blocks of models whose parts are on different ranks.
+
+`blocks` has each operation with the function that takes its gradient back, for arrays of any
+library; `torch` the same for PyTorch's automatic differentiation.
 
 Example:
     >>> import collectives as cc

@@ -106,7 +106,7 @@ class Optimizer(abc.ABC):
             ValueError: a shape or dtype differs, also from the slot, an index is out of range, or
                 loaded slots belong to other variables; the message names the variable and its
                 position.
-            TypeError: something is no array, or gradient and variable are in different memories.
+            TypeError: something is not an array, or a gradient not in the memory of its variable.
         """
         pairs = gradients.resolve(grads_and_vars, self._name)
         gradients.check_slots(pairs, self._slots, self._loaded, self._name)

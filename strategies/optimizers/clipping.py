@@ -55,7 +55,7 @@ def clip_by_value(gradients: Iterable[Any], limit: float) -> list[Any]:
         limit: a number >= 0.
 
     Raises:
-        TypeError, ValueError: something is no gradient; the message names its position.
+        TypeError, ValueError: something is not a gradient; the message names its position.
     """
     limit = number("clip_by_value", "limit", limit)
 
@@ -76,7 +76,7 @@ def clip_by_norm(gradients: Iterable[Any], max_norm: float) -> list[Any]:
         max_norm: a number >= 0.
 
     Raises:
-        TypeError, ValueError: something is no gradient; the message names its position.
+        TypeError, ValueError: something is not a gradient; the message names its position.
     """
     limit = number("clip_by_norm", "max_norm", max_norm)
     return [
@@ -107,7 +107,7 @@ def clip_by_global_norm(
         are on all ranks, so that each can pass over the step: `if math.isfinite(norm)`.
 
     Raises:
-        TypeError, ValueError: something is no gradient, or ranks differ in `max_norm`; on all
+        TypeError, ValueError: something is not a gradient, or ranks differ in `max_norm`; on all
             ranks.
 
     Cost: one all-gather of 32 bytes per rank; gradients are read once, and once more if scaled.

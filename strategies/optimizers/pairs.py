@@ -39,7 +39,7 @@ def resolve(grads_and_vars: Iterable[tuple[Any, Any]], operation: str) -> list[P
 
     Raises:
         ValueError: shape, dtype or indices do not fit, a variable is read-only or given twice.
-        TypeError: something is no array, or no pair, or a gradient is in another memory.
+        TypeError: something is not an array, or not a pair, or a gradient is in another memory.
     """
     pairs: dict[str, Pair] = {}
     for position, item in enumerate(grads_and_vars):
@@ -105,12 +105,12 @@ def floats(what: str, array: Any, operation: str, where: str) -> Any:
     """Return an array of floats, as a NumPy array where its memory allows.
 
     Raises:
-        TypeError: it is no array.
-        ValueError: its dtype is none of `COMPUTE`.
+        TypeError: it is not an array.
+        ValueError: its dtype is not in `COMPUTE`.
     """
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         kind = type(array).__name__
-        raise TypeError(f"{operation}: {what} is no array, got {kind} ({where})")
+        raise TypeError(f"{operation}: {what} is not an array, got {kind} ({where})")
     if arrays.dtype_name(array) not in COMPUTE:
         raise ValueError(
             f"{operation}: unsupported dtype, expected {', '.join(COMPUTE)}, "
@@ -126,7 +126,9 @@ def floats(what: str, array: Any, operation: str, where: str) -> Any:
 def _writable(value: Any, operation: str, where: str) -> Any:
     """Return the array of a variable, as a NumPy array where its memory allows."""
     if isinstance(value, np.generic):  # its array would be a copy
-        raise TypeError(f"{operation}: variable is no array, got the number {value!r} ({where})")
+        raise TypeError(
+            f"{operation}: variable is not an array, got the number {value!r} ({where})"
+        )
     refuse_jax(value, operation, where)
     value = floats("variable", value, operation, where)
     if isinstance(value, np.ndarray):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from strategies.input import empty, sharding
+from strategies.input import split, uneven
 from strategies.ranks import Ranks
 from strategies.replicas.per_replica import PerReplica
 from strategies.structures import map_leaves, zip_leaves
@@ -98,8 +98,8 @@ def _same_batches(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[
     """Cut each batch for all replicas; the parts go to the processes in turn."""
     replicas = ranks.size * count
     for batch in batches:
-        sizes = sharding.even_sizes(sharding.rows_of(batch), replicas)
-        parts = sharding.cut(batch, sizes)
+        sizes = split.even_sizes(split.rows_of(batch), replicas)
+        parts = split.cut(batch, sizes)
         yield _for_replicas(tuple(parts[ranks.rank :: ranks.size]))
 
 
@@ -108,9 +108,9 @@ def _own_batches(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[A
     sizes = None
     for batch in batches:
         if sizes is None:
-            rows = sharding.rows_of(batch)
-            sizes = sharding.cycle_sizes(rows, ranks.rank, ranks.size, ranks.size * count)
-        yield from sharding.cut(batch, sizes)
+            rows = split.rows_of(batch)
+            sizes = split.cycle_sizes(rows, ranks.rank, ranks.size, ranks.size * count)
+        yield from split.cut(batch, sizes)
 
 
 def from_function(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[Any]:
@@ -120,7 +120,7 @@ def from_function(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[
     """
     steps = _steps(batches, count)
     comm = ranks.comm
-    used = filter(sharding.has_rows, steps) if comm is None else sharding.in_step(steps, comm)
+    used = filter(split.has_rows, steps) if comm is None else uneven.in_step(steps, comm)
     return (_for_replicas(step) for step in used)
 
 
@@ -128,7 +128,7 @@ def _steps(batches: Iterable[Any], count: int) -> Iterator[tuple[Any, ...]]:
     """Yield a batch for each replica; those without one get 0 rows."""
     iterator = iter(batches)
     while step := tuple(itertools.islice(iterator, count)):
-        nothing = map_leaves(empty.like, step[0])
+        nothing = map_leaves(uneven.like, step[0])
         yield step + (nothing,) * (count - len(step))
 
 

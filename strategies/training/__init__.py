@@ -1,4 +1,9 @@
-"""What surrounds the training loop: checkpoints, metrics and progress."""
+"""What surrounds the training loop: checkpoints, metrics and progress.
+
+`checkpoint_manager` is for a group of ranks, `checkpoint` for one process: `shards` holds the
+arrays, `manifest` says what is complete, `durable` has the order of writing that survives a crash.
+`summaries` is for people: metrics, the loss curve, progress.
+"""
 
 from __future__ import annotations
 

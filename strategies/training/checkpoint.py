@@ -32,10 +32,10 @@ from strategies.training import durable, manifest, shards
 __all__ = ["Checkpoint", "Draft", "latest", "prepare", "restore", "save", "write"]
 
 _log = logging.getLogger(__name__)
-_DIRECTORY_NAME = re.compile(r"(?:\.old-)?step-(\d{6,15})")
+_DIRECTORY_NAME = re.compile(r"(?:\.old-)?step-(\d{6,15})")  # 15 digits: `manifest.MAX_STEP`
 
-# Exactly our own names: the directory may hold other people's files.
-_RUBBISH = re.compile(r"\.tmp-(?:latest|step-\d{6,15})")
+# Half-written. Exactly our own names: the directory may hold other people's files.
+_LEFTOVERS = re.compile(r"\.tmp-(?:latest|step-\d{6,15})")
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def _complete(root: Path) -> list[tuple[Path, manifest.Manifest]]:
 def _recover(root: Path) -> None:
     """Undo or finish what a save that died left behind; the caller holds the lock."""
     for path in sorted(root.iterdir()):
-        if _RUBBISH.fullmatch(path.name):
+        if _LEFTOVERS.fullmatch(path.name):
             durable.remove(path)
         elif path.name.startswith(".old-") and _DIRECTORY_NAME.fullmatch(path.name):
             final = root / path.name.removeprefix(".old-")

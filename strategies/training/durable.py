@@ -144,7 +144,7 @@ class DirectoryLock:
         except OSError as error:
             _log.warning("lock: the file system has no locks: %s (file: %s)", error.strerror, path)
             return
-        # The owner's name only helps whoever meets the lock: a full disk must not stop us here.
+        # The name only helps those who meet the lock: a full disk must not stop us here.
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -63,18 +63,16 @@ MAX_STEP = 10**15
 MAX_SEQUENCE = 1 << 63
 # Bytes of which NumPy can make an array, where it takes an extent of 0 for 1.
 _MAX_NBYTES = int(np.iinfo(np.intp).max)
+# No directory part, and no leading point, so that it is neither hidden nor "..".
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
+_NUMPY_HAS = (
+    "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64"
+)
 DTYPES: dict[str, np.dtype[Any]] = {
-    **{
-        name: np.dtype(name)
-        for name in (
-            "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
-            "float16", "float32", "float64", "complex64",
-        )
-    },
+    **{name: np.dtype(name) for name in _NUMPY_HAS.split()},
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}  # fmt: skip
+}
 """What a checkpoint can hold, by NumPy's name: the types that safetensors has words for."""
 
 
@@ -147,7 +145,7 @@ def inside(directory: Path, name: str) -> Path:
     Raises:
         NotFoundError: it does not exist.
         DataLossError: the name has a directory part, or leads out of the directory by a link, or
-            is no regular file.
+            is not a regular file.
     """
     path = directory / name
     if not _FILE_NAME.fullmatch(name):

@@ -28,6 +28,7 @@ __all__ = ["as_arrays", "as_bytes", "read", "verify", "write"]
 # Bytes read at a time by `verify`; from the page cache 3.6 GB/s with 16 KiB, 5.0 with 64, 5.4 with
 # 256, no more with larger ones.
 _BUFFER_BYTES = 256 << 10
+# What differs from the rule of `_word`.
 _WORDS = {"bool": "BOOL", "complex64": "C64", "bfloat16": "BF16"}
 
 

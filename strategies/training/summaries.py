@@ -61,7 +61,7 @@ class MetricsWriter:
                 numbers.
 
         Raises:
-            TypeError: a value is no scalar.
+            TypeError: a value is not a scalar.
             FailedPreconditionError: the writer is closed.
             ResourceExhaustedError: the disk is full.
         """
@@ -160,7 +160,7 @@ class Progress:
         total: number of steps.
         description: what is going on, in a word or two.
         enabled: False shows nothing; for all ranks but one.
-        interval: seconds between lines where the output is no terminal.
+        interval: seconds between lines where the output is not a terminal.
         file: where to write; standard error by default.
 
     Example:
@@ -264,7 +264,7 @@ def _scalar(name: str, value: Any) -> bool | int | float | str:
         number = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"metrics: no scalar, expected a number, bool or str, "
+            f"metrics: not a scalar, expected a number, bool or str, "
             f"got {type(value).__name__} (name: {name})"
         ) from error
     if math.isnan(number):

@@ -13,7 +13,7 @@ import collectives as cc
 import strategies
 from requirements import installed
 from strategies.errors import OutOfRangeError
-from strategies.input import empty, sharding
+from strategies.input import in_step, uneven
 from strategies.input.prefetching import prefetch
 from strategies.input.readers import TextLineReader
 from strategies.input.sharded import ShardedInput
@@ -88,7 +88,7 @@ def test_ranks_that_run_out_end_as_the_user_says(world):
     def run(comm):
         def steps(uneven):
             batches = [np.full(2, 10 * comm.rank + i) for i in range(comm.rank + 1)]
-            return [batch.tolist() for batch in sharding.in_step(batches, comm, uneven=uneven)]
+            return [batch.tolist() for batch in in_step(batches, comm, uneven=uneven)]
 
         own = [[10 * comm.rank + i] * 2 for i in range(comm.rank + 1)]
         missing = comm.size - len(own)
@@ -96,7 +96,7 @@ def test_ranks_that_run_out_end_as_the_user_says(world):
         assert steps("drop") == own[:1]
         assert steps("pad") == own + [own[0]] * missing
         with pytest.raises(ValueError, match="expected one of fewer drop pad, got 'stop'"):
-            next(sharding.in_step([], comm, uneven="stop"))
+            next(in_step([], comm, uneven="stop"))
 
     world.run(run)
 
@@ -105,7 +105,7 @@ def test_ranks_that_run_out_end_as_the_user_says(world):
 def test_a_step_in_which_no_rank_has_a_row_is_left_out(world, uneven):
     def run(comm):
         sizes = [0, comm.rank, 0, 1 if comm.rank == 0 else 0, 0]
-        seen = [len(x) for x in sharding.in_step(map(np.ones, sizes), comm, uneven=uneven)]
+        seen = [len(x) for x in in_step(map(np.ones, sizes), comm, uneven=uneven)]
         assert seen == ([comm.rank] if comm.size > 1 else []) + [sizes[3]]
 
     world.run(run)
@@ -115,7 +115,7 @@ def test_a_step_in_which_no_rank_has_a_row_is_left_out(world, uneven):
 def test_a_rank_without_any_batch_learns_their_form(world, uneven, steps):
     def run(comm):
         batches = [] if comm.rank == 0 else [{"x": np.ones((1, 3), np.float32)}]
-        seen = list(sharding.in_step(batches, comm, uneven=uneven))
+        seen = list(in_step(batches, comm, uneven=uneven))
         if comm.size == 1:
             assert seen == []
             return
@@ -140,7 +140,7 @@ def test_a_rank_without_rows_has_the_kind_of_the_others(world, library, had):
     def run(comm):
         count = had if comm.rank == 0 else 2
         batches = [(make(np.ones((2, 3), np.float32)), [make(np.arange(2))])] * count
-        seen = list(sharding.in_step(batches, comm))
+        seen = list(in_step(batches, comm))
         assert len(seen) == (had if comm.size == 1 else 2)
         kind, dtypes = type(make(np.ones(1))), {str(make(np.arange(2)).dtype)}
         for place, (x, (digits,)) in enumerate(seen):
@@ -174,8 +174,8 @@ def test_a_form_that_one_rank_cannot_make_is_an_error_on_all(world, monkeypatch)
     def absent(name):
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(empty, "form_of", lambda array: empty.Form("torch", "int8", (3,), "cpu"))
-    monkeypatch.setattr(empty.importlib, "import_module", absent)
+    monkeypatch.setattr(uneven, "form_of", lambda array: uneven.Form("torch", "int8", (3,), "cpu"))
+    monkeypatch.setattr(uneven.importlib, "import_module", absent)
 
     def run(comm):
         if comm.size == 1:
@@ -183,8 +183,8 @@ def test_a_form_that_one_rank_cannot_make_is_an_error_on_all(world, monkeypatch)
         batches = [] if comm.rank == 0 else [np.ones((1, 3))]
         words = "this rank has had no batch .* expected int8 of torch on cpu, .* No module named"
         with pytest.raises(RuntimeError, match=words):
-            list(sharding.in_step(batches, comm))
-        assert list(sharding.in_step([], comm)) == []
+            list(in_step(batches, comm))
+        assert list(in_step([], comm)) == []
 
     world.run(run)
 
@@ -195,7 +195,7 @@ def test_batches_without_rows_at_all_are_an_error_on_all(world):
         with pytest.raises(
             ValueError, match=r"in_step: expected arrays of shape \(n, ...\), got 5"
         ):
-            list(sharding.in_step(batches, comm))
+            list(in_step(batches, comm))
 
     world.run(run)
 
@@ -204,7 +204,7 @@ def test_a_mean_weighted_by_rows_has_fewer_contributors(world):
     def run(comm):
         records = records_of(comm, policy="data")
         total = np.zeros(2)
-        for batch in sharding.in_step(batches_of(records, 3), comm):
+        for batch in in_step(batches_of(records, 3), comm):
             total += comm.allreduce(np.array([batch.sum(), len(batch)], float), op=cc.SUM)
         assert total[0] / total[1] == sum(EVERYTHING) / len(EVERYTHING)
 
@@ -221,7 +221,7 @@ def test_an_error_in_prefetched_input_is_raised_on_all(world, uneven):
 
     def run(comm):
         with prefetch(read(comm), 2) as batches:
-            steps = sharding.in_step(batches, comm, uneven=uneven)
+            steps = in_step(batches, comm, uneven=uneven)
             next(steps)
             with pytest.raises(ValueError, match="shard 3 is damaged"):
                 next(steps)

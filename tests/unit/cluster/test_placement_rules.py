@@ -163,7 +163,7 @@ def test_no_ps_tasks_no_constraint():
 def test_other_types_and_other_choices():
     setter = replica_device_setter(3, ps_types={"FIFOQueue"}, choice=lambda thing: 2)
     assert where(setter, ("FIFOQueue", ""), ("Variable", "")) == ["/job:ps/task:2", "/job:worker"]
-    with pytest.raises(TypeError, match="choice is no function"):
+    with pytest.raises(TypeError, match="choice must be a function"):
         replica_device_setter(1, choice=3)
 
 

@@ -42,7 +42,7 @@ def test_a_given_specification():
     assert resolver.master("ps", 0) == "ps0:1"
     with pytest.raises(TypeError, match="expected a ClusterSpec"):
         SimpleClusterResolver(PS.as_dict())
-    with pytest.raises(TypeError, match="master is no text"):
+    with pytest.raises(TypeError, match="master must be text"):
         SimpleClusterResolver(PS, 1)
 
 
@@ -274,5 +274,5 @@ def test_what_is_missing_or_too_much_is_an_error():
         SlurmClusterResolver(tasks_per_node=1, environ=good)
     with pytest.raises(RuntimeError, match="rank 2"):
         SlurmClusterResolver(environ={**good, "SLURM_PROCID": "2"})
-    with pytest.raises(ValueError, match="SLURM_PROCID is no number, got '-1'"):
+    with pytest.raises(ValueError, match="SLURM_PROCID must be a number >= 0, got '-1'"):
         SlurmClusterResolver(environ={**good, "SLURM_PROCID": "-1"})

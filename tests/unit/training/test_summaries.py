@@ -60,7 +60,7 @@ def test_numbers_that_json_does_not_have(tmp_path):
 def test_what_is_no_scalar_is_refused_and_writes_nothing(tmp_path, value):
     path = tmp_path / "m.jsonl"
     with MetricsWriter(path) as writer:
-        with pytest.raises(TypeError, match=r"no scalar.*name: loss"):
+        with pytest.raises(TypeError, match=r"not a scalar.*name: loss"):
             writer.write(step=0, loss=value)
         with pytest.raises(TypeError):
             writer.write(step=0.5)
