@@ -150,7 +150,7 @@ class LooperThread(threading.Thread):
     An exception in it asks the coordinator to stop. It is a daemon and registers itself.
 
     Args:
-        coord: the coordinator.
+        coord: whose stop ends the loop.
         timer_interval_secs: seconds from the beginning of one call to that of the next; None to
             call back to back. The first call comes at once.
         target: function to call; None if `run_loop` is overridden.

@@ -34,9 +34,6 @@ class Adagrad(Optimizer):
         initial_total: a number >= 0.
         epsilon: a number > 0.
 
-    Attributes:
-        step: number of calls of `apply_gradients` so far.
-
     Source: J. Duchi, E. Hazan, Y. Singer, "Adaptive subgradient methods for online learning and
     stochastic optimization", JMLR 12 (2011).
     """
@@ -72,9 +69,6 @@ class RMSProp(Optimizer):
         momentum: a number in [0, 1).
         epsilon: a number > 0.
         centered: divide by an estimate of the standard deviation.
-
-    Attributes:
-        step: number of calls of `apply_gradients` so far.
 
     Source: T. Tieleman, G. Hinton, "Lecture 6.5: RMSProp", Coursera, 2012; centered: A. Graves,
     "Generating sequences with recurrent neural networks", arXiv:1308.0850, section 4.2.
@@ -127,9 +121,6 @@ class Adam(Optimizer):
         epsilon: a number > 0.
         amsgrad: let no element's rate grow again.
 
-    Attributes:
-        step: number of calls of `apply_gradients` so far.
-
     Source: D. Kingma, J. Ba, "Adam: a method for stochastic optimization", arXiv:1412.6980,
     algorithm 1; amsgrad: S. Reddi, S. Kale, S. Kumar, "On the convergence of Adam and beyond",
     arXiv:1904.09237, algorithm 2, with the correction of biases above.
@@ -165,9 +156,6 @@ class AdamW(Optimizer):
         epsilon: a number > 0.
         weight_decay: a number >= 0.
         amsgrad: let no element's rate grow again.
-
-    Attributes:
-        step: number of calls of `apply_gradients` so far.
 
     Source: I. Loshchilov, F. Hutter, "Decoupled weight decay regularization", arXiv:1711.05101,
     algorithm 2, where the decay is multiplied by the learning rate, as in PyTorch and optax.

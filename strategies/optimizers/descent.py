@@ -19,9 +19,6 @@ class SGD(Optimizer):
     Args:
         learning_rate: a number >= 0, or a function that gives one for each step.
 
-    Attributes:
-        step: number of calls of `apply_gradients` so far.
-
     Example:
         >>> import numpy as np
         >>> weights = np.array([1.0, 2.0])
@@ -52,9 +49,6 @@ class Momentum(Optimizer):
         learning_rate: a number >= 0, or a function that gives one for each step.
         momentum: a number in [0, 1).
         nesterov: look ahead along the slot.
-
-    Attributes:
-        step: number of calls of `apply_gradients` so far.
     """
 
     def __init__(
@@ -85,9 +79,6 @@ class LARS(Optimizer):
         momentum: a number in [0, 1).
         weight_decay: a number >= 0.
         trust: a number >= 0: the length of a step at rate 1, in norms of the variable.
-
-    Attributes:
-        step: number of calls of `apply_gradients` so far.
 
     Cost: variable and gradient are read once more, for their norms.
 
