@@ -48,10 +48,10 @@ def main() -> None:
             name: strategy.variable(value.astype(np.float32), name=name)
             for name, value in weights.items()
         }
-    momentum = strategies.Momentum(options.learning_rate, 0.9)
-    optimizer = strategies.DistributedOptimizer(momentum, comm=comm)
+    optimizer = strategies.DistributedOptimizer(strategies.Momentum(options.learning_rate, 0.9))
 
-    output, stop, stopping = Path(options.output_dir), StopRequest(), False
+    stop, stopping = StopRequest(), False
+    output = Path(options.output_dir)
     with strategies.CheckpointManager(output / "checkpoints", comm) as checkpoints:
         done = restore(checkpoints, variables, optimizer) if options.resume else 0
         resume_step = optimizer.step if done else None
@@ -67,7 +67,8 @@ def main() -> None:
                 if last:
                     break
         accuracy = evaluate(strategy, variables, held_out_file, options.batch_size)
-        report.finish(accuracy, checkpoints.latest())
+        newest = checkpoints.latest()  # asked by all ranks, as all calls above
+    report.finish(accuracy, newest)
     if stopping:
         sys.exit(STOPPED_EARLY)
 

@@ -208,6 +208,7 @@ def test_a_damaged_shard_is_an_error_with_file_and_line_on_every_rank(
     catches.write_text(
         "import runpy, sys, collectives as cc\n"
         "from strategies.errors import OpError\n"
+        f"sys.path.insert(0, {str(TRAIN.parent)!r})\n"  # as Python does for a program
         f"sys.argv = ['train', '--data-dir', {str(tmp_path)!r}, "
         f"'--output-dir', {str(tmp_path / 'out')!r}]\n"
         "try:\n"
