@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from strategies import arrays
 
-__all__ = ["Rows", "in_order"]
+__all__ = ["Gradient", "Rows", "fitted", "in_order", "summed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,10 @@ class Rows:
         if indices.dtype.kind in "iu" or not indices.size:
             indices = indices.astype(np.int64, copy=False)
         object.__setattr__(self, "indices", indices)
+
+
+Gradient: TypeAlias = npt.NDArray[Any] | Rows
+"""In host memory."""
 
 
 def in_order(rows: Rows, operation: str, where: str, *, length: int | None = None) -> Rows:
@@ -78,16 +82,17 @@ def in_order(rows: Rows, operation: str, where: str, *, length: int | None = Non
             f"{'any' if length is None else length - 1}, got {indices.min()} .. {indices.max()} "
             f"({where})"
         )
-    indices = indices.copy()
+    return summed(rows)
+
+
+def summed(rows: Rows) -> Rows:
+    """Return rows by increasing index, those of one index added up; as `in_order`, unchecked."""
+    indices, values = rows.indices.copy(), rows.values
     if np.all(indices[1:] > indices[:-1]):
         return Rows(indices, values)
-    return _summed(indices, values)
-
-
-def _summed(indices: npt.NDArray[np.int64], values: Any) -> Rows:
-    """Sort rows, and add neighbours of one index two by two until there are none."""
     order = np.argsort(indices, kind="stable")
     indices, values = indices[order], arrays.take(values, order)
+    # Neighbours of one index two by two, until there are none.
     while np.any(same := indices[1:] == indices[:-1]):
         values = arrays.wide(values)
         starts = np.flatnonzero(np.concatenate([[True], ~same]))
@@ -98,3 +103,61 @@ def _summed(indices: npt.NDArray[np.int64], values: Any) -> Rows:
         arrays.put(values, right - 1, sums)
         indices, values = indices[kept], arrays.take(values, kept)
     return Rows(indices, values)
+
+
+def fitted(
+    gradient: Any,
+    shape: tuple[int | None, ...] | None,
+    dtype: str,
+    operation: str,
+    where: str,
+    *,
+    cast: bool = False,
+) -> Any:
+    """Return a gradient that fits its variable; rows `in_order`.
+
+    Args:
+        gradient: an array, or `Rows` of one.
+        shape: of the variable; None for a size, or for all of it, that may be any.
+        dtype: name of the variable's.
+        operation: beginning of a message.
+        where: end of a message.
+        cast: whether the gradient may have another dtype, of the same kind.
+
+    Raises:
+        ValueError: its shape or dtype differs, an index is out of range, or a scalar gets rows.
+        TypeError: the indices are no integers, or the dtype is of another kind.
+    """
+    array = gradient.values if isinstance(gradient, Rows) else gradient
+    has, own = tuple(array.shape), arrays.dtype_name(array)
+    expected = shape
+    if isinstance(gradient, Rows):
+        if shape == ():
+            raise ValueError(f"{operation}: a scalar has no rows ({where})")
+        length = shape[0] if shape else None
+        gradient = in_order(gradient, operation, where, length=length)
+        expected = None if shape is None else (*has[:1], *shape[1:])
+    if cast and own != dtype and not _castable(array, dtype):
+        raise TypeError(
+            f"{operation}: the gradient has the wrong dtype, expected {dtype}, got {own} ({where})"
+        )
+    if not (cast or own == dtype) or not (has == expected or _allowed(has, expected)):
+        words = ("", "") if cast else (f"{dtype} of shape ", f"{own} of shape ")
+        raise ValueError(
+            f"{operation}: gradient does not fit, expected {words[0]}{expected}, got {words[1]}"
+            f"{has} ({where})"
+        )
+    return gradient
+
+
+def _allowed(shape: tuple[int, ...], expected: tuple[int | None, ...] | None) -> bool:
+    """Whether a shape is as expected, where some sizes, or all of it, may be any."""
+    if expected is None:
+        return True
+    sizes = zip(shape, expected, strict=False)
+    return len(shape) == len(expected) and all(wanted in (None, size) for size, wanted in sizes)
+
+
+def _castable(array: Any, dtype: str) -> bool:
+    """Whether an array can stand for one of another dtype; where it is copied, others refuse."""
+    return not isinstance(array, np.ndarray) or np.can_cast(array.dtype, dtype, "same_kind")

@@ -27,7 +27,7 @@ FLOORS = {
     "strategies": [
         {"arrays", "checks", "errors", "model_parallel", "options", "structures"},
         {"agreement", "sparse", "training"},
-        {"optimizers", "ranks"},
+        {"optimizers", "ranks", "sums"},
         {"cluster"},
         {"remote"},
         {"accumulators", "queues", "variables"},

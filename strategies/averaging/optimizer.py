@@ -9,15 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 
 import collectives as cc
-from strategies import arrays
+from strategies import arrays, sums
 from strategies.averaging.alike import Fact, facts_of_optimizer
 from strategies.averaging.averaging import Averaging, Leaf, Rule
 from strategies.averaging.passes import Passes
 from strategies.optimizers.pairs import is_variable, refuse_jax, split
 from strategies.replicas import context
-from strategies.sparse import Rows, in_order
+from strategies.sparse import Rows, fitted
 
-__all__ = ["ArrayOptimizer", "AveragingOptimizer", "fitted"]
+__all__ = ["ArrayOptimizer", "AveragingOptimizer", "like_variables"]
 
 # By which name errors call what users make by it.
 _KNOWN_AS = {"AveragingOptimizer": "DistributedOptimizer"}
@@ -144,10 +144,10 @@ def _leaf(variable: Any, position: int) -> Leaf:
             f"apply_gradients: variable is no array, got {type(value).__name__} (variable: {name})"
         )
     refuse_jax(value, "apply_gradients", f"variable: {name}")
-    return Leaf(name, tuple(value.shape), str(value.dtype), value)
+    return Leaf(name, tuple(value.shape), arrays.dtype_name(value), value)
 
 
-def fitted(pairs: Iterable[Pair]) -> list[Pair]:
+def like_variables(pairs: Iterable[Pair]) -> list[Pair]:
     """Check gradients, and give them the dtypes of their variables, as averaging does.
 
     Raises:
@@ -157,12 +157,7 @@ def fitted(pairs: Iterable[Pair]) -> list[Pair]:
     found = []
     for position, (gradient, variable) in enumerate(pairs):
         leaf = _leaf(variable, position)
-        array, dtype = _fitting(gradient, leaf), arrays.dtype_name(leaf.like)
-        if isinstance(array, Rows):
-            array = Rows(array.indices, arrays.astype(array.values, dtype))
-        elif array is not None:
-            array = arrays.astype(array, dtype)
-        found.append((array, variable))
+        found.append((sums.rounded(_fitting(gradient, leaf), leaf.dtype), variable))
     return found
 
 
@@ -170,27 +165,8 @@ def _fitting(gradient: Any, leaf: Leaf) -> Any:
     """Return a gradient as an array that can be written into its bucket, or None."""
     if gradient is None:
         return None
-    if isinstance(gradient, Rows):
-        _check_dtype(gradient.values, leaf)
-        where = f"variable: {leaf.name}"
-        return in_order(gradient, "apply_gradients", where, length=leaf.shape[0])
-    array: Any = gradient
-    if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
-        array = np.asarray(gradient)
-    if tuple(array.shape) != leaf.shape:
-        raise ValueError(
-            f"apply_gradients: the gradient has the wrong shape, expected {leaf.shape}, got "
-            f"{tuple(array.shape)} (variable: {leaf.name})"
-        )
-    _check_dtype(array, leaf)
-    return array
-
-
-def _check_dtype(array: Any, leaf: Leaf) -> None:
-    """Refuse a gradient that the dtype of its variable cannot stand for."""
-    both = isinstance(array, np.ndarray) and isinstance(leaf.like, np.ndarray)
-    if both and not np.can_cast(array.dtype, leaf.like.dtype, "same_kind"):
-        raise TypeError(
-            f"apply_gradients: the gradient has the wrong dtype, expected {leaf.dtype}, got "
-            f"{array.dtype} (variable: {leaf.name})"
-        )
+    is_array = hasattr(gradient, "shape") and hasattr(gradient, "dtype")
+    if not is_array and not isinstance(gradient, Rows):
+        gradient = np.asarray(gradient)
+    where = f"variable: {leaf.name}"
+    return fitted(gradient, leaf.shape, leaf.dtype, "apply_gradients", where, cast=True)

@@ -6,11 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import array_api_compat
-import numpy as np
-
-from strategies import arrays
-from strategies.sparse import Rows, in_order
+from strategies import sums
 
 __all__ = ["Contribution", "Passes"]
 
@@ -79,14 +75,14 @@ class Passes:
         if self._error is None:
             known = self._sums or [None] * len(gradients)
             weight = 1 if examples is None else examples
-            self._sums = [_plus(s, g, weight) for s, g in zip(known, gradients, strict=True)]
+            self._sums = [sums.add(s, g, weight) for s, g in zip(known, gradients, strict=True)]
         self._examples = None if examples is None else (self._examples or 0) + examples
         self.count += count
         if self.count < self._wanted:
             return None
         # Sums over examples would not fit a bucket of 16 bits, means do.
         weight = self._examples or 1
-        gradients = [_over(total, weight) for total in self._sums]
+        gradients = [sums.over(total, weight) for total in self._sums]
         given = Contribution(gradients, weight, self._examples, self.count, self._error)
         self.clear()
         return given
@@ -101,26 +97,3 @@ class Passes:
                 f"gradients, got {len(gradients)}"
             )
         return None
-
-
-def _plus(total: Any, gradient: Any, weight: float) -> Any:
-    """Add `weight * gradient` to a sum that nobody else holds."""
-    if gradient is None:
-        return total
-    if isinstance(gradient, Rows):
-        gradient = Rows(gradient.indices, arrays.wide(gradient.values) * weight)
-        if total is None:
-            return gradient
-        join = array_api_compat.array_namespace(gradient.values).concat
-        indices = np.concatenate([total.indices, gradient.indices])
-        return Rows(indices, join([total.values, gradient.values]))
-    weighted = arrays.wide(gradient) * weight
-    return weighted if total is None else total + weighted
-
-
-def _over(total: Any, number: float) -> Any:
-    """Divide a sum; rows of one index are added up before they are rounded."""
-    if isinstance(total, Rows):
-        rows = in_order(total, "apply_gradients", "all passes")
-        return Rows(rows.indices, _over(rows.values, number))
-    return total if total is None or number == 1 else total / number

@@ -6,15 +6,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import array_api_compat
-import numpy as np
-
 import collectives as cc
-from strategies import arrays
-from strategies.arrays import COMPUTE
+from strategies import arrays, sums
 from strategies.averaging.alike import settings_of
 from strategies.averaging.averaging import Rule
-from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer, fitted
+from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer, like_variables
 from strategies.errors import InvalidArgumentError
 from strategies.optimizers.pairs import split
 from strategies.replicas import reductions
@@ -144,7 +140,7 @@ def apply(strategy: Strategy, optimizer: Any, replicas: Sequence[Gradients]) -> 
     elif own.examples == 0:
         raise ValueError("apply_gradients: no replica has an example, expected at least one")
     else:
-        optimizer.apply_gradients(fitted(own.pairs))
+        optimizer.apply_gradients(like_variables(own.pairs))
 
 
 def _check_owner(strategy: Strategy, pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -164,46 +160,26 @@ def _check_owner(strategy: Strategy, pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 def _mean(column: list[Any], weights: list[int], name: str) -> Any:
-    """Average the gradients of one variable; a gradient of no rows does not count."""
-    if all(gradient is None for gradient in column):
-        return None
-    if any(isinstance(gradient, Rows) for gradient in column):
-        return _mean_rows(column, weights, name)
-    given = [
-        (reductions.as_array(gradient, "apply_gradients"), weight)
-        for gradient, weight in zip(column, weights, strict=True)
-        if gradient is not None
-    ]
-    first = given[0][0]
-    if any(array.shape != first.shape for array, _ in given):
-        raise InvalidArgumentError(
-            f"apply_gradients: the replicas' gradients have different shapes, got "
-            f"{', '.join(str(tuple(array.shape)) for array, _ in given)} (variable: {name})"
-        )
-    parts = [arrays.wide(array) * weight for array, weight in given if weight]
-    return _narrow(reductions.add(parts) / sum(weights), first) if parts else first
-
-
-def _mean_rows(column: list[Any], weights: list[int], name: str) -> Rows:
-    """Average gradients of a few rows each: the rows of all replicas, in their order."""
-    given = [(g, weight) for g, weight in zip(column, weights, strict=True) if g is not None]
-    if not all(isinstance(gradient, Rows) for gradient, _ in given):
+    """Average the gradients of one variable."""
+    given = [g if isinstance(g, Rows) else _array(g) for g in column if g is not None]
+    if len({isinstance(gradient, Rows) for gradient in given}) > 1:
         raise ValueError(
             f"apply_gradients: the gradient is sparse on some replicas and dense on others, "
             f"expected one kind (variable: {name})"
         )
-    counted = [(g, weight) for g, weight in given if weight] or [(given[0][0], 0)]
-    join = array_api_compat.array_namespace(counted[0][0].values).concat
-    scales = [weight / max(1, sum(weights)) for _, weight in counted]
-    values = [arrays.wide(g.values) * scale for (g, _), scale in zip(counted, scales, strict=True)]
-    mean = _narrow(join(values), counted[0][0].values)
-    return Rows(np.concatenate([g.indices for g, _ in counted]), mean)
+    shapes = [tuple(gradient.shape) for gradient in given if not isinstance(gradient, Rows)]
+    if len(set(shapes)) > 1:
+        raise InvalidArgumentError(
+            f"apply_gradients: the replicas' gradients have different shapes, got "
+            f"{', '.join(map(str, shapes))} (variable: {name})"
+        )
+    dtypes = [arrays.dtype_name(g.values if isinstance(g, Rows) else g) for g in given]
+    counted = [weight for g, weight in zip(column, weights, strict=True) if g is not None]
+    return sums.mean(zip(given, counted, strict=True), sum(weights), dtypes[0] if given else "")
 
 
-def _narrow(mean: Any, like: Any) -> Any:
-    """Round what was computed in 32 bits, if it was of 16."""
-    name = arrays.dtype_name(like)
-    return mean if COMPUTE.get(name, name) == name else arrays.astype(mean, name)
+def _array(gradient: Any) -> Any:
+    return reductions.as_array(gradient, "apply_gradients")
 
 
 def _weight(gradients: Gradients) -> int:

@@ -14,7 +14,6 @@ from strategies.cluster.cluster import Cluster
 from strategies.errors import FailedPreconditionError, UnavailableError
 from strategies.parameter_server import saved
 from strategies.parameter_server.layout import Part, cut, cut_rows
-from strategies.parameter_server.mean import Gradient
 from strategies.parameter_server.part import State
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS
@@ -24,7 +23,7 @@ from strategies.remote.asking import Question
 from strategies.remote.containers import Place
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
-from strategies.sparse import Rows
+from strategies.sparse import Gradient, Rows
 from strategies.variables.actions import compressed, widened
 from strategies.variables.items import packing
 

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from strategies.arrays import COMPUTE
 from strategies.optimizers import Optimizer
-from strategies.parameter_server.mean import Gradient
-from strategies.sparse import Rows
+from strategies.sparse import Gradient, Rows
 from strategies.variables.store import Rate, Stored
 
 __all__ = ["VALUE", "HeldPart", "HeldParts", "State"]

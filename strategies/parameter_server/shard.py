@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from strategies import sums
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -33,12 +34,11 @@ from strategies.errors import (
     UnavailableError,
 )
 from strategies.optimizers import Optimizer
-from strategies.parameter_server.mean import Gradient, check, mean
 from strategies.parameter_server.part import HeldPart, HeldParts, State
 from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
 from strategies.remote import bundles
 from strategies.remote.containers import Handler, ResourceKind, Work, register
-from strategies.sparse import Rows
+from strategies.sparse import Gradient, Rows, fitted
 from strategies.variables.actions import rounded, widened
 
 __all__ = ["PARAMETERS", "Rules", "Shard"]
@@ -235,7 +235,8 @@ class Shard:
             array = widened(next(values), told, part.value.dtype)
             gradient = array if indices is None else Rows(indices, array)
             given[number] = gradient
-            check(gradient, part.value.shape, part.value.dtype, part.name)
+            where = f"variable: {part.name}"
+            fitted(gradient, part.value.shape, part.value.dtype.name, "push", where)
         if not 0 <= told["version"] <= self._ledger.version:
             raise InvalidArgumentError(
                 f"push: no such version, expected 0 .. {self._ledger.version}, got "
@@ -285,12 +286,13 @@ class Shard:
 
     def _means(self, pushes: Sequence[tuple[_Push, int]]) -> dict[int, Gradient]:
         """Return the mean gradient of each variable that has one; a missing one counts as zero."""
-        columns: dict[int, list[tuple[Gradient, int]]] = {}
+        columns: dict[int, list[tuple[Gradient, float]]] = {}
+        total = sum(weight for _, weight in pushes)
         for push, weight in pushes:
             for i, gradient in push.gradients.items():
-                columns.setdefault(i, []).append((gradient, weight))
-        total = sum(weight for _, weight in pushes)
-        return {i: mean(column, total, self._parts[i].value) for i, column in columns.items()}
+                columns.setdefault(i, []).append((gradient, weight / total))
+        dtypes = {i: self._parts[i].value.dtype.name for i in columns}
+        return {i: sums.mean(column, 1, dtypes[i]) for i, column in columns.items()}
 
     def _update(self, given: Mapping[int, Gradient], factor: float = 1.0) -> None:
         """Change variables by their gradients."""

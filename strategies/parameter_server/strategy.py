@@ -30,7 +30,6 @@ from strategies.cluster.setter import RoundRobin
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client, Report
 from strategies.parameter_server.layout import Part, Partitioner, cut, number_of_parts, parts_of
-from strategies.parameter_server.mean import Gradient, check
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS, Rules, Shard
 from strategies.parameter_server.staleness import Decision, StalenessRule
@@ -41,7 +40,7 @@ from strategies.replicas import datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.replicas.per_replica import select
-from strategies.sparse import Rows
+from strategies.sparse import Gradient, Rows, fitted
 from strategies.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy", "Report"]
@@ -350,7 +349,8 @@ class ParameterServerStrategy(Strategy):
             names.add(known.name)
             if gradient is not None:
                 given = gradient if isinstance(gradient, Rows) else np.asarray(gradient)
-                check(given, known.shape, known.dtype, known.name)
+                where = f"variable: {known.name}"
+                fitted(given, known.shape, known.dtype.name, "apply_gradients", where)
                 pairs.append((given, known))
         examples = _count(own.examples)
         useful = [] if examples == 0 else pairs
@@ -373,7 +373,8 @@ class ParameterServerStrategy(Strategy):
         chosen = np.asarray(indices)
         like = np.broadcast_to(np.zeros((), variable.dtype), (*chosen.shape, *variable.shape[1:]))
         rows = Rows(chosen, like)
-        check(rows, variable.shape, variable.dtype, variable.name, "look_up")
+        where = f"variable: {variable.name}"
+        fitted(rows, variable.shape, variable.dtype.name, "look_up", where)
         return self._client.rows(variable, rows.indices)
 
     def assign(self, variable: ServedVariable, value: npt.ArrayLike) -> None:

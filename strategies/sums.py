@@ -1,0 +1,101 @@
+"""Sums and means of gradients, each an array, `Rows`, or None where there is none.
+
+All of them are added in the order in which they come, 16-bit floats as float32 (`arrays.wide`), and
+a sum is `rounded` once, at its end. Rows are joined; those of one index are added up before a sum
+is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from strategies import arrays
+from strategies.sparse import Rows, summed
+
+__all__ = ["add", "joined", "mean", "merged", "over", "rounded"]
+
+
+def add(total: Any, gradient: Any, weight: float = 1) -> Any:
+    """Return `total + weight * gradient`, in the memory of the total where that can be changed.
+
+    Args:
+        total: what this function has returned for the gradients before, None for the first.
+        gradient: it is not changed, and the sum shares no memory with it. Beside an array, rows are
+            added where they belong; both are in host memory then.
+        weight: of 0, the gradient does not count: a mean over no examples may be NaN.
+    """
+    if gradient is None or weight == 0:
+        return total
+    with np.errstate(over="ignore", invalid="ignore"):  # a sum may be infinite, or NaN
+        if isinstance(gradient, Rows):
+            rows = Rows(gradient.indices, arrays.wide(gradient.values) * weight)
+            if total is None:
+                return rows
+            return joined([total, rows]) if isinstance(total, Rows) else _spread(total, rows)
+        if total is None:
+            return arrays.wide(gradient) * weight
+        more = arrays.wide(gradient) if weight == 1 else arrays.wide(gradient) * weight
+        if isinstance(total, Rows):
+            total = _spread(np.zeros_like(more), total)
+        if not isinstance(total, np.ndarray) or total.dtype != more.dtype:
+            return total + more
+        return np.add(total, more, out=total)
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Return the rows of all parts, in their order; of one index there may be several."""
+    join = array_api_compat.array_namespace(parts[0].values).concat
+    indices = np.concatenate([rows.indices for rows in parts])
+    return Rows(indices, join([rows.values for rows in parts]))
+
+
+def merged(parts: Sequence[Rows]) -> Rows:
+    """Return the rows of all parts by increasing index, those of one index added up."""
+    return summed(joined(parts))
+
+
+def over(total: Any, number: float) -> Any:
+    """Divide a sum; rows of one index are added up first."""
+    if isinstance(total, Rows):
+        rows = summed(total)
+        return Rows(rows.indices, over(rows.values, number))
+    return total if total is None or number == 1 else total / number
+
+
+def rounded(total: Any, dtype: str) -> Any:
+    """Return a sum or a mean in the dtype of its gradients; that of integers stays as it is."""
+    if isinstance(total, Rows):
+        return Rows(total.indices, rounded(total.values, dtype))
+    return total if total is None or dtype not in arrays.COMPUTE else arrays.astype(total, dtype)
+
+
+def mean(column: Iterable[tuple[Any, float]], whole: float, dtype: str) -> Any:
+    """Return the sum of gradients times their weights, divided by a whole weight, and rounded.
+
+    Args:
+        column: (gradient, weight) of one variable.
+        whole: also of gradients that are None, which count as zero.
+        dtype: of the gradients.
+
+    Returns:
+        `Rows` by increasing index if all gradients that count are rows, an array if one is dense,
+        None if there are none.
+    """
+    counted = [(gradient, weight) for gradient, weight in column if gradient is not None and weight]
+    total = None
+    if counted and all(isinstance(gradient, Rows) for gradient, _ in counted):
+        total = joined([add(None, gradient, weight) for gradient, weight in counted])
+    else:
+        for gradient, weight in counted:
+            total = add(total, gradient, weight)
+    return rounded(over(total, whole), dtype)
+
+
+def _spread(total: Any, rows: Rows) -> Any:
+    """Add rows to an array where they belong."""
+    np.add.at(total, rows.indices, rows.values)
+    return total
