@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
 import collectives as cc
 from strategies.errors import OpError
 
-__all__ = ["agree", "first_difference", "raise_everywhere"]
+__all__ = ["compare", "first_difference", "raise_everywhere"]
+
+T = TypeVar("T")
 
 
 def raise_everywhere(error: Exception | None, comm: cc.Communicator, what: str) -> NoReturn:
@@ -73,28 +75,35 @@ def first_difference(comm: cc.Communicator, what: str, told: Sequence[Sequence[A
 Explain = Callable[[cc.Communicator, str, Sequence[Sequence[Any]]], str | None]
 
 
-def agree(
+def compare(
     comm: cc.Communicator,
     what: str,
-    facts: Sequence[Any],
-    error: Exception | None = None,
+    prepare: Callable[[], tuple[T, Sequence[Any]]],
     explain: Explain = first_difference,
-) -> None:
-    """Compare what all ranks mean, and raise this rank's error on all if it has one.
+) -> T:
+    """Compare what all ranks mean, before any of them goes on.
 
     *Collective*.
 
     Args:
         comm: the ranks.
         what: the operation, for errors.
-        facts: lines of text, or tuples of text, that must be the same on all ranks.
-        error: why this rank has no facts.
+        prepare: returns what this rank goes on with, and the facts that must be the same on all
+            ranks: lines of text, or tuples of text. Its error is raised on all.
         explain: says of the facts of all ranks in what they differ.
+
+    Returns:
+        The first of what `prepare` has returned.
 
     Raises:
         MismatchError: the facts differ; on all ranks, names the first difference.
         Exception: as `raise_everywhere`.
     """
+    prepared, facts, error = None, cast("Sequence[Any]", ()), None
+    try:
+        prepared, facts = prepare()
+    except Exception as caught:
+        error = caught
     digest = hashlib.blake2b("\n".join(map(str, facts)).encode(), digest_size=16).digest()
     row = np.frombuffer(bytes([error is not None]) + digest, np.uint8)
     rows = comm.allgather(row[np.newaxis])
@@ -103,3 +112,4 @@ def agree(
     if not (rows == rows[0]).all():
         text = explain(comm, what, comm.allgather_object(list(facts)))
         raise comm.raised_by_all(cc.MismatchError(text))
+    return cast(T, prepared)

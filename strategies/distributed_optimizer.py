@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 
 import collectives as cc
-from strategies.agreement import agree
+from strategies import agreement
 from strategies.averaging.alike import Compare
 from strategies.averaging.averaging import Rule
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
@@ -152,9 +152,8 @@ def DistributedOptimizer(
         compare=compare,
         compare_every=compare_every,
     )
-    facts: list[str] = []
-    error = None
-    try:
+
+    def prepare() -> tuple[_Make, list[str]]:
         rule.check()
         make, facts = _recognised(optimizer, named_parameters)
         if overlap and facts[0] in _AT_ONCE:
@@ -162,10 +161,9 @@ def DistributedOptimizer(
                 "DistributedOptimizer: all gradients are there at once, overlap is for optimizers "
                 f"of PyTorch, got {type(optimizer).__name__}"
             )
-    except (TypeError, ValueError) as caught:
-        error = caught
-    agree(comm, "DistributedOptimizer", [*facts, f"options {rule}"], error)
-    return make(comm, rule)
+        return make, [*facts, f"options {rule}"]
+
+    return agreement.compare(comm, "DistributedOptimizer", prepare)(comm, rule)
 
 
 _Make = Callable[[cc.Communicator, Rule], Any]

@@ -137,15 +137,20 @@ def fitted(
         length = shape[0] if shape else None
         gradient = in_order(gradient, operation, where, length=length)
         expected = None if shape is None else (*has[:1], *shape[1:])
+    fits = has == expected or _allowed(has, expected)
+    if cast and not fits:
+        raise ValueError(
+            f"{operation}: the gradient has the wrong shape, expected {expected}, got {has} "
+            f"({where})"
+        )
     if cast and own != dtype and not _castable(array, dtype):
         raise TypeError(
             f"{operation}: the gradient has the wrong dtype, expected {dtype}, got {own} ({where})"
         )
-    if not (cast or own == dtype) or not (has == expected or _allowed(has, expected)):
-        words = ("", "") if cast else (f"{dtype} of shape ", f"{own} of shape ")
+    if not cast and not (fits and own == dtype):
         raise ValueError(
-            f"{operation}: gradient does not fit, expected {words[0]}{expected}, got {words[1]}"
-            f"{has} ({where})"
+            f"{operation}: gradient does not fit, expected {dtype} of shape {expected}, got {own} "
+            f"of shape {has} ({where})"
         )
     return gradient
 

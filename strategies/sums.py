@@ -7,6 +7,7 @@ is divided.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from strategies import arrays
 from strategies.sparse import Rows, summed
 
-__all__ = ["add", "joined", "mean", "merged", "over", "rounded"]
+__all__ = ["add", "check_examples", "joined", "mean", "merged", "over", "rounded", "weights"]
 
 
 def add(total: Any, gradient: Any, weight: float = 1) -> Any:
@@ -93,6 +94,31 @@ def mean(column: Iterable[tuple[Any, float]], whole: float, dtype: str) -> Any:
         for gradient, weight in counted:
             total = add(total, gradient, weight)
     return rounded(over(total, whole), dtype)
+
+
+def weights(examples: Sequence[float | None], whose: str) -> list[float]:
+    """Return how much each gradient counts: its examples, or 1 if nobody says how many.
+
+    Raises:
+        ValueError: only some say.
+    """
+    told = [number is not None for number in examples]
+    if any(told) and not all(told):
+        raise ValueError(
+            f"apply_gradients: only some {whose} say of how many examples their gradients are, "
+            f"expected all or none"
+        )
+    return [1 if number is None else number for number in examples]
+
+
+def check_examples(examples: float | None) -> None:
+    """Refuse what is not a number of examples; None if it was not told.
+
+    Raises:
+        ValueError: it is negative, infinite or NaN.
+    """
+    if examples is not None and not 0 <= examples < math.inf:
+        raise ValueError(f"apply_gradients: examples is no count, expected >= 0, got {examples}")
 
 
 def _spread(total: Any, rows: Rows) -> Any:

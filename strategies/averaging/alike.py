@@ -19,8 +19,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import collectives as cc
-from strategies import arrays
-from strategies.agreement import agree, first_difference
+from strategies import agreement, arrays
 from strategies.optimizers.base import Optimizer
 from strategies.structures import named_leaves, state_of, value_of
 
@@ -130,13 +129,8 @@ def compare(
         MismatchError: they are not; names the first difference of each kind.
         Exception: as `raise_everywhere`.
     """
-    told: Sequence[Fact] = ()
-    error = None
-    try:
-        told = facts()
-    except Exception as caught:
-        error = caught
-    agree(comm, what, told, error, partial(_explained, earlier=earlier))
+    explain = partial(_explained, earlier=earlier)
+    agreement.compare(comm, what, lambda: (None, facts()), explain)
 
 
 def facts_of(kind: Kind, leaves: Iterable[tuple[str, Any]]) -> list[Fact]:
@@ -235,7 +229,9 @@ def _explained(
     for kind, (words, remedy) in _KINDS.items():
         ranks = [[fact for fact in facts if fact.kind == kind] for facts in told]
         if kind in ("value", "parameter"):
-            other = first_difference(comm, what, [[fact.name for fact in facts] for facts in ranks])
+            other = agreement.first_difference(
+                comm, what, [[fact.name for fact in facts] for facts in ranks]
+            )
             if other is not None:
                 return other
         if kind == "update" and details:

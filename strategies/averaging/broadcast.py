@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 import collectives as cc
-from strategies.agreement import agree
+from strategies import agreement
 from strategies.arrays import dtype_name
 from strategies.structures import WHOLE, is_pair, named_leaves, registered, state_of, value_of
 
@@ -62,22 +62,17 @@ def broadcast_parameters(
         [1.0]
     """
     comm = cc.init() if comm is None else comm
-    state: Any = None
-    leaves: list[tuple[str, Any]] = []
-    facts: list[str] = []
-    error: Exception | None = None
-    try:
+
+    def prepare() -> tuple[Any, list[str]]:
         _check_root(root, comm, "broadcast_parameters")
-        if isinstance(parameters, Iterator):
-            parameters = list(parameters)
-        state = state_of(parameters)
-        leaves = list(named_leaves(state))
-        facts = [f"root {root}", *(_described(name, leaf) for name, leaf in leaves)]
-    except Exception as caught:
-        error = caught
-    agree(comm, "broadcast_parameters", facts, error)
+        given = list(parameters) if isinstance(parameters, Iterator) else parameters
+        leaves = list(named_leaves(state_of(given)))
+        facts = [_described(name, leaf) for name, leaf in leaves]
+        return (given, leaves), [f"root {root}", *facts]
+
+    given, leaves = agreement.compare(comm, "broadcast_parameters", prepare)
     received = {name: _received(leaf, root, comm) for name, leaf in leaves}
-    return parameters if state is not parameters else _rebuilt(parameters, "", received)
+    return given if state_of(given) is not given else _rebuilt(given, "", received)
 
 
 def broadcast_optimizer_state(
@@ -109,14 +104,14 @@ def broadcast_optimizer_state(
     say = "broadcast_optimizer_state"
     comm = cc.init() if comm is None else comm
     arrays: list[Any] = []
-    text, error = "", None
-    try:
+
+    def write() -> tuple[str, list[str]]:
         _check_root(root, comm, say)
-        if comm.rank == root:
-            text = json.dumps(_written(stateful.state_dict(), arrays, "state"))
-    except Exception as caught:
-        error = caught
-    agree(comm, say, [f"root {root}", f"kind {type(optimizer).__qualname__}"], error)
+        state = stateful.state_dict() if comm.rank == root else None
+        text = json.dumps(_written(state, arrays, "state"))
+        return text, [f"root {root}", f"kind {type(optimizer).__qualname__}"]
+
+    text = agreement.compare(comm, say, write)
     data = np.frombuffer(text.encode(), np.uint8)
     length = int(comm.broadcast(np.int64(data.size), root))
     data = comm.broadcast(data if comm.rank == root else np.empty(length, np.uint8), root)
@@ -127,12 +122,13 @@ def broadcast_optimizer_state(
         return comm.broadcast(here, root)
 
     state = _read(written, next_array)
-    if comm.rank != root:
-        try:
+
+    def load() -> tuple[None, list[str]]:
+        if comm.rank != root:
             stateful.load_state_dict(state)
-        except Exception as caught:
-            error = caught
-    agree(comm, say, [], error)
+        return None, []
+
+    agreement.compare(comm, say, load)
     return optimizer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,40 +59,38 @@ class Passes:
 
         An error is kept until then, since only then all ranks listen.
         """
-        if examples is not None and not 0 <= examples < math.inf:
-            error = error or ValueError(
-                f"apply_gradients: examples is no count, expected >= 0, got {examples}"
-            )
-        if examples == 0:  # a mean over no rows may be NaN
-            gradients = [None] * len(gradients)
-        self._error = self._error or error or self._unlike(gradients, examples)
-        if not self.count and count >= self._wanted:  # nothing to add up
-            weight = 1.0 if examples is None else examples
-            given = Contribution(gradients, weight, examples, count, self._error)
-            self.clear()
-            return given
-        if self._error is None:
-            known = self._sums or [None] * len(gradients)
-            weight = 1 if examples is None else examples
-            self._sums = [sums.add(s, g, weight) for s, g in zip(known, gradients, strict=True)]
-        self._examples = None if examples is None else (self._examples or 0) + examples
+        self._error = self._error or error
+        alone = not self.count and count >= self._wanted  # nothing to add up
+        try:
+            self._check(gradients, examples)
+            if not alone and self._error is None:
+                weight = 1 if examples is None else examples
+                known = self._sums or [None] * len(gradients)
+                self._sums = [sums.add(s, g, weight) for s, g in zip(known, gradients, strict=True)]
+            self._examples = None if examples is None else (self._examples or 0) + examples
+        except (TypeError, ValueError) as caught:
+            self._error = self._error or caught
         self.count += count
         if self.count < self._wanted:
             return None
-        # Sums over examples would not fit a bucket of 16 bits, means do.
-        weight = self._examples or 1
-        gradients = [sums.over(total, weight) for total in self._sums]
-        given = Contribution(gradients, weight, self._examples, self.count, self._error)
+        if alone:
+            weight = 1.0 if self._examples is None else self._examples
+            given = gradients if weight else [None] * len(gradients)  # NaN, maybe, over no rows
+        else:
+            weight = self._examples or 1
+            # Sums over examples would not fit a bucket of 16 bits, means do.
+            given = [sums.over(total, weight) for total in self._sums]
+        whole = Contribution(given, weight, self._examples, self.count, self._error)
         self.clear()
-        return given
+        return whole
 
-    def _unlike(self, gradients: Sequence[Any], examples: float | None) -> Exception | None:
-        """Say in what a pass differs from those before."""
+    def _check(self, gradients: Sequence[Any], examples: float | None) -> None:
+        """Refuse a pass that differs from those before."""
+        sums.check_examples(examples)
         if self.count and (examples is None) != (self._examples is None):
-            return ValueError("apply_gradients: expected examples for all passes or for none")
+            raise ValueError("apply_gradients: expected examples for all passes or for none")
         if self._sums and len(self._sums) != len(gradients):
-            return ValueError(
+            raise ValueError(
                 f"apply_gradients: a pass differs from the last one, expected {len(self._sums)} "
                 f"gradients, got {len(gradients)}"
             )
-        return None

@@ -31,20 +31,17 @@ class Gradients(NamedTuple):
     """
 
     pairs: list[tuple[Any, Any]]
-    examples: int | None
+    examples: float | None
 
     @classmethod
-    def of(cls, grads_and_vars: Iterable[tuple[Any, Any]], examples: int | None) -> Gradients:
+    def of(cls, grads_and_vars: Iterable[tuple[Any, Any]], examples: float | None) -> Gradients:
         """Take what a user gives.
 
         Raises:
             ValueError: `examples` is no count.
             TypeError: something is not a (gradient, variable) pair.
         """
-        if examples is not None and examples < 0:
-            raise ValueError(
-                f"apply_gradients: examples is no count, expected >= 0, got {examples}"
-            )
+        sums.check_examples(examples)
         pairs = [split(x, "apply_gradients", i) for i, x in enumerate(grads_and_vars)]
         return cls(pairs, examples)
 
@@ -65,18 +62,12 @@ def combine(replicas: Sequence[Gradients]) -> Gradients:
             "apply_gradients: the replicas have different variables, or in another order, got "
             + " and ".join(str([_name(v) for _, v in replica.pairs]) for replica in replicas)
         )
-    known = [replica.examples is not None for replica in replicas]
-    if any(known) and not all(known):
-        raise ValueError(
-            "apply_gradients: only some replicas say of how many examples their gradients are, "
-            "expected all or none"
-        )
-    weights = [_weight(replica) for replica in replicas]
+    weights = sums.weights([replica.examples for replica in replicas], "replicas")
     pairs = []
     for place, (_, variable) in enumerate(replicas[0].pairs):
         column = [replica.pairs[place][0] for replica in replicas]
         pairs.append((_mean(column, weights, _name(variable)), variable))
-    return Gradients(pairs, sum(weights) if all(known) else None)
+    return Gradients(pairs, None if replicas[0].examples is None else sum(weights))
 
 
 class Optimizers:
@@ -159,7 +150,7 @@ def _check_owner(strategy: Strategy, pairs: Sequence[tuple[Any, Any]]) -> None:
             )
 
 
-def _mean(column: list[Any], weights: list[int], name: str) -> Any:
+def _mean(column: list[Any], weights: list[float], name: str) -> Any:
     """Average the gradients of one variable."""
     given = [g if isinstance(g, Rows) else _array(g) for g in column if g is not None]
     if len({isinstance(gradient, Rows) for gradient in given}) > 1:
@@ -180,10 +171,6 @@ def _mean(column: list[Any], weights: list[int], name: str) -> Any:
 
 def _array(gradient: Any) -> Any:
     return reductions.as_array(gradient, "apply_gradients")
-
-
-def _weight(gradients: Gradients) -> int:
-    return 1 if gradients.examples is None else gradients.examples
 
 
 def _name(variable: Any) -> str:

@@ -78,7 +78,7 @@ class Cluster:
         found, card = ranks.prepared("Cluster", lambda: _own(spec, self.comm, cpus, gpus))
         tasks = [f"{job}:{i} at {found.task_address(job, i)}" for job, i in found.tasks()]
         facts = [*tasks, f"soft_placement={soft_placement}"]
-        agreement.agree(self.comm, "Cluster", facts)
+        agreement.compare(self.comm, "Cluster", lambda: (None, facts))
         self.spec = found
         cards = self.comm.allgather_object(card)
         self._tasks = _tasks(found, cards)

@@ -18,7 +18,7 @@ import numpy as np
 
 import collectives as cc
 from strategies import arrays
-from strategies.agreement import agree, raise_everywhere
+from strategies.agreement import compare, raise_everywhere
 from strategies.input.split import has_rows
 from strategies.structures import map_leaves
 
@@ -97,13 +97,14 @@ def _nothing_like(batch: Any, comm: cc.Communicator) -> Any:
     except Exception as caught:
         error = caught
     forms = [form for form in comm.allgather_object(form) if form is not None]
-    try:
-        if batch is None and forms:
-            nothing = map_leaves(lambda leaf: leaf.make(), forms[0])
-    except Exception as caught:
-        error = caught
-    agree(comm, "in_step", [], error)
-    return nothing
+
+    def made() -> tuple[Any, list[str]]:
+        if error is not None:
+            raise error
+        of_others = batch is None and bool(forms)
+        return map_leaves(lambda leaf: leaf.make(), forms[0]) if of_others else nothing, []
+
+    return compare(comm, "in_step", made)
 
 
 _LIBRARIES: dict[str, Callable[[Any], bool]] = {

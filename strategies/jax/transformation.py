@@ -22,7 +22,7 @@ from strategies.arrays import COMPUTE
 from strategies.averaging import alike
 from strategies.averaging.alike import Kind, fact_of
 from strategies.averaging.averaging import OPERATION, Averaging, Leaf, Rule
-from strategies.averaging.passes import Contribution
+from strategies.averaging.passes import Passes
 from strategies.structures import WHOLE
 
 __all__ = ["PassesState", "wrap"]
@@ -213,18 +213,14 @@ class _Average:
     def _averaged(
         self, names: Sequence[str], hosts: Sequence[Any], examples: float | None, passes: int
     ) -> list[Any]:
-        error = None
-        if examples is not None and not 0 <= examples < np.inf:
-            error = ValueError(f"update: examples is no count, expected >= 0, got {examples}")
         leaves = [
             Leaf(name, host.shape, str(host.dtype), host)
             for name, host in zip(names, hosts, strict=True)
         ]
-        gradients = [None] * len(hosts) if examples == 0 else hosts
-        weight = 1.0 if examples is None else examples
-        averaged = self._averaging.average(
-            leaves, Contribution(gradients, weight, examples, passes, error)
-        )
+        # The program has added up the passes: these are enough.
+        whole = Passes(1).add(hosts, examples=examples, count=passes)
+        assert whole is not None
+        averaged = self._averaging.average(leaves, whole)
         scale = self._averaging.clipping(averaged)
         # Copies: JAX keeps what it is given, and the next step writes into the buckets. A gradient
         # that no rank has is that of ranks without examples, which the average has refused.

@@ -269,13 +269,7 @@ class Shard:
 
     def _update_together(self, pushes: Sequence[_Push]) -> None:
         """Update by the mean of all workers' gradients, and answer all of them."""
-        told = [push.examples is not None for push in pushes]
-        if any(told) and not all(told):
-            raise InvalidArgumentError(
-                "push: only some workers say of how many examples their gradients are, expected "
-                "all or none"
-            )
-        weights = [1 if push.examples is None else push.examples for push in pushes]
+        weights = sums.weights([push.examples for push in pushes], "workers")
         useful = [(p, w) for p, w in zip(pushes, weights, strict=True) if w]
         decisions = {p.worker: self._ledger.judge(p.worker, p.version) for p, _ in useful}
         useful = [(p, w) for p, w in useful if decisions[p.worker].weight]
@@ -284,7 +278,7 @@ class Shard:
         for push in pushes:
             self._reply(push, decisions.get(push.worker, Decision(0, 0.0)))
 
-    def _means(self, pushes: Sequence[tuple[_Push, int]]) -> dict[int, Gradient]:
+    def _means(self, pushes: Sequence[tuple[_Push, float]]) -> dict[int, Gradient]:
         """Return the mean gradient of each variable that has one; a missing one counts as zero."""
         columns: dict[int, list[tuple[Gradient, float]]] = {}
         total = sum(weight for _, weight in pushes)
