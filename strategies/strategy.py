@@ -20,14 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.averaging import replicas as replica_gradients
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
-from strategies.averaging.replicas import Gradients
+from strategies.averaging.replicas import Gradients, Optimizers
 from strategies.options import CommunicationOptions
 from strategies.ranks import Ranks
-from strategies.replicas import context as contexts
-from strategies.replicas import datasets, reductions
-from strategies.replicas import run as runs
+from strategies.replicas import context, datasets, reductions, run
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy, ValueContext
 from strategies.replicas.devices import CPU, parse_devices
@@ -67,7 +64,7 @@ class Strategy:
         self.devices = self.ranks.prepared(kind, lambda: parse_devices(devices or CPU, kind))
         self.ranks.agree(f"{kind} with {len(self.devices)} devices per process")
         self._names: set[str] = set()
-        self.optimizers = replica_gradients.Optimizers(self)
+        self._optimizers = Optimizers(self)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -92,7 +89,7 @@ class Strategy:
             RuntimeError: another strategy's scope is open, or a replica is running.
         """
         require_cross_replica(self, "scope")
-        with contexts.entered(self, None):
+        with context.entered(self, None):
             yield self
 
     def variable(
@@ -177,7 +174,7 @@ class Strategy:
         Cost: an all-reduce of 24 bytes at the end and for each meeting.
         """
         require_cross_replica(self, "run")
-        result: R = runs.run(self, fn, args, kwargs or {})
+        result: R = run.run(self, fn, args, kwargs or {})
         return result
 
     def reduce(self, op: ReduceOp, value: Any, axis: Axis = None) -> Any:
@@ -274,25 +271,29 @@ class Strategy:
             ValueError: a shape does not fit, a variable belongs to another strategy, the replicas
                 have different variables, or no replica has an example; on all ranks.
         """
-        top = contexts.current()
+        top = context.current()
         pairs = list(grads_and_vars)
         if top is not None and top.replica is not None and top.strategy is self:
 
             def merge(payloads: list[Gradients]) -> list[None]:
-                replica_gradients.apply(self, optimizer, payloads)
+                self._apply(optimizer, payloads)
                 return [None] * len(payloads)
 
             own = Gradients.of(pairs, examples)
-            top.replica.meet(contexts.Meeting("apply_gradients", own, merge))
+            top.replica.meet(context.Meeting("apply_gradients", own, merge))
             return
         require_cross_replica(self, "apply_gradients")
 
         def apply() -> None:
             count = range(len(self.devices))
             replicas = [Gradients.of(select(pairs, i), select(examples, i)) for i in count]
-            replica_gradients.apply(self, optimizer, replicas)
+            self._apply(optimizer, replicas)
 
         self.ranks.together("apply_gradients", apply)
+
+    def _apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
+        """Update by the gradients of this process's replicas; *collective*."""
+        self._optimizers.apply(optimizer, replicas)
 
     def update(self, variables: Sequence[Any], change: Callable[[], None]) -> None:
         """Change variables where they are; what other strategies do in another place.
@@ -340,11 +341,9 @@ class Strategy:
         Raises:
             Exception: what `dataset_fn` raised, on all processes.
         """
-        context = InputContext(self.ranks.size, self.ranks.rank, self.num_replicas_in_sync)
+        part = InputContext(self.ranks.size, self.ranks.rank, self.num_replicas_in_sync)
         self.ranks.begin()
-        batches = self.ranks.prepared(
-            "distribute_datasets_from_function", lambda: dataset_fn(context)
-        )
+        batches = self.ranks.prepared("distribute_datasets_from_function", lambda: dataset_fn(part))
         return datasets.from_function(batches, self.ranks, len(self.devices))
 
     def distribute_values_from_function(

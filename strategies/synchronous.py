@@ -46,7 +46,9 @@ _default_replica = ReplicaContext(_default, 0)
 def get_strategy() -> Strategy:
     """Return the strategy whose scope or replica this thread is in, or the default one."""
     top = context.current()
-    return _default if top is None else top.strategy
+    strategy = _default if top is None else top.strategy
+    assert isinstance(strategy, Strategy)
+    return strategy
 
 
 def get_replica_context() -> ReplicaContext | None:

@@ -44,8 +44,6 @@ FLOORS = {
 NAMES_ABOVE = {
     ("operations", "communicator"),
     ("buckets", "communicator"),
-    ("replicas", "strategy"),
-    ("averaging", "strategy"),
 }
 
 # A public module, since whatever imports it loads numba.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import collectives as cc
 from strategies import arrays, sums
@@ -14,12 +14,10 @@ from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer, l
 from strategies.errors import InvalidArgumentError
 from strategies.optimizers.pairs import split
 from strategies.replicas import reductions
+from strategies.replicas.context import ReplicaStrategy
 from strategies.sparse import Rows
 
-if TYPE_CHECKING:
-    from strategies.strategy import Strategy
-
-__all__ = ["Gradients", "Optimizers", "apply", "combine"]
+__all__ = ["Gradients", "Optimizers", "combine"]
 
 
 class Gradients(NamedTuple):
@@ -71,70 +69,72 @@ def combine(replicas: Sequence[Gradients]) -> Gradients:
 
 
 class Optimizers:
-    """What averages over the ranks of a strategy for each optimizer that it is given."""
+    """Updates the variables of a strategy by the gradients of all its replicas.
 
-    def __init__(self, strategy: Strategy) -> None:
+    Args:
+        strategy: whose replicas these are.
+    """
+
+    def __init__(self, strategy: ReplicaStrategy) -> None:
         self._strategy = strategy
-        self._made: dict[int, AveragingOptimizer] = {}
+        # By its id, each with what averages over the ranks before it.
+        self._averaging: dict[int, AveragingOptimizer] = {}
 
-    def averaging(self, optimizer: ArrayOptimizer | AveragingOptimizer) -> AveragingOptimizer:
-        """Return an optimizer that averages first; *collective* at the first call for each."""
+    def apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
+        """Update the variables once; *collective*, in the cross-replica context.
+
+        Args:
+            optimizer: what updates.
+            replicas: the gradients of each replica of this process.
+        """
+        ranks = self._strategy.ranks
+
+        def local() -> Gradients:
+            own = combine(replicas)
+            _check_owner(self._strategy, own.pairs)
+            return own
+
+        own = ranks.prepared("apply_gradients", local)
         if isinstance(optimizer, AveragingOptimizer):
-            return optimizer
-        if id(optimizer) not in self._made:
+            optimizer.apply_gradients(own.pairs, examples=own.examples)
+        elif ranks.size > 1:
+            self._over_ranks(optimizer).apply_gradients(own.pairs, examples=own.examples)
+        elif own.examples == 0:
+            raise ValueError("apply_gradients: no replica has an example, expected at least one")
+        else:
+            optimizer.apply_gradients(like_variables(own.pairs))
+
+    def _over_ranks(self, optimizer: ArrayOptimizer) -> AveragingOptimizer:
+        """Return an optimizer that averages first; *collective* at the first call for each."""
+        if id(optimizer) not in self._averaging:
             ranks = self._strategy.ranks
             assert ranks.comm is not None
-            options = ranks.options
             rule = Rule(
-                compression=options.compression or cc.NONE,
-                bucket_bytes=options.bytes_per_pack or None,
+                compression=ranks.options.compression or cc.NONE,
+                bucket_bytes=ranks.options.bytes_per_pack or None,
             )
             updates: Any = _Updates(self._strategy, optimizer)
             # Not the state, which some strategies keep on one rank; there, functions of the step
             # are at that rank's step.
             facts = partial(settings_of, optimizer, schedules=False)
-            self._made[id(optimizer)] = AveragingOptimizer(updates, ranks.comm, rule, facts)
-        return self._made[id(optimizer)]
+            self._averaging[id(optimizer)] = AveragingOptimizer(updates, ranks.comm, rule, facts)
+        return self._averaging[id(optimizer)]
 
 
-class _Updates:
+class _Updates(NamedTuple):
     """An optimizer whose updates happen where the strategy has its variables."""
 
-    def __init__(self, strategy: Strategy, optimizer: ArrayOptimizer) -> None:
-        self._strategy = strategy
-        self._optimizer = optimizer
+    strategy: ReplicaStrategy
+    optimizer: ArrayOptimizer
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
         """Update every variable by its gradient; *collective*."""
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
-        self._strategy.update(variables, lambda: self._optimizer.apply_gradients(pairs))
+        self.strategy.update(variables, lambda: self.optimizer.apply_gradients(pairs))
 
 
-def apply(strategy: Strategy, optimizer: Any, replicas: Sequence[Gradients]) -> None:
-    """Update the variables once; *collective*, in the cross-replica context.
-
-    Args:
-        strategy: whose replicas these are.
-        optimizer: what updates.
-        replicas: the gradients of each replica of this process.
-    """
-
-    def local() -> Gradients:
-        own = combine(replicas)
-        _check_owner(strategy, own.pairs)
-        return own
-
-    own = strategy.ranks.prepared("apply_gradients", local)
-    if strategy.ranks.size > 1 or isinstance(optimizer, AveragingOptimizer):
-        strategy.optimizers.averaging(optimizer).apply_gradients(own.pairs, examples=own.examples)
-    elif own.examples == 0:
-        raise ValueError("apply_gradients: no replica has an example, expected at least one")
-    else:
-        optimizer.apply_gradients(like_variables(own.pairs))
-
-
-def _check_owner(strategy: Strategy, pairs: Sequence[tuple[Any, Any]]) -> None:
+def _check_owner(strategy: ReplicaStrategy, pairs: Sequence[tuple[Any, Any]]) -> None:
     """Refuse variables of another strategy.
 
     Raises:

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.averaging import replicas as replica_gradients
-from strategies.averaging.replicas import Gradients
+from strategies.averaging.replicas import Gradients, combine
 from strategies.checks import number
 from strategies.cluster.scopes import Placeable
 from strategies.cluster.setter import RoundRobin
@@ -35,11 +34,9 @@ from strategies.parameter_server.shard import PARAMETERS, Rules, Shard
 from strategies.parameter_server.staleness import Decision, StalenessRule
 from strategies.ranks import Ranks
 from strategies.remote.server import Server
-from strategies.replicas import context as contexts
 from strategies.replicas import datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
-from strategies.replicas.per_replica import select
 from strategies.sparse import Gradient, Rows, fitted
 from strategies.strategy import Strategy
 
@@ -316,24 +313,11 @@ class ParameterServerStrategy(Strategy):
                 f"apply_gradients: expected the optimizer that the strategy was made with, got "
                 f"another one ({type(optimizer).__name__})"
             )
-        pairs = list(grads_and_vars)
-        top = contexts.current()
-        if top is not None and top.replica is not None and top.strategy is self:
+        super().apply_gradients(optimizer, grads_and_vars, examples=examples)
 
-            def merge(payloads: list[Gradients]) -> list[None]:
-                self._push(replica_gradients.combine(payloads))
-                return [None] * len(payloads)
-
-            own = Gradients.of(pairs, examples)
-            top.replica.meet(contexts.Meeting("apply_gradients", own, merge))
-            return
-        require_cross_replica(self, "apply_gradients")
-        count = range(len(self.devices))
-        replicas = [Gradients.of(select(pairs, i), select(examples, i)) for i in count]
-        self._push(replica_gradients.combine(replicas))
-
-    def _push(self, own: Gradients) -> None:
+    def _apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
         """Check this worker's gradients, and push them."""
+        own = combine(replicas)
         pairs: list[tuple[Gradient, ServedVariable]] = []
         names: set[str] = set()
         for gradient, variable in own.pairs:

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from strategies.options import CommunicationOptions
+from strategies.ranks import Ranks
 from strategies.replicas import per_replica, reductions
-
-if TYPE_CHECKING:
-    from strategies.options import CommunicationOptions
-    from strategies.replicas.reductions import ReduceOp
-    from strategies.strategy import Strategy
+from strategies.replicas.reductions import ReduceOp
 
 __all__ = [
     "Context",
     "Meeting",
     "ReplicaContext",
+    "ReplicaStrategy",
     "current",
     "entered",
     "require_cross_replica",
 ]
+
+
+class ReplicaStrategy(Protocol):
+    """A strategy, as far as its replicas know it; see `strategies.Strategy`."""
+
+    ranks: Ranks
+    devices: tuple[str, ...]
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas contribute to one step."""
+
+    @property
+    def first_replica_id(self) -> int:
+        """Number of this process's first replica among all of them."""
+
+    def apply_gradients(
+        self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, examples: Any = None
+    ) -> None:
+        """Average the gradients of all replicas, and update the variables once."""
+
+    def update(self, variables: Sequence[Any], change: Callable[[], None]) -> None:
+        """Change variables where they are."""
 
 
 class Meeting(NamedTuple):
@@ -52,7 +74,10 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, strategy: Strategy, local_id: int, meet: Callable[[Meeting], Any] | None = None
+        self,
+        strategy: ReplicaStrategy,
+        local_id: int,
+        meet: Callable[[Meeting], Any] | None = None,
     ) -> None:
         self.strategy = strategy
         self.local_id = local_id
@@ -175,7 +200,7 @@ class ReplicaContext:
 class Context(NamedTuple):
     """What holds in a thread: a strategy, and one of its replicas or None between them."""
 
-    strategy: Strategy
+    strategy: ReplicaStrategy
     replica: ReplicaContext | None
 
 
@@ -193,7 +218,7 @@ def current() -> Context | None:
 
 
 @contextmanager
-def entered(strategy: Strategy, replica: ReplicaContext | None) -> Iterator[None]:
+def entered(strategy: ReplicaStrategy, replica: ReplicaContext | None) -> Iterator[None]:
     """Let this context hold in this thread."""
     _stack.contexts.append(Context(strategy, replica))
     try:
@@ -202,7 +227,7 @@ def entered(strategy: Strategy, replica: ReplicaContext | None) -> Iterator[None
         _stack.contexts.pop()
 
 
-def require_cross_replica(strategy: Strategy, method: str) -> None:
+def require_cross_replica(strategy: ReplicaStrategy, method: str) -> None:
     """Refuse a call inside a replica, or inside the scope of another strategy.
 
     Raises:

@@ -17,20 +17,14 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from strategies.replicas import context as contexts
-from strategies.replicas import per_replica
-from strategies.replicas.context import Meeting, ReplicaContext
-
-if TYPE_CHECKING:
-    from strategies.strategy import Strategy
+from strategies.replicas import context, per_replica
+from strategies.replicas.context import Meeting, ReplicaContext, ReplicaStrategy
 
 __all__ = ["run"]
 
 log = logging.getLogger(__name__)
-
-Body = Callable[..., Any]
 
 
 class _Stop(BaseException):
@@ -41,18 +35,27 @@ class _Stop(BaseException):
         self.error = error
 
 
-def run(strategy: Strategy, fn: Body, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run(
+    strategy: ReplicaStrategy,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
     """Call a function on every replica of this process; returns what they returned, regrouped."""
     strategy.ranks.begin()
+
+    def body(i: int) -> Any:
+        return fn(*per_replica.select(args, i), **per_replica.select(kwargs, i))
+
     error = None
     result = None
     replicas = _one if len(strategy.devices) == 1 else _several
     try:
         if not isinstance(args, (list, tuple)):
             raise ValueError(
-                f"run: args is no list or tuple of arguments, got {type(args).__name__}"
+                f"run: args is not a list or tuple of arguments, got {type(args).__name__}"
             )
-        result = per_replica.regroup(replicas(strategy, fn, args, kwargs), "run")
+        result = per_replica.regroup(replicas(strategy, body), "run")
     except _Stop as stop:
         error = stop.error
     except Exception as caught:
@@ -61,8 +64,8 @@ def run(strategy: Strategy, fn: Body, args: Sequence[Any], kwargs: Mapping[str, 
     return result
 
 
-def _one(strategy: Strategy, fn: Body, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Call the function in this thread."""
+def _one(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]:
+    """Let the only replica compute in this thread."""
     stops: list[_Stop] = []
 
     def meet(meeting: Meeting) -> Any:
@@ -73,48 +76,47 @@ def _one(strategy: Strategy, fn: Body, args: Sequence[Any], kwargs: Mapping[str,
                 stops.append(stop)
         raise stops[0]
 
-    with contexts.entered(strategy, ReplicaContext(strategy, 0, meet)):
-        result = fn(*per_replica.select(args, 0), **per_replica.select(kwargs, 0))
+    with context.entered(strategy, ReplicaContext(strategy, 0, meet)):
+        result = body(0)
     if stops:  # and the function has caught it
         raise stops[0]
     return [result]
 
 
-def _several(
-    strategy: Strategy, fn: Body, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
-    """Call the function in a thread for each replica."""
-    crew = _Crew(len(strategy.devices))
+def _several(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]:
+    """Let each replica compute in a thread of its own."""
+    count = len(strategy.devices)
+    threads = _Threads(count)
 
-    def body(i: int) -> Any:
-        context = ReplicaContext(strategy, i, lambda meeting: crew.wait(i, meeting))
-        with contexts.entered(strategy, context):
-            return fn(*per_replica.select(args, i), **per_replica.select(kwargs, i))
+    def entered(i: int) -> Any:
+        replica = ReplicaContext(strategy, i, lambda meeting: threads.wait(i, meeting))
+        with context.entered(strategy, replica):
+            return body(i)
 
-    for i in range(len(strategy.devices)):
-        crew.start(i, body)
+    for i in range(count):
+        threads.start(i, entered)
     try:
-        while meetings := crew.meetings():
-            crew.answer(_hold(strategy, meetings))
-        crew.join()
+        while meetings := threads.meetings():
+            threads.answer(_hold(strategy, meetings))
+        threads.join()
     except BaseException as error:
-        crew.stop(error)
+        threads.stop(error)
         raise
-    return crew.results
+    return threads.results
 
 
-def _hold(strategy: Strategy, meetings: list[Meeting]) -> list[Any]:
+def _hold(strategy: ReplicaStrategy, meetings: list[Meeting]) -> list[Any]:
     """Let the replicas of this process meet those of the other ranks."""
     first = meetings[0]
     try:
         strategy.ranks.agree(f"run: {first.name}")
-        with contexts.entered(strategy, None):
+        with context.entered(strategy, None):
             return first.merge([meeting.payload for meeting in meetings])
     except Exception as error:
         raise _Stop(error) from error
 
 
-class _Crew:
+class _Threads:
     """The threads of the replicas of one run, and the thread that waits for them."""
 
     def __init__(self, count: int) -> None:
@@ -129,9 +131,9 @@ class _Crew:
 
     def start(self, i: int, body: Callable[[int], Any]) -> None:
         """Begin replica `i`; it sees the context variables of this thread, such as errstate."""
-        context = contextvars.copy_context()
+        variables = contextvars.copy_context()
         thread = threading.Thread(
-            target=context.run, args=(self._work, i, body), name=f"replica-{i}", daemon=True
+            target=variables.run, args=(self._work, i, body), name=f"replica-{i}", daemon=True
         )
         self._threads.append(thread)
         thread.start()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from strategies.replicas import context, reductions
-from strategies.replicas.context import Meeting
-
-if TYPE_CHECKING:
-    from strategies.strategy import Strategy
+from strategies.replicas.context import Meeting, ReplicaStrategy
 
 __all__ = ["Aggregation", "Synchronization", "Variable"]
 
@@ -52,7 +49,7 @@ class Variable:
         dtype: Any = None,
         synchronization: Synchronization = "auto",
         aggregation: Aggregation = "none",
-        strategy: Strategy | None = None,
+        strategy: ReplicaStrategy | None = None,
     ) -> None:
         value = np.array(initial_value, dtype=dtype)
         self.name = name

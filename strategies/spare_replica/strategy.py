@@ -11,12 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.optimizers import pairs as gradients
-from strategies.optimizers.pairs import Pair
+from strategies.optimizers.pairs import Pair, resolve
 from strategies.ranks import Ranks
 from strategies.remote.service import Service
-from strategies.replicas import context as contexts
-from strategies.replicas import datasets
+from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.replicas.variable import Aggregation, Synchronization, Variable
@@ -165,8 +163,8 @@ class SpareReplicaStrategy(Strategy):
         self, dataset_fn: Callable[[InputContext], Iterable[Any]]
     ) -> Iterator[Any]:
         """Let each worker read its own part of the data, at its own pace."""
-        context = InputContext(self.total_num_replicas, self._worker, self.replicas_to_aggregate)
-        return datasets.from_function(dataset_fn(context), self.ranks, 1)
+        part = InputContext(self.total_num_replicas, self._worker, self.replicas_to_aggregate)
+        return datasets.from_function(dataset_fn(part), self.ranks, 1)
 
     def apply_gradients(
         self,
@@ -248,7 +246,7 @@ class SpareReplicaStrategy(Strategy):
 
     def _checked(self, optimizer: Any, grads_and_vars: Any, examples: Any) -> list[Pair]:
         """Return the pairs, if everything is as in the other calls."""
-        top = contexts.current()
+        top = context.current()
         if top is None or top.replica is None:
             require_cross_replica(self, "apply_gradients")
         if examples is not None:
@@ -256,7 +254,7 @@ class SpareReplicaStrategy(Strategy):
                 "apply_gradients: all gradients count alike with spare replicas, expected "
                 f"examples=None, got {examples!r}"
             )
-        pairs = gradients.resolve(grads_and_vars, "apply_gradients")
+        pairs = resolve(grads_and_vars, "apply_gradients")
         for pair in pairs:
             if not isinstance(pair.value, np.ndarray):
                 raise ValueError(
