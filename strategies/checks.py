@@ -30,7 +30,7 @@ def number(
         context: end of the message.
 
     Raises:
-        ValueError: it is no such number.
+        ValueError: it is not such a number.
     """
     try:
         checked = math.nan if isinstance(value, (str, bytes)) else float(value)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 import collectives as cc
 from strategies import agreement
 from strategies.averaging.alike import Compare
-from strategies.averaging.averaging import Rule
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
+from strategies.averaging.rule import Rule
 
 if TYPE_CHECKING:
     import optax
@@ -184,7 +184,7 @@ def _recognised(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]
 
         names = parameters.names_of(optimizer, named_parameters)
         facts = parameters.described(optimizer, names)
-        return lambda comm, rule: of_torch.wrap(optimizer, names, comm, rule), facts
+        return lambda comm, rule: of_torch.TorchOptimizer(optimizer, names, comm, rule), facts
     if named_parameters is not None:
         raise ValueError(
             "DistributedOptimizer: named_parameters are for optimizers of PyTorch, got "

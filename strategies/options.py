@@ -27,7 +27,7 @@ class CommunicationOptions:
         algorithm: of the all-reduce; arrays travel one by one if it is not "auto".
 
     Raises:
-        ValueError: a negative `bytes_per_pack`, or a timeout that is no time.
+        ValueError: a negative `bytes_per_pack`, or a timeout that is not positive.
 
     Example:
         >>> CommunicationOptions(bytes_per_pack=1 << 20).over(CommunicationOptions(timeout=5))

@@ -62,7 +62,7 @@ def in_order(rows: Rows, operation: str, where: str, *, length: int | None = Non
         become float32.
 
     Raises:
-        TypeError: the indices are no integers.
+        TypeError: the indices are not integers.
         ValueError: there is not an index for every row, or one is out of range.
 
     Order: of a summation, fixed by the order of the rows.
@@ -126,7 +126,7 @@ def fitted(
 
     Raises:
         ValueError: its shape or dtype differs, an index is out of range, or a scalar gets rows.
-        TypeError: the indices are no integers, or the dtype is of another kind.
+        TypeError: the indices are not integers, or the dtype is of another kind.
     """
     array = gradient.values if isinstance(gradient, Rows) else gradient
     has, own = tuple(array.shape), arrays.dtype_name(array)

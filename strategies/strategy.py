@@ -121,15 +121,16 @@ class Strategy:
         chosen = self._free_name() if name is None else name
 
         def local() -> Variable:
-            if chosen in self._names:
-                raise ValueError(
-                    f"variable: this name is taken, expected a new one, got {chosen!r}"
-                )
+            self._refuse_taken(chosen)
             value = initial_value() if callable(initial_value) else initial_value
             return Variable(
-                value, name=chosen, dtype=dtype, synchronization=synchronization,
-                aggregation=aggregation, strategy=self,
-            )  # fmt: skip
+                value,
+                name=chosen,
+                dtype=dtype,
+                synchronization=synchronization,
+                aggregation=aggregation,
+                strategy=self,
+            )
 
         variable = self.ranks.prepared(f"variable {chosen}", local)
         initial = self.ranks.together(
@@ -156,7 +157,7 @@ class Strategy:
         Args:
             fn: what a replica computes.
             args: each replica gets its own value of a `PerReplica`.
-            kwargs: likewise.
+            kwargs: the same by name.
 
         Returns:
             What `fn` returned; a `PerReplica` wherever that differs between the replicas of this
@@ -353,6 +354,10 @@ class Strategy:
         first, count = self.first_replica_id, len(self.devices)
         total = self.num_replicas_in_sync
         return PerReplica(tuple(value_fn(ValueContext(first + i, total)) for i in range(count)))
+
+    def _refuse_taken(self, name: str) -> None:
+        if name in self._names:
+            raise ValueError(f"variable: this name is taken, expected a new one, got {name!r}")
 
     def _free_name(self) -> str:
         number = 0

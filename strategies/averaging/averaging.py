@@ -4,15 +4,14 @@ One step is two exchanges. The first is small and tells every rank what it has t
 gradient moves: whether a rank refuses, whether parameters have changed, how many examples there
 are, and which ranks have a gradient for which parameter, dense or sparse. The second is that of the
 gradients: dense ones in buckets, which are planned once, sparse ones row by row. Where the rule
-wants `overlap`, the second may have been made already; see `early`.
+wants `overlap`, the second may have been made already; see `overlap`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,89 +20,26 @@ import collectives as cc
 from strategies import arrays
 from strategies.agreement import raise_everywhere
 from strategies.averaging import alike, placing
-from strategies.averaging.alike import Compare, Fact
-from strategies.averaging.overlap import Early
+from strategies.averaging.alike import Fact
+from strategies.averaging.overlap import Overlap
 from strategies.averaging.passes import Contribution
+from strategies.averaging.rule import OPERATION, Rule
 from strategies.optimizers.clipping import clip_by_global_norm
 from strategies.sparse import Rows
 
-__all__ = ["OPERATION", "Averaging", "Leaf", "Rule"]
+__all__ = ["Averaging", "Leaf"]
 
 Array = npt.NDArray[Any]
 
 # What the first exchange adds up. Behind these stand, for each leaf, the number of ranks with a
 # gradient, and then the number of ranks with a sparse one. Two sums tell whether all ranks have
 # the same number: P times the sum of squares is then the square of the sum.
-_REFUSED, _CHANGED, _AGAIN, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _HEAD = range(8)
-
-OPERATION = "DistributedOptimizer"
-"""Whose comparison it is, in errors."""
+_REFUSED, _CHANGED, _RETRY, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _HEAD = range(8)
 
 # Bytes of a bucket that is to be reduced during the backward pass: smaller ones begin earlier.
 # `benchmarks/overlap.py`, 34 MB between 2 machines at 1 Gbit/s, ms per step: 2 MiB 435, 4 MiB 430,
 # 8 MiB 437, 16 MiB 488.
-_EARLY_BUCKET_BYTES = 4 << 20
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How gradients are combined; see `strategies.DistributedOptimizer` for the fields."""
-
-    op: Any = cc.MEAN
-    compression: cc.Compression = cc.NONE
-    backward_passes_per_step: int = 1
-    gradient_predivide_factor: float = 1.0
-    average_aggregated_gradients: bool = False
-    clip_global_norm: float | None = None
-    sparse_as_dense: bool = False
-    bucket_bytes: int | None = None
-    overlap: bool = False
-    compare: Compare = "all"
-    compare_every: int | None = None
-
-    def check(self) -> None:
-        """Raise `TypeError` or `ValueError` where a field is of no use."""
-        say = "DistributedOptimizer"
-        if self.op not in (cc.MEAN, cc.SUM):
-            raise ValueError(f"{say}: gradients are added, expected MEAN or SUM, got {self.op}")
-        if not isinstance(self.compression, cc.Compression):
-            kind = type(self.compression).__name__
-            raise TypeError(f"{say}: expected NONE, FP16 or BF16 as compression, got {kind}")
-        if self.compare not in get_args(Compare):
-            raise ValueError(
-                f"{say}: expected one of {' '.join(get_args(Compare))} as compare, got "
-                f"{self.compare!r}"
-            )
-        passes, factor = self.backward_passes_per_step, self.gradient_predivide_factor
-        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-            raise ValueError(f"{say}: expected backward_passes_per_step >= 1, got {passes!r}")
-        every = self.compare_every
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int)):
-            raise TypeError(f"{say}: expected a number of steps as compare_every, got {every!r}")
-        if every is not None and every < 1:
-            raise ValueError(f"{say}: expected compare_every >= 1, got {every}")
-        if not 0 < factor < math.inf:
-            raise ValueError(f"{say}: expected gradient_predivide_factor > 0, got {factor}")
-        if factor != 1 and self.op is not cc.MEAN:
-            raise ValueError(f"{say}: gradient_predivide_factor is for MEAN, got {self.op.value}")
-        clip = self.clip_global_norm
-        if clip is not None and not 0 < clip < math.inf:
-            raise ValueError(f"{say}: expected clip_global_norm > 0, got {clip}")
-        if self.overlap and passes > 1:
-            raise ValueError(
-                f"{say}: with overlap every backward pass is a step, expected "
-                f"backward_passes_per_step=1, got {passes}"
-            )
-        if self.overlap and self.compression.residuals is not None:
-            raise ValueError(
-                f"{say}: with overlap a gradient may be sent twice, expected compression without "
-                f"feedback, got {self.compression}"
-            )
-
-    def __str__(self) -> str:
-        """Return the words by which ranks compare what they mean."""
-        fields = {**self.__dict__, "op": self.op.value}
-        return ", ".join(f"{name}={value}" for name, value in fields.items())
+_OVERLAPPED_BYTES = 4 << 20
 
 
 class Leaf(NamedTuple):
@@ -161,12 +97,12 @@ class Averaging:
         self._buckets: Any = None
         self._bucketed: list[int] = []
         self._steps = 0
-        self._early: Early | None = None
+        self._overlap: Overlap | None = None
 
     @property
-    def early(self) -> Early | None:
+    def overlap(self) -> Overlap | None:
         """What takes gradients before the step, if the rule wants that, on all ranks or on none."""
-        return self._early
+        return self._overlap
 
     def average(
         self,
@@ -181,7 +117,7 @@ class Averaging:
         Args:
             leaves: the parameters.
             contribution: of this rank.
-            unchanged: leaves whose gradients are as they were when `early` got them.
+            unchanged: leaves whose gradients are as they were when `overlap` got them.
 
         Returns:
             For each leaf an array of its kind, in memory that is overwritten by the next step,
@@ -194,76 +130,89 @@ class Averaging:
             Exception: the error of a contribution; on all ranks.
         """
         self._steps += 1
-        early, self._early = self._early, None
-        done = [] if early is None else early.finish()
-        if early is not None and early.error is not None:
-            contribution = contribution._replace(error=contribution.error or early.error)
-        again = early is None or not early.holds(contribution, unchanged)
-        status = self._tell(leaves, contribution, again)
+        overlap, self._overlap = self._overlap, None
+        reduced = [] if overlap is None else overlap.finish()
+        if overlap is not None and overlap.error is not None:
+            contribution = contribution._replace(error=contribution.error or overlap.error)
+        retry = overlap is None or not overlap.holds(contribution, unchanged)
+        status = self._tell(leaves, contribution, retry)
         new = False
         if status[_CHANGED] and not status[_REFUSED]:
             new = self._agree_on(leaves)
-            status = self._tell(leaves, contribution, again=True)
+            status = self._tell(leaves, contribution, retry=True)
         if status[_REFUSED]:
             raise_everywhere(contribution.error, self.comm, "apply_gradients")
         self._check(status)
         self._compare(leaves, new)
         scale = self._scale(status, contribution)
-        gradients, n = contribution.gradients, len(leaves)
-        present, sparse = status[_HEAD : _HEAD + n] > 0, status[_HEAD + n :] > 0
-        results: list[Any] = [None] * n
-        wanted = np.flatnonzero(present & ~sparse).tolist()
-        if status[_AGAIN] or not set(wanted) <= set(self._bucketed):
-            self._average_dense(wanted, gradients, scale, results)
-        else:
-            self._take(wanted, done, results)
-        for i in np.flatnonzero(sparse).tolist():
-            results[i] = self._average_rows(leaves[i], gradients[i], scale)
+        results = self._combine(contribution.gradients, status, scale, reduced)
         if self.rule.overlap and self._buckets is not None:
-            self._early = Early(self._buckets, self._bucketed, scale, contribution)
+            self._overlap = Overlap(self._buckets, self._bucketed, scale, contribution)
         return results
 
-    def clipping(self, gradients: Sequence[Any]) -> float:
-        """Return what averaged gradients have to be multiplied by to be clipped: at most 1.
+    def _combine(
+        self, gradients: Sequence[Any], status: Array, scale: float, reduced: Sequence[Any]
+    ) -> list[Any]:
+        """Make the second exchange, unless all ranks have `reduced` what this step needs."""
+        n = len(gradients)
+        present, sparse = status[_HEAD : _HEAD + n] > 0, status[_HEAD + n :] > 0
+        wanted = set(np.flatnonzero(present & ~sparse).tolist())
+        if wanted and (status[_RETRY] or not wanted <= set(self._bucketed)):
+            self._make_room(wanted)
+            chosen = [gradients[i] if i in wanted else None for i in self._bucketed]
+            reduced = self._reduce(chosen, scale)
+        results: list[Any] = [None] * n
+        for i, result in zip(self._bucketed, reduced, strict=False):
+            if i in wanted:
+                results[i] = self._finish(result)
+        for i in np.flatnonzero(sparse).tolist():
+            results[i] = self._average_rows(self._leaves[i], gradients[i], scale)
+        return results
+
+    def clip(self, gradients: Sequence[Any]) -> None:
+        """Shorten averaged gradients to the norm that the rule allows.
 
         *Collective* where the rule clips. Gradients that are not finite are left as they are, for
         whoever looks for them.
 
         Args:
-            gradients: arrays, the same on all ranks; of sparse ones the values.
+            gradients: arrays, the same on all ranks, or None; of sparse ones the values.
         """
         limit = self.rule.clip_global_norm
         if limit is None:
-            return 1.0
+            return
         # Each rank measures its share, and all join the same shares: the same bits everywhere.
         rank, size = self.comm.rank, self.comm.size
         flat = [g.reshape(-1) for g in gradients if g is not None]
         shares = [g[len(g) * rank // size : len(g) * (rank + 1) // size] for g in flat]
         _, norm = clip_by_global_norm(shares, limit, self.comm)
-        return limit / norm if limit < norm < math.inf else 1.0
+        if limit < norm < math.inf:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient *= limit / norm
 
     def close(self) -> None:
         """Release the buckets; *collective*."""
-        early, self._early = self._early, None
-        if early is not None:
-            early.finish()
+        overlap, self._overlap = self._overlap, None
+        if overlap is not None:
+            overlap.finish()
         if self._buckets is not None:
             self._buckets.close()
             self._buckets, self._bucketed = None, []
 
-    def _tell(self, leaves: Sequence[Leaf], contribution: Contribution, again: bool) -> Array:
+    def _tell(self, leaves: Sequence[Leaf], contribution: Contribution, retry: bool) -> Array:
         """Make the first exchange; returns a copy of the sums.
 
         Args:
             leaves: the parameters.
             contribution: of this rank.
-            again: what was reduced early on this rank is not what the step needs.
+            retry: what was reduced meanwhile on this rank is not what the step needs.
         """
         status, n = self._status, len(self._leaves)
         gradients, _, examples, _, error = contribution
         status[:] = 0
         status[_REFUSED] = error is not None
-        status[_AGAIN] = again
+        status[_RETRY] = retry
         status[_EXAMPLES] = examples or 0
         status[_WEIGHTED] = examples is not None
         status[_STEPS], status[_SQUARES] = self._steps, self._steps**2
@@ -355,33 +304,21 @@ class Averaging:
             result *= self.rule.gradient_predivide_factor / self.comm.size
         return result
 
-    def _average_dense(
-        self, wanted: list[int], gradients: Sequence[Any], scale: float, results: list[Any]
-    ) -> None:
-        if not wanted:
+    def _make_room(self, wanted: set[int]) -> None:
+        """Have buckets with a place for each of these leaves."""
+        if wanted <= set(self._bucketed):
             return
-        present = set(wanted)
-        if not present <= set(self._bucketed):
-            members = sorted(present | set(self._bucketed))
-            self.close()
-            rule, leaves = self.rule, [self._leaves[i] for i in members]
-            self._buckets = self.comm.plan_buckets(
-                [leaf.like for leaf in leaves],
-                op=self._op,
-                compression=rule.compression,
-                bucket_bytes=rule.bucket_bytes or (_EARLY_BUCKET_BYTES if rule.overlap else None),
-                names=[leaf.name for leaf in leaves],
-            )
-            self._bucketed = members
-        chosen = [gradients[i] if i in present else None for i in self._bucketed]
-        self._take(wanted, self._reduce(chosen, scale), results)
-
-    def _take(self, wanted: list[int], reduced: Sequence[Any], results: list[Any]) -> None:
-        """Note the results of some leaves, given those of all places."""
-        present = set(wanted)
-        for i, result in zip(self._bucketed, reduced, strict=True):
-            if i in present:
-                results[i] = self._finish(result)
+        members = sorted(wanted | set(self._bucketed))
+        self.close()
+        rule, leaves = self.rule, [self._leaves[i] for i in members]
+        self._buckets = self.comm.plan_buckets(
+            [leaf.like for leaf in leaves],
+            op=self._op,
+            compression=rule.compression,
+            bucket_bytes=rule.bucket_bytes or (_OVERLAPPED_BYTES if rule.overlap else None),
+            names=[leaf.name for leaf in leaves],
+        )
+        self._bucketed = members
 
     def _reduce(self, gradients: list[Any], scale: float) -> list[Any]:
         """Reduce one gradient for each place in the buckets."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -12,14 +12,21 @@ import numpy as np
 import collectives as cc
 from strategies import agreement
 from strategies.arrays import dtype_name
-from strategies.structures import WHOLE, is_pair, named_leaves, registered, state_of, value_of
+from strategies.structures import (
+    WHOLE,
+    is_pair,
+    map_leaves,
+    named_leaves,
+    registered,
+    state_of,
+    value_of,
+)
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
 P = TypeVar("P")  # parameters, or whatever holds a state
 
-# What a value in a state may be beside arrays and containers: written as JSON, which keeps all
-# bits of a float.
+# What a value in a state may be beside arrays and containers.
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -105,23 +112,20 @@ def broadcast_optimizer_state(
     comm = cc.init() if comm is None else comm
     arrays: list[Any] = []
 
-    def write() -> tuple[str, list[str]]:
+    def write() -> tuple[Any, list[str]]:
         _check_root(root, comm, say)
         state = stateful.state_dict() if comm.rank == root else None
-        text = json.dumps(_written(state, arrays, "state"))
-        return text, [f"root {root}", f"kind {type(optimizer).__qualname__}"]
+        facts = [f"root {root}", f"kind {type(optimizer).__qualname__}"]
+        return _apart(state, arrays, "state"), facts
 
-    text = agreement.compare(comm, say, write)
-    data = np.frombuffer(text.encode(), np.uint8)
-    length = int(comm.broadcast(np.int64(data.size), root))
-    data = comm.broadcast(data if comm.rank == root else np.empty(length, np.uint8), root)
-    written = json.loads(data.tobytes())
+    written = comm.broadcast_object(agreement.compare(comm, say, write), root)
 
-    def next_array(shape: list[int], dtype: str, kind: str) -> Any:
-        here = arrays.pop(0) if comm.rank == root else _empty(shape, dtype, kind)
-        return comm.broadcast(here, root)
+    def received(leaf: Any) -> Any:
+        if not isinstance(leaf, _Array):
+            return leaf
+        return comm.broadcast(arrays.pop(0) if comm.rank == root else leaf.empty(), root)
 
-    state = _read(written, next_array)
+    state = map_leaves(received, written)
 
     def load() -> tuple[None, list[str]]:
         if comm.rank != root:
@@ -186,48 +190,41 @@ def _rebuilt(node: Any, name: str, received: Mapping[str, Any]) -> Any:
     return sys.modules["jax"].tree_util.tree_unflatten(tree, made)
 
 
-def _written(node: Any, arrays: list[Any], name: str) -> Any:
-    """Describe a state in what JSON knows; its arrays go to `arrays`, in order."""
+@dataclass(frozen=True)
+class _Array:
+    """Stands for an array in a state."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    is_tensor: bool
+
+    def empty(self) -> Any:
+        """Make one to receive into; a tensor on the CPU, which is loaded to where it belongs."""
+        if not self.is_tensor:
+            return np.empty(self.shape, np.dtype(self.dtype))
+        import torch
+
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+
+
+def _apart(node: Any, arrays: list[Any], name: str) -> Any:
+    """Return a state with an `_Array` in place of every array; these go to `arrays`, in order."""
     if isinstance(node, _SCALARS):
         return node
     if isinstance(node, dict):
-        pairs = [
-            [_written(key, arrays, name), _written(child, arrays, f"{name}[{key!r}]")]
+        return {
+            _apart(key, arrays, name): _apart(child, arrays, f"{name}[{key!r}]")
             for key, child in node.items()
-        ]
-        return {"dict": pairs}
+        }
     if isinstance(node, (list, tuple)):
-        kind = "tuple" if isinstance(node, tuple) else "list"
-        return {kind: [_written(x, arrays, f"{name}[{i}]") for i, x in enumerate(node)]}
+        parts = [_apart(child, arrays, f"{name}[{i}]") for i, child in enumerate(node)]
+        return tuple(parts) if isinstance(node, tuple) else parts
     if hasattr(node, "shape") and hasattr(node, "dtype"):
         torch: Any = sys.modules.get("torch")
         is_tensor = torch is not None and isinstance(node, torch.Tensor)
         arrays.append(node.detach() if is_tensor else node)
-        dtype = str(node.dtype).removeprefix("torch.")
-        return {"array": [list(node.shape), dtype, "torch" if is_tensor else "numpy"]}
+        return _Array(tuple(node.shape), dtype_name(node), is_tensor)
     raise TypeError(
         "broadcast_optimizer_state: expected arrays, numbers, text, lists, tuples and dicts, got "
         f"{type(node).__name__} ({name})"
     )
-
-
-def _read(written: Any, next_array: Callable[[list[int], str, str], Any]) -> Any:
-    """Undo `_written`, in the same order."""
-    if not isinstance(written, dict):
-        return written
-    ((kind, content),) = written.items()
-    if kind == "array":
-        return next_array(*content)
-    if kind == "dict":
-        return {_read(key, next_array): _read(child, next_array) for key, child in content}
-    items = [_read(x, next_array) for x in content]
-    return tuple(items) if kind == "tuple" else items
-
-
-def _empty(shape: list[int], dtype: str, kind: str) -> Any:
-    """Make an array to receive into: a tensor on the CPU, which is loaded to where it belongs."""
-    if kind == "numpy":
-        return np.empty(shape, np.dtype(dtype))
-    import torch
-
-    return torch.empty(shape, dtype=getattr(torch, dtype))

@@ -11,8 +11,9 @@ import numpy as np
 import collectives as cc
 from strategies import arrays, sums
 from strategies.averaging.alike import Fact, facts_of_optimizer
-from strategies.averaging.averaging import Averaging, Leaf, Rule
+from strategies.averaging.averaging import Averaging, Leaf
 from strategies.averaging.passes import Passes
+from strategies.averaging.rule import Rule
 from strategies.optimizers.pairs import is_variable, refuse_jax, split
 from strategies.replicas import context
 from strategies.sparse import Rows, fitted
@@ -89,7 +90,7 @@ class AveragingOptimizer:
 
         Raises:
             ValueError: a shape does not fit, or no rank has an example; on all ranks.
-            TypeError: something is no pair, or no array; on all ranks.
+            TypeError: something is not a pair, or not an array; on all ranks.
             MismatchError: ranks differ in the variables' shapes or dtypes, or in what they compare
                 in the first step; on all ranks.
         """
@@ -113,12 +114,7 @@ class AveragingOptimizer:
         if whole is None:
             return
         averaged = self._averaging.average(leaves, whole)
-        dense = [g.values if isinstance(g, Rows) else g for g in averaged]
-        scale = self._averaging.clipping(dense)
-        if scale < 1:
-            for values in dense:
-                if values is not None:
-                    values *= scale
+        self._averaging.clip([g.values if isinstance(g, Rows) else g for g in averaged])
         self.optimizer.apply_gradients(zip(averaged, variables, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,7 +137,8 @@ def _leaf(variable: Any, position: int) -> Leaf:
     name = variable.name if named else f"unnamed, position {position}"
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(
-            f"apply_gradients: variable is no array, got {type(value).__name__} (variable: {name})"
+            f"apply_gradients: variable is not an array, got {type(value).__name__} (variable: "
+            f"{name})"
         )
     refuse_jax(value, "apply_gradients", f"variable: {name}")
     return Leaf(name, tuple(value.shape), arrays.dtype_name(value), value)
@@ -152,7 +149,7 @@ def like_variables(pairs: Iterable[Pair]) -> list[Pair]:
 
     Raises:
         ValueError: a shape does not fit.
-        TypeError: something is no array, or a dtype does not fit.
+        TypeError: something is not an array, or a dtype does not fit.
     """
     found = []
     for position, (gradient, variable) in enumerate(pairs):

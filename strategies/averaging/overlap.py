@@ -21,10 +21,10 @@ import collectives as cc
 from strategies.averaging import placing
 from strategies.averaging.passes import Contribution
 
-__all__ = ["Early"]
+__all__ = ["Overlap"]
 
 
-class Early:
+class Overlap:
     """The reductions of one step.
 
     Args:

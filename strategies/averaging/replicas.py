@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import collectives as cc
 from strategies import arrays, sums
 from strategies.averaging.alike import settings_of
-from strategies.averaging.averaging import Rule
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer, like_variables
+from strategies.averaging.rule import Rule
 from strategies.errors import InvalidArgumentError
 from strategies.optimizers.pairs import split
 from strategies.replicas import reductions
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
         """Take what a user gives.
 
         Raises:
-            ValueError: `examples` is no count.
+            ValueError: `examples` is negative, infinite or NaN.
             TypeError: something is not a (gradient, variable) pair.
         """
         sums.check_examples(examples)

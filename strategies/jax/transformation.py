@@ -21,8 +21,9 @@ import collectives as cc
 from strategies.arrays import COMPUTE
 from strategies.averaging import alike
 from strategies.averaging.alike import Kind, fact_of
-from strategies.averaging.averaging import OPERATION, Averaging, Leaf, Rule
+from strategies.averaging.averaging import Averaging, Leaf
 from strategies.averaging.passes import Passes
+from strategies.averaging.rule import OPERATION, Rule
 from strategies.structures import WHOLE
 
 __all__ = ["PassesState", "wrap"]
@@ -221,7 +222,7 @@ class _Average:
         whole = Passes(1).add(hosts, examples=examples, count=passes)
         assert whole is not None
         averaged = self._averaging.average(leaves, whole)
-        scale = self._averaging.clipping(averaged)
+        self._averaging.clip(averaged)
         # Copies: JAX keeps what it is given, and the next step writes into the buckets. A gradient
         # that no rank has is that of ranks without examples, which the average has refused.
-        return [np.multiply(g, scale).astype(g.dtype, copy=False) for g in averaged]
+        return [np.array(g) for g in averaged]

@@ -6,6 +6,7 @@ numbers of rows, the first ones a row longer: 10 rows in 4 parts are 3, 3, 2, 2.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from strategies.cluster.scopes import Placeable
 from strategies.sparse import Rows
+from strategies.variables.partition import offsets
 
 __all__ = ["Part", "Partitioner", "cut", "cut_rows", "number_of_parts", "parts_of"]
 
@@ -79,9 +81,9 @@ def parts_of(
     """Give each part of a variable a task.
 
     Args:
-        name: of the variable.
-        shape: likewise.
-        dtype: likewise.
+        name: of the variable, as are shape and dtype.
+        shape: all of its sizes.
+        dtype: what `choice` is told.
         count: into how many parts it is cut.
         choice: index of the task for something.
 
@@ -96,14 +98,12 @@ def parts_of(
 
     if count == 1:
         return [Part(name, task(name, None))]
-    least, longer = divmod(shape[0], count)
-    parts, start = [], 0
-    for i in range(count):
-        stop = start + least + (i < longer)
-        part = f"{name}/part_{i}"
-        parts.append(Part(part, task(part, stop - start), start, stop))
-        start = stop
-    return parts
+    names = [f"{name}/part_{i}" for i in range(count)]
+    bounds = itertools.pairwise(offsets(shape, [count, *[1] * (len(shape) - 1)]))
+    return [
+        Part(part, task(part, stop - start), start, stop)
+        for part, (start, stop) in zip(names, bounds, strict=True)
+    ]
 
 
 def cut(array: Array, part: Part) -> Array:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from strategies import sums
+from strategies.arrays import dtype_name
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -189,7 +190,7 @@ class Shard:
         """Take the gradients of a worker; answered with new values.
 
         Raises:
-            UnavailableError: the worker is no member any more: nobody would wait for its gradients.
+            UnavailableError: the worker is not a member any more: nobody would wait for it.
             ValueError: they do not fit.
         """
         push = self._checked(work)
@@ -235,8 +236,8 @@ class Shard:
             array = widened(next(values), told, part.value.dtype)
             gradient = array if indices is None else Rows(indices, array)
             given[number] = gradient
-            where = f"variable: {part.name}"
-            fitted(gradient, part.value.shape, part.value.dtype.name, "push", where)
+            where, value = f"variable: {part.name}", part.value
+            fitted(gradient, value.shape, dtype_name(value), "push", where)
         if not 0 <= told["version"] <= self._ledger.version:
             raise InvalidArgumentError(
                 f"push: no such version, expected 0 .. {self._ledger.version}, got "
@@ -285,7 +286,7 @@ class Shard:
         for push, weight in pushes:
             for i, gradient in push.gradients.items():
                 columns.setdefault(i, []).append((gradient, weight / total))
-        dtypes = {i: self._parts[i].value.dtype.name for i in columns}
+        dtypes = {i: dtype_name(self._parts[i].value) for i in columns}
         return {i: sums.mean(column, 1, dtypes[i]) for i, column in columns.items()}
 
     def _update(self, given: Mapping[int, Gradient], factor: float = 1.0) -> None:

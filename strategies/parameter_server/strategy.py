@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
+from strategies.arrays import dtype_name
 from strategies.averaging.replicas import Gradients, combine
 from strategies.checks import number
 from strategies.cluster.scopes import Placeable
@@ -227,10 +228,7 @@ class ParameterServerStrategy(Strategy):
         chosen = self._free_name() if name is None else name
 
         def local() -> tuple[npt.NDArray[Any], int]:
-            if chosen in self.variables:
-                raise ValueError(
-                    f"variable: this name is taken, expected a new one, got {chosen!r}"
-                )
+            self._refuse_taken(chosen)
             given = initial_value() if callable(initial_value) else initial_value
             value = np.array(given, dtype=dtype)
             return value, number_of_parts(chosen, value.shape, value.dtype, self._partitioner)
@@ -297,14 +295,14 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ValueError: a shape, a dtype or the optimizer does not fit, a variable is given twice,
                 or belongs to another strategy. Nothing has been pushed.
-            TypeError: `examples` is no integer.
+            TypeError: `examples` is not an integer.
             UnavailableError: a ps task is lost, or counts this worker as gone, since one has not
                 heard of the other for longer than the service's timeout; or some ps tasks have
                 applied the gradients and others have not, so that all later calls raise this, too.
             DeadlineExceededError: gradients of others have not come in time, or the warm-up was not
                 over; says whose, or how far it is. Nothing was applied, and the call may be
                 repeated.
-            FailedPreconditionError: this task is no worker, or has left.
+            FailedPreconditionError: this task is not a worker, or has left.
 
         Cost: a message to each ps and back.
         """
@@ -334,7 +332,7 @@ class ParameterServerStrategy(Strategy):
             if gradient is not None:
                 given = gradient if isinstance(gradient, Rows) else np.asarray(gradient)
                 where = f"variable: {known.name}"
-                fitted(given, known.shape, known.dtype.name, "apply_gradients", where)
+                fitted(given, known.shape, dtype_name(known), "apply_gradients", where)
                 pairs.append((given, known))
         examples = _count(own.examples)
         useful = [] if examples == 0 else pairs
@@ -358,7 +356,7 @@ class ParameterServerStrategy(Strategy):
         like = np.broadcast_to(np.zeros((), variable.dtype), (*chosen.shape, *variable.shape[1:]))
         rows = Rows(chosen, like)
         where = f"variable: {variable.name}"
-        fitted(rows, variable.shape, variable.dtype.name, "look_up", where)
+        fitted(rows, variable.shape, dtype_name(variable), "look_up", where)
         return self._client.rows(variable, rows.indices)
 
     def assign(self, variable: ServedVariable, value: npt.ArrayLike) -> None:

@@ -27,7 +27,7 @@ def parse_devices(devices: Sequence[str], operation: str) -> tuple[str, ...]:
         ('/cpu:0', '/cpu:1')
     """
     if isinstance(devices, str):
-        raise TypeError(f"{operation}: devices is no list of names, got {devices!r}")
+        raise TypeError(f"{operation}: devices is not a list of names, got {devices!r}")
     names = []
     for device in devices:
         match = _CPU.fullmatch(device) if isinstance(device, str) else None

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
+from array_api_compat import array_namespace
 
 import collectives as cc
+from strategies import arrays
 from strategies.errors import InvalidArgumentError
 from strategies.ranks import Ranks
 from strategies.replicas.per_replica import regroup
@@ -18,7 +20,6 @@ from strategies.structures import leaves, map_leaves
 __all__ = [
     "Axis",
     "ReduceOp",
-    "add",
     "arrays_of",
     "as_array",
     "gather",
@@ -81,16 +82,6 @@ def gather(ranks: Ranks, values: list[Any], axis: int) -> Any:
     return _filled(values[0], joined)
 
 
-def add(arrays: Sequence[Any]) -> Any:
-    """Return the sum of arrays of one shape and dtype; the array itself if there is only one."""
-    if len(arrays) == 1:
-        return arrays[0]
-    total = arrays[0] + arrays[1]  # new memory
-    for array in arrays[2:]:
-        total += array
-    return total
-
-
 def as_array(leaf: Any, operation: str) -> Any:
     """Return an array of another library as it is, everything else as a NumPy array.
 
@@ -103,7 +94,7 @@ def as_array(leaf: Any, operation: str) -> Any:
         return leaf
     else:
         array = np.asarray(leaf)
-    if array.dtype.kind not in "biufc" and not _is_half(array.dtype):
+    if array.dtype.kind not in "biufc" and arrays.dtype_name(array) not in arrays.COMPUTE:
         raise TypeError(
             f"{operation}: expected an array of numbers or a number, got {type(leaf).__name__} "
             f"(dtype: {array.dtype})"
@@ -141,8 +132,8 @@ def _columns(values: list[Any], operation: str) -> list[list[Any]]:
     return columns
 
 
-def _filled(structure: Any, arrays: list[Any]) -> Any:
-    rest = iter(arrays)
+def _filled(structure: Any, found: list[Any]) -> Any:
+    rest = iter(found)
     return map_leaves(lambda _: next(rest), structure)
 
 
@@ -150,10 +141,20 @@ def _combined(op: ReduceOp, column: list[Any]) -> Any:
     """Combine the arrays of this process's replicas element by element."""
     _check_alike("reduce", [tuple(array.shape) for array in column], "shape")
     work, final = _dtypes(column[0], op)
-    total = add([_cast(array, work) for array in column])
+    total = _added([arrays.astype(array, work) for array in column])
     if op == "mean" and len(column) > 1:
         total = total / len(column)
-    return _cast(total, final)
+    return arrays.astype(total, final)
+
+
+def _added(parts: Sequence[Any]) -> Any:
+    """Return the sum of arrays of one shape and dtype; the array itself if there is only one."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0] + parts[1]  # new memory
+    for part in parts[2:]:
+        total += part
+    return total
 
 
 def _along(op: ReduceOp, column: list[Any], axis: Axis) -> tuple[Any, int]:
@@ -163,16 +164,17 @@ def _along(op: ReduceOp, column: list[Any], axis: Axis) -> tuple[Any, int]:
     for array in column:
         axes = _axes(axis, array.shape)
         count += math.prod(array.shape[a] for a in axes)
-        partial.append(_namespace(array).sum(array, axis=axes, dtype=work))
+        xp = array_namespace(array)
+        partial.append(xp.sum(array, axis=axes, dtype=getattr(xp, work)))
     _check_alike("reduce", [tuple(array.shape) for array in partial], "shape without the axes")
     # A mean is rounded once, after the division.
-    return _cast(add(partial), work if op == "mean" else final), count
+    return arrays.astype(_added(partial), work if op == "mean" else final), count
 
 
 def _mean(total: Any, count: int, like: Any) -> Any:
     with np.errstate(invalid="ignore", divide="ignore"):  # a mean over nothing is NaN
         mean = total / (count if count else math.nan)
-    return _cast(mean, _dtypes(like, "mean")[1])
+    return arrays.astype(mean, _dtypes(like, "mean")[1])
 
 
 def _axes(axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -199,7 +201,7 @@ def _joined(column: list[Any], axis: int) -> Any:
     at = axis % first.ndim
     rows = [tuple(array.shape[:at]) + tuple(array.shape[at + 1 :]) for array in column]
     _check_alike("gather", rows, "shape beside the axis")
-    return first if len(column) == 1 else _namespace(first).concat(column, axis=at)
+    return first if len(column) == 1 else array_namespace(first).concat(column, axis=at)
 
 
 def _swapped(array: Any, axis: int) -> Any:
@@ -208,7 +210,7 @@ def _swapped(array: Any, axis: int) -> Any:
         return array
     order = list(range(array.ndim))
     order[0], order[axis] = order[axis], order[0]
-    return _namespace(array).permute_dims(array, tuple(order))
+    return array_namespace(array).permute_dims(array, tuple(order))
 
 
 def _check_alike(operation: str, facts: list[Any], what: str) -> None:
@@ -219,36 +221,14 @@ def _check_alike(operation: str, facts: list[Any], what: str) -> None:
         )
 
 
-def _dtypes(array: Any, op: ReduceOp) -> tuple[Any, Any]:
+def _dtypes(array: Any, op: ReduceOp) -> tuple[str, str]:
     """Return in which dtype a process adds up, and that of the result.
 
     16-bit floats are added in float32, bool is counted, and the mean of integers is a float64.
     """
-    dtype = array.dtype
-    if isinstance(array, np.ndarray) and dtype.kind in "fc" and dtype.itemsize > 2:
-        return dtype, dtype
-    names = _namespace(array)
-    if _is_half(dtype):
-        return names.float32, dtype
-    if op == "mean" and names.isdtype(dtype, ("bool", "integral")):
-        return names.float64, names.float64
-    if names.isdtype(dtype, "bool"):
-        return names.int64, names.int64
-    return dtype, dtype
-
-
-def _is_half(dtype: Any) -> bool:
-    return str(dtype).rpartition(".")[2] in ("float16", "bfloat16")
-
-
-def _cast(array: Any, dtype: Any) -> Any:
-    if isinstance(array, np.generic):  # what NumPy makes of arithmetic with a 0-dimensional array
-        array = np.asarray(array)
-    return array if array.dtype == dtype else _namespace(array).astype(array, dtype)
-
-
-def _namespace(array: Any) -> Any:
-    """Return the functions of an array's library under their standard names."""
-    import array_api_compat
-
-    return array_api_compat.array_namespace(array)
+    name = arrays.dtype_name(array)
+    if op == "mean" and name.startswith(("bool", "int", "uint")):
+        return "float64", "float64"
+    if name == "bool":
+        return "int64", "int64"
+    return arrays.COMPUTE.get(name, name), name

@@ -100,9 +100,10 @@ class ChiefLoop:
         while engine.when_done(take, woken.set) and not woken.wait(_REMIND_AFTER):
             if not reminded:
                 reminded = True
+                facts = self._rounds.step, take.count, _REMIND_AFTER, self._rounds.computing()
                 _log.warning(
                     "spare replicas: step %d waits for %d gradients since %d s; workers %s have "
-                    "not delivered any", self._rounds.step, take.count, _REMIND_AFTER,
-                    self._rounds.computing(),
-                )  # fmt: skip
+                    "not delivered any",
+                    *facts,
+                )
         waiting.finish(engine, take, "take_grad")

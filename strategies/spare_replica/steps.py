@@ -105,17 +105,17 @@ class SpareSteps:
         """
         parts = [Part(pair.where, pair.value.dtype.name, pair.value.shape) for pair in pairs]
         assigned = _balanced([pair.value.nbytes for pair in pairs], len(self._tasks))
-        self._shards = [
-            _Shard(
-                positions,
-                open_accumulation(
-                    self._service, [parts[i] for i in positions], mean=True, step=self.local_step,
-                    name=f"{_NAME}: gradients", task=task,
-                ),
+
+        def shard(task: int, positions: list[int]) -> _Shard:
+            own = [parts[i] for i in positions]
+            name, step = f"{_NAME}: gradients", self.local_step
+            engine = open_accumulation(
+                self._service, own, mean=True, step=step, name=name, task=task
             )
-            for task, positions in zip(self._tasks, assigned, strict=True)
-            if positions
-        ]  # fmt: skip
+            return _Shard(positions, engine)
+
+        pairs_of_tasks = zip(self._tasks, assigned, strict=True)
+        self._shards = [shard(task, positions) for task, positions in pairs_of_tasks if positions]
         if isinstance(self._rounds, Rounds):
             masters = [_Master(pair.key, pair.value.copy()) for pair in pairs]
             engines = [shard.engine for shard in self._shards]

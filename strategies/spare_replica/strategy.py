@@ -51,8 +51,8 @@ class SpareReplicaStrategy(Strategy):
             unreachable.
 
     Raises:
-        ValueError: `replicas_to_aggregate` is no number of gradients, or no such tasks; on all
-            ranks.
+        ValueError: `replicas_to_aggregate` is not a number of gradients, or there are no such
+            tasks; on all ranks.
         MismatchError: the ranks mean different things; on all ranks.
 
     Attributes:
@@ -145,9 +145,12 @@ class SpareReplicaStrategy(Strategy):
         """
         with self._all_ranks():
             return super().variable(
-                initial_value, name=name, dtype=dtype, synchronization=synchronization,
+                initial_value,
+                name=name,
+                dtype=dtype,
+                synchronization=synchronization,
                 aggregation=aggregation,
-            )  # fmt: skip
+            )
 
     def distribute_dataset(
         self, batches: Iterable[Any], *, policy: Policy = "data"

@@ -1,7 +1,20 @@
-"""Optimizers of PyTorch whose steps apply the gradients of all ranks."""
+"""Optimizers of PyTorch whose steps apply the gradients of all ranks.
+
+What `.grad` holds::
+
+         backward, enough passes: average of all ranks
+    OWN ----------------------------------------------> AVERAGED <-- looks at them -- ASKED
+     ^ \\  too few passes                                |    \\                         ^
+     |  `---------------> ADDED ----- backward ------->-+     `---- a scaler asks ------'
+     |                      |                           |
+     `------- step ---------+--------- step ------------'
+
+A step or `synchronize` after a backward pass goes to the right, without one it stays where it is.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import collectives as cc
-from strategies.averaging.averaging import Averaging, Leaf, Rule
-from strategies.averaging.overlap import Early
+from strategies.averaging.averaging import Averaging, Leaf
 from strategies.averaging.passes import Contribution, Passes
+from strategies.averaging.rule import Rule
 from strategies.sparse import Rows
+from strategies.torch.backward import Backward
 from strategies.torch.parameters import Names, facts_of_optimizer, leaf, parameters_of
 
 if TYPE_CHECKING:
@@ -22,27 +36,19 @@ if TYPE_CHECKING:
 else:
     _Optimizer = torch.optim.Optimizer
 
-__all__ = ["TorchOptimizer", "wrap"]
-
+__all__ = ["TorchOptimizer"]
 
 # By which name errors call what users make by it; as in `distributed_optimizer`.
-_KNOWN_AS = dict.fromkeys(["TorchOptimizer", "count"], "DistributedOptimizer")
+_KNOWN_AS = {"TorchOptimizer": "DistributedOptimizer"}
 
 
-def wrap(
-    optimizer: torch.optim.Optimizer, names: Names, comm: cc.Communicator, rule: Rule
-) -> TorchOptimizer:
-    """Make an optimizer of PyTorch average over the ranks; see `strategies.DistributedOptimizer`.
+class _Held(enum.Enum):
+    """What `.grad` holds."""
 
-    *Collective*.
-
-    Args:
-        optimizer: what updates the parameters.
-        names: of `parameters.names_of`.
-        comm: the ranks.
-        rule: how they average.
-    """
-    return TorchOptimizer(optimizer, names, comm, rule)
+    OWN = "the gradients of this rank since the last update"
+    ADDED = "nothing: they were added to those of earlier passes"
+    AVERAGED = "the average of all ranks"
+    ASKED = "that, and a scaler that wanted it has not looked at it yet"
 
 
 class TorchOptimizer(_Optimizer):
@@ -62,7 +68,7 @@ class TorchOptimizer(_Optimizer):
 
     Args:
         optimizer: what updates the parameters.
-        names: parameter -> its name.
+        names: parameter -> its name, of `parameters.names_of`.
         comm: the ranks that average.
         rule: how they do.
 
@@ -83,24 +89,19 @@ class TorchOptimizer(_Optimizer):
         facts = functools.partial(facts_of_optimizer, optimizer, self._names)
         self._averaging = Averaging(comm, rule, facts)
         self._passes = Passes(rule.backward_passes_per_step)
-        self._counts: dict[int, int] = {}  # position of a parameter -> its backward passes
-        self._early: dict[int, tuple[torch.Tensor, int]] = {}  # likewise -> gradient, its version
-        self._hooks: list[Any] = []
+        self._backward = Backward(self._averaging)
         # Leaves are made anew for other parameters; these are kept, so that an id stays theirs.
         self._known: list[tuple[int, torch.dtype]] = []
         self._kept: list[torch.Tensor] = []
         self._leaves: list[Leaf] = []
-        # What has become of the gradients since the last step: nothing; they were added to those of
-        # earlier passes; or they are the ranks' average.
-        self._taken = self._averaged = False
-        self._asked = False  # by a scaler, which has not looked at the gradients since
-        self._count_passes()
+        self._held = _Held.OWN
+        self._backward.watch(parameters_of(optimizer))
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not yet there, as in a copy that is being made
             raise AttributeError(name)
         if name == "param_groups":
-            self._asked = False
+            self._held = _Held.AVERAGED if self._held is _Held.ASKED else self._held
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
@@ -133,7 +134,7 @@ class TorchOptimizer(_Optimizer):
         """
         if closure is not None:
             return self._step_with(closure, examples)
-        if self._asked:
+        if self._held is _Held.ASKED:
             self._forget()
             raise ValueError(
                 "step: the scaler has unscaled gradients before they were averaged; call "
@@ -142,8 +143,7 @@ class TorchOptimizer(_Optimizer):
         if self._gather(examples):
             self._clip()
             self.optimizer.step()
-            self._averaged = False
-        self._taken = False
+        self._held = _Held.OWN
         return None
 
     def synchronize(self, *, examples: float | None = None) -> bool:
@@ -179,14 +179,12 @@ class TorchOptimizer(_Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on all ranks alike; they are compared at the next step."""
         self.optimizer.add_param_group(param_group)
-        self._count_passes()
+        self._backward.watch(parameters_of(self.optimizer), again=True)
 
     def close(self) -> None:
         """Release the buckets and stop counting backward passes; *collective*."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._rescue(parameters_of(self.optimizer))
+        self._backward.close()
+        self._backward.rescue(parameters_of(self.optimizer))
         self._averaging.close()
 
     # GradScaler asks for this in `scaler.step`, before it goes through `param_groups` and looks for
@@ -194,93 +192,79 @@ class TorchOptimizer(_Optimizer):
     # the other ranks make. If it steps without having gone through them, it did so in `unscale_`.
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        if not self._averaged or self._backward_passes():
+        if not self._averaged or self._backward.passes:
             if not self._gather(None):
                 k = self._rule.backward_passes_per_step
                 raise ValueError(
                     f"step: with backward_passes_per_step={k} call scaler.step once after {k} "
                     "backward passes"
                 )
-            self._asked = True
+            self._held = _Held.ASKED
         return False
+
+    @property
+    def _averaged(self) -> bool:
+        return self._held in (_Held.AVERAGED, _Held.ASKED)
 
     def _gather(self, examples: float | None, error: Exception | None = None) -> bool:
         """Average the gradients if there were enough passes; tells whether they are averages."""
-        fresh = self._backward_passes()
-        if not fresh and (self._averaged or self._taken):
+        fresh = self._backward.passes
+        if not fresh and self._held is not _Held.OWN:
             if examples is not None and self._averaged:
                 raise ValueError(
                     "step: the gradients are averaged already, expected examples= as an argument "
                     "of synchronize"
                 )
             return self._averaged
-        self._counts.clear()
         parameters = parameters_of(self.optimizer)
-        if len(self._hooks) != sum(p.requires_grad for p in parameters):  # frozen, or thawed
-            self._count_passes()
-        self._rescue(parameters)
+        unchanged = self._backward.taken(parameters)
+        self._backward.watch(parameters)  # they may have been frozen, or thawed
+        self._backward.rescue(parameters)
         gradients, refusal = self._gradients(parameters)
         error = error or refusal
         whole = self._passes.add(gradients, examples=examples, error=error, count=max(1, fresh))
-        self._taken, self._averaged = True, whole is not None
         if whole is None:
+            self._held = _Held.ADDED
             for parameter in parameters:
                 parameter.grad = None
         else:
-            self._average(parameters, whole)
+            self._held = _Held.AVERAGED
+            self._average(parameters, whole, unchanged)
         return self._averaged
 
-    def _rescue(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Move gradients that no backward pass has touched out of the early reductions' way."""
-        early = self._averaging.early
-        if early is not None:
-            for i, parameter in enumerate(parameters):
-                _moved(early, i, parameter)
-
     def _gradients(self, parameters: Sequence[torch.Tensor]) -> tuple[list[Any], Any]:
+        """Return the gradients, sparse ones as rows, and why they cannot be averaged, or None."""
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         if self._rule.sparse_as_dense:
             gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None and gradient.is_sparse and gradient.sparse_dim() != 1:
-                return gradients, ValueError(
+                return [None] * len(gradients), ValueError(
                     f"step: a sparse gradient has rows of one dimension only, expected "
                     f"sparse_dim 1, got {gradient.sparse_dim()} (variable: {self._name(parameter)})"
                 )
-        return gradients, None
+        return [_rows(gradient) for gradient in gradients], None
 
-    def _average(self, parameters: Sequence[torch.Tensor], whole: Contribution) -> None:
+    def _average(
+        self, parameters: Sequence[torch.Tensor], whole: Contribution, unchanged: Sequence[int]
+    ) -> None:
         known = [(id(parameter), parameter.dtype) for parameter in parameters]
         if known != self._known:
             self._leaves = [leaf(parameter, self._name(parameter)) for parameter in parameters]
             self._known, self._kept = known, list(parameters)
-        rows = [_rows(g) for g in whole.gradients]
         try:
-            unchanged = [
-                i
-                for i, (gradient, version) in self._early.items()
-                if parameters[i].grad is gradient and gradient._version == version
-            ]
-            contribution = whole._replace(gradients=rows)
-            results = self._averaging.average(self._leaves, contribution, unchanged)
+            results = self._averaging.average(self._leaves, whole, unchanged)
         except Exception:
             self._forget()
             raise
         for parameter, result in zip(parameters, results, strict=True):
-            if isinstance(result, Rows):
-                parameter.grad = _sparse(result, parameter)
-            else:
-                parameter.grad = result
-        self._early.clear()
+            parameter.grad = _sparse(result, parameter) if isinstance(result, Rows) else result
 
     def _clip(self) -> None:
         gradients = [p.grad for p in parameters_of(self.optimizer)]
-        dense = [g._values() if g is not None and g.is_sparse else g for g in gradients]
-        scale = self._averaging.clipping(dense)
-        if scale < 1:
-            for gradient in dense:
-                if gradient is not None:
-                    gradient.mul_(scale)
+        self._averaging.clip(
+            [g._values() if g is not None and g.is_sparse else g for g in gradients]
+        )
 
     def _step_with(self, closure: Callable[[], Any], examples: float | None) -> Any:
         if self._rule.backward_passes_per_step > 1:
@@ -292,7 +276,7 @@ class TorchOptimizer(_Optimizer):
                 loss = closure()
             except Exception as caught:
                 error = caught
-            self._averaged = self._taken = False
+            self._held = _Held.OWN
             self._gather(examples, error)
             self._clip()
             if loss is None:
@@ -303,38 +287,11 @@ class TorchOptimizer(_Optimizer):
         try:
             return self.optimizer.step(averaged)
         finally:
-            self._averaged = self._taken = False
-
-    def _backward_passes(self) -> int:
-        """Count the backward passes since gradients were last taken."""
-        return max(self._counts.values(), default=0)
+            self._held = _Held.OWN
 
     def _forget(self) -> None:
-        self._counts.clear()
-        self._early.clear()
-        self._averaged = self._taken = self._asked = False
-
-    def _count_passes(self) -> None:
-        """Let every parameter count the passes that gave it a gradient."""
-        # The hooks hold these, and not the optimizer.
-        counts, given, averaging = self._counts, self._early, self._averaging
-
-        def counter(position: int) -> Callable[[torch.Tensor], None]:
-            def count(parameter: torch.Tensor) -> None:
-                counts[position] = counts.get(position, 0) + 1
-                early = averaging.early
-                if early is not None and early.expects(position):
-                    given[position] = _given(early, position, parameter)
-
-            return count
-
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(counter(i))
-            for i, parameter in enumerate(parameters_of(self.optimizer))
-            if parameter.requires_grad
-        ]
+        self._backward.taken()
+        self._held = _Held.OWN
 
     def _name(self, parameter: torch.Tensor) -> str:
         name: str = self._names.setdefault(parameter, f"parameter {len(self._names)}")
@@ -343,23 +300,6 @@ class TorchOptimizer(_Optimizer):
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
-
-
-def _given(early: Early, position: int, parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Let a gradient be reduced early; returns it, and the count of its changes."""
-    gradient = _moved(early, position, parameter)
-    assert gradient is not None
-    early.ready(position, gradient.to_dense() if gradient.is_sparse else gradient)
-    return gradient, gradient._version
-
-
-def _moved(early: Early, position: int, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient, which must not be lost, out of the place where the result will be."""
-    gradient = parameter.grad
-    dense = None if gradient is None or gradient.is_sparse else gradient
-    if dense is not None and early.lies_in_place(position, dense):
-        parameter.grad = gradient = dense.clone()
-    return gradient
 
 
 def _rows(gradient: torch.Tensor | None) -> Any:

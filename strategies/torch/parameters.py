@@ -32,7 +32,7 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Names:
             None: those that the optimizer knows itself, or numbers.
 
     Raises:
-        TypeError: something is no pair of a name and a tensor.
+        TypeError: something is not a pair of a name and a tensor.
         ValueError: a name stands for two parameters, or a parameter has none; or there are no
             parameters, or one of them twice.
     """

@@ -106,7 +106,7 @@ def test_gradients_are_reduced_before_the_step(twins):
         def one(model, optimizer, step=step):
             optimizer.zero_grad()
             backward(model, batch(twins.comm, step))
-            early = optimizer._averaging.early
+            early = optimizer._averaging.overlap
             before = None if early is None else sorted(early._begun)
             optimizer.step()
             return before

@@ -106,7 +106,7 @@ HANDLER = """
 import os, signal, sys, threading, time
 import numpy as np
 import collectives as cc
-from strategies.averaging.overlap import Early
+from strategies.averaging.overlap import Overlap
 from strategies.averaging.passes import Contribution
 
 world = cc.init()
@@ -141,7 +141,7 @@ def early(comm):
     made = wait.__closure__[0].cell_contents
     wait()
     like = Contribution([ONES] * 4)
-    mine = Early(made, range(4), 1.0, like)
+    mine = Overlap(made, range(4), 1.0, like)
     return lambda: [mine.ready(i, ONES) for i in range(4)], mine.finish
 
 def end_by(comm):

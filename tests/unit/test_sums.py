@@ -8,6 +8,7 @@ import pytest
 
 from requirements import installed
 from strategies import sums
+from strategies.averaging.passes import Passes
 from strategies.sparse import Rows, fitted
 
 BF16 = ml_dtypes.bfloat16
@@ -149,3 +150,31 @@ def test_a_gradient_that_does_not_fit_is_named(gradient, shape, cast, error, wor
     assert words in str(caught.value)
     assert str(caught.value).startswith("apply: ")
     assert str(caught.value).endswith("(variable: w)")
+
+
+def test_gradients_count_by_their_examples_or_alike():
+    assert sums.weights([3, 0, 2], "workers") == [3, 0, 2]
+    assert sums.weights([None, None], "workers") == [1, 1]
+    with pytest.raises(ValueError, match="only some workers say of how many examples"):
+        sums.weights([3, None], "workers")
+
+
+@pytest.mark.parametrize("examples", [-1, float("nan"), float("inf")])
+def test_what_cannot_be_counted_is_refused(examples):
+    for fine in (None, 0, 2.5):
+        sums.check_examples(fine)
+    with pytest.raises(ValueError, match="expected >= 0, got"):
+        sums.check_examples(examples)
+
+
+def test_an_error_of_a_pass_is_kept_until_all_ranks_listen():
+    rows, array = Rows([0], torch.ones(1)), torch.ones(2)
+    passes = Passes(2)
+    assert passes.add([rows]) is None
+    whole = passes.add([array])  # of PyTorch, which does not add rows to an array
+    assert isinstance(whole.error, TypeError)
+    assert passes.add([array], examples=-1) is None
+    assert "expected >= 0, got -1" in str(passes.add([array], examples=1).error)
+    assert passes.add([array]) is None
+    whole = passes.add([array])
+    assert (whole.error, whole.passes, whole.gradients[0].tolist()) == (None, 2, [2, 2])

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from strategies.averaging.overlap import Early
+from strategies.averaging.overlap import Overlap
 from strategies.averaging.passes import Contribution
 
 PLACES = 6
@@ -36,7 +36,7 @@ class BucketsThatAreMet:
 def test_threads_take_turns_in_the_buckets():
     buckets = BucketsThatAreMet()
     contribution = Contribution([np.full(3, i) for i in range(PLACES)])
-    early = Early(buckets, range(PLACES), 2.0, contribution)
+    early = Overlap(buckets, range(PLACES), 2.0, contribution)
 
     def of_a_device(positions):
         for i in positions:

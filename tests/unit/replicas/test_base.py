@@ -44,7 +44,7 @@ def test_an_unknown_device_is_an_error():
         strategies.OneDeviceStrategy("/gpu:0")
     with pytest.raises(ValueError, match=r"expected different devices, .* \['/cpu:0', '/cpu:0'\]"):
         strategies.MirroredStrategy(["/cpu:0", "cpu:0"])
-    with pytest.raises(TypeError, match="no list of names, got '/cpu:0'"):
+    with pytest.raises(TypeError, match="not a list of names, got '/cpu:0'"):
         strategies.MirroredStrategy("/cpu:0")
 
 

@@ -1,0 +1,85 @@
+"""How gradients are combined: what a user of `DistributedOptimizer` chooses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NoReturn, get_args
+
+import collectives as cc
+from strategies.averaging.alike import Compare
+
+__all__ = ["OPERATION", "Rule"]
+
+OPERATION = "DistributedOptimizer"
+"""Whose choice it is, in errors."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How gradients are combined; see `strategies.DistributedOptimizer` for the fields."""
+
+    op: Any = cc.MEAN
+    compression: cc.Compression = cc.NONE
+    backward_passes_per_step: int = 1
+    gradient_predivide_factor: float = 1.0
+    average_aggregated_gradients: bool = False
+    clip_global_norm: float | None = None
+    sparse_as_dense: bool = False
+    bucket_bytes: int | None = None
+    overlap: bool = False
+    compare: Compare = "all"
+    compare_every: int | None = None
+
+    def check(self) -> None:
+        """Raise `TypeError` or `ValueError` where a field is of no use."""
+        passes, every, factor = (
+            self.backward_passes_per_step,
+            self.compare_every,
+            self.gradient_predivide_factor,
+        )
+        if self.op not in (cc.MEAN, cc.SUM):
+            _refuse(f"gradients are added, expected MEAN or SUM, got {self.op}")
+        if not isinstance(self.compression, cc.Compression):
+            kind = type(self.compression).__name__
+            raise TypeError(f"{OPERATION}: expected NONE, FP16 or BF16 as compression, got {kind}")
+        if self.compare not in get_args(Compare):
+            known = " ".join(get_args(Compare))
+            _refuse(f"expected one of {known} as compare, got {self.compare!r}")
+        if not _is_integer(passes) or passes < 1:
+            _refuse(f"expected backward_passes_per_step >= 1, got {passes!r}")
+        if every is not None and not _is_integer(every):
+            raise TypeError(
+                f"{OPERATION}: expected a number of steps as compare_every, got {every!r}"
+            )
+        if every is not None and every < 1:
+            _refuse(f"expected compare_every >= 1, got {every}")
+        if not 0 < factor < math.inf:
+            _refuse(f"expected gradient_predivide_factor > 0, got {factor}")
+        if factor != 1 and self.op is not cc.MEAN:
+            _refuse(f"gradient_predivide_factor is for MEAN, got {self.op.value}")
+        if self.clip_global_norm is not None and not 0 < self.clip_global_norm < math.inf:
+            _refuse(f"expected clip_global_norm > 0, got {self.clip_global_norm}")
+        if self.overlap and passes > 1:
+            _refuse(
+                f"with overlap every backward pass is a step, expected backward_passes_per_step=1, "
+                f"got {passes}"
+            )
+        if self.overlap and self.compression.residuals is not None:
+            _refuse(
+                f"with overlap a gradient may be sent twice, expected compression without "
+                f"feedback, got {self.compression}"
+            )
+
+    def __str__(self) -> str:
+        """Return the words by which ranks compare what they mean."""
+        fields = {**self.__dict__, "op": self.op.value}
+        return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _refuse(why: str) -> NoReturn:
+    raise ValueError(f"{OPERATION}: {why}")

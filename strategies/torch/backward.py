@@ -1,0 +1,101 @@
+"""Backward passes of PyTorch: how many there were, and gradients that are reduced meanwhile.
+
+Every parameter has a hook that autograd calls when its gradient is complete::
+
+    loss.backward()      count = 1     hook of layer 3 -> counted, and given to `Overlap`, if any
+                                       hook of layer 2 -> ...
+    optimizer.step()     taken: are these gradients still what was given?
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from strategies.averaging.averaging import Averaging
+from strategies.averaging.overlap import Overlap
+
+__all__ = ["Backward"]
+
+# By which name errors call what users make; as in `distributed_optimizer`.
+_KNOWN_AS = {"Backward": "DistributedOptimizer"}
+
+
+class Backward:
+    """Counts the backward passes of some parameters.
+
+    Args:
+        averaging: whose `overlap` takes gradients as soon as they are there.
+    """
+
+    # The hooks hold this, and not the optimizer.
+    def __init__(self, averaging: Averaging) -> None:
+        self._averaging = averaging
+        self._hooks: list[Any] = []
+        self._counts: dict[int, int] = {}  # position of a parameter -> its passes
+        self._given: dict[int, tuple[torch.Tensor, int]] = {}  # likewise -> gradient, its version
+
+    @property
+    def passes(self) -> int:
+        """How many there were since they were last `taken`."""
+        return max(self._counts.values(), default=0)
+
+    def watch(self, parameters: Sequence[torch.Tensor], *, again: bool = False) -> None:
+        """Count the passes of these parameters, unless as many are watched already.
+
+        Args:
+            parameters: of which those that are frozen are not watched.
+            again: they are others than before.
+        """
+        trained = [(i, p) for i, p in enumerate(parameters) if p.requires_grad]
+        if again or len(trained) != len(self._hooks):
+            self.close()
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, i))
+                for i, parameter in trained
+            ]
+
+    def taken(self, parameters: Sequence[torch.Tensor] = ()) -> list[int]:
+        """Begin to count anew; returns which gradients are as they were when they were reduced."""
+        given = dict(self._given) if parameters else {}
+        self._counts.clear()
+        self._given.clear()
+        return [
+            i
+            for i, (gradient, version) in given.items()
+            if parameters[i].grad is gradient and gradient._version == version
+        ]
+
+    def rescue(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Move gradients that no pass has touched out of the place where results will be."""
+        overlap = self._averaging.overlap
+        if overlap is not None:
+            for i, parameter in enumerate(parameters):
+                _moved(overlap, i, parameter)
+
+    def close(self) -> None:
+        """Stop counting."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _ready(self, position: int, parameter: torch.Tensor) -> None:
+        self._counts[position] = self._counts.get(position, 0) + 1
+        overlap = self._averaging.overlap
+        if overlap is not None and overlap.expects(position):
+            gradient = _moved(overlap, position, parameter)
+            assert gradient is not None
+            overlap.ready(position, gradient.to_dense() if gradient.is_sparse else gradient)
+            self._given[position] = gradient, gradient._version
+
+
+def _moved(overlap: Overlap, position: int, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient, which must not be lost, out of the place where the result will be."""
+    gradient = parameter.grad
+    dense = None if gradient is None or gradient.is_sparse else gradient
+    if dense is not None and overlap.lies_in_place(position, dense):
+        parameter.grad = gradient = dense.clone()
+    return gradient
