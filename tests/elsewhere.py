@@ -9,9 +9,8 @@ from contextlib import contextmanager
 import inprocess
 from collectives.communicator import Communicator
 from collectives.settings import Settings
-from strategies.queues.attempts import Dequeue
-from strategies.queues.remote import RemoteEngine
-from strategies.queues.shared import shared_queue
+from strategies.queues.engine import Dequeue
+from strategies.queues.remote import RemoteEngine, shared_queue
 from strategies.remote.service import Service
 
 __all__ = ["Dequeue", "Settling", "maker", "two_tasks"]
@@ -53,9 +52,8 @@ class Settling(RemoteEngine):
 
     def submit(self, attempt):
         super().submit(attempt)
-        if not self._service._exchange.is_here():
+        if self.service.may_wait:
             len(self)
-        return attempt.done
 
     def close_now(self):
         super().close_now()
@@ -66,10 +64,8 @@ class Settling(RemoteEngine):
         len(self)
 
     def withdraw(self, attempt, error):
-        try:
-            return super().withdraw(attempt, error)
-        finally:
-            len(self)
+        super().withdraw(attempt, error)
+        len(self)
 
     def abandon(self, attempt):
         super().abandon(attempt)
@@ -90,7 +86,7 @@ def maker(service, engine=RemoteEngine):
             shared_name=name or f"queue_{number}",
             container=str(number),
         )
-        queue.engine = engine(service, queue.engine._place)
+        queue.engine = engine(service, queue.engine.place)
         return queue
 
     return make

@@ -14,8 +14,8 @@ from strategies.accumulators.remote import open_accumulation
 from strategies.accumulators.sums import Part, checked
 from strategies.arrays import COMPUTE
 from strategies.errors import InvalidArgumentError
+from strategies.remote.attempt import perform
 from strategies.remote.service import Service
-from strategies.remote.waiting import perform
 from strategies.remote.wire import Array, dtype_named
 from strategies.sparse import Rows
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from strategies.accumulators import sums
 from strategies.accumulators.sums import Gradient, Part, Sum
 from strategies.errors import CancelledError, InvalidArgumentError, OpError
-from strategies.remote.waiting import Attempt, Waiting
+from strategies.remote.attempt import Attempt, Waiting
 from strategies.sparse import Rows
 
 __all__ = ["Accumulation", "Apply", "Engine", "Take"]
@@ -59,6 +59,7 @@ class Take(Attempt):
         results: for each part the mean or sum; None if all gradients of it were None.
     """
 
+    count: int
     results: Sequence[Gradient] = ()
 
     def __init__(self, count: int) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 from strategies.accumulators.engine import Accumulation, Apply, Engine, Take
 from strategies.accumulators.sums import Gradient, Part
 from strategies.errors import DataLossError
-from strategies.remote.attempts import RemoteAttempts, serve
+from strategies.remote.attempt import Attempt, RemoteAttempts, serve
 from strategies.remote.containers import ResourceKind, Work, register
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
-from strategies.remote.waiting import Attempt
 from strategies.sparse import Rows
 
 __all__ = ["KIND", "RemoteAccumulation", "open_accumulation"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strategies.queues.files import shared_files
 from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
-from strategies.queues.shared import shared_queue
+from strategies.queues.remote import shared_queue
 
 __all__ = [
     "FIFOQueue",

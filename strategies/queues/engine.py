@@ -14,19 +14,72 @@ its own that `on_done` releases; a caller on another rank gets a message instead
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from strategies.errors import CancelledError, OpError, OutOfRangeError
-from strategies.queues.attempts import Attempt, Close, Dequeue, Enqueue
 from strategies.queues.components import Components
-from strategies.queues.store import RowStore
+from strategies.queues.store import Columns, RowStore
+from strategies.remote.attempt import Attempt
 
-__all__ = ["Engine"]
+__all__ = ["Close", "Dequeue", "Engine", "Enqueue"]
 
-_log = logging.getLogger(__name__)
+
+class Enqueue(Attempt):
+    """Put rows in, as many as there is room for, until all are in.
+
+    Args:
+        rows: one value per component, or columns if `count` is given, as `Components` checked them;
+            not to be changed by the caller before the attempt has finished.
+        count: number of rows in the columns; None for a single row.
+        on_done: see `remote.attempt.Attempt`.
+    """
+
+    def __init__(
+        self,
+        rows: tuple[Any, ...],
+        count: int | None = None,
+        on_done: Callable[[], None] | None = None,
+    ) -> None:
+        self.rows = rows
+        self.count = count
+        self.on_done = on_done
+
+
+class Close(Attempt):
+    """Close the queue when everything before it in the line is in."""
+
+
+class Dequeue(Attempt):
+    """Take rows out, as many as are allowed, until there are enough.
+
+    Args:
+        count: number of rows; None for a single row.
+        up_to: whether fewer are enough once the queue is closed.
+        on_done: see `remote.attempt.Attempt`.
+
+    Attributes:
+        row: the row, if a single one was wanted and has come.
+        pieces: the columns taken so far, if several were wanted.
+        taken: number of rows in the pieces.
+    """
+
+    row: tuple[Any, ...] = ()
+    pieces: list[Columns] | None = None
+    taken = 0
+
+    def __init__(
+        self,
+        count: int | None = None,
+        *,
+        up_to: bool = False,
+        on_done: Callable[[], None] | None = None,
+    ) -> None:
+        self.count = count
+        self.up_to = up_to
+        self.on_done = on_done
 
 
 class Engine:
@@ -56,15 +109,15 @@ class Engine:
         self._keep = min_after_dequeue
         self._name = name
         self._lock = threading.Lock()
-        self._callbacks: deque[Callable[[], None]] = deque()  # of attempts that have finished
+        self._finished: deque[Attempt] = deque()  # those that somebody is to be told of
         self._enqueues: deque[Attempt] = deque()
         self._dequeues: deque[Dequeue] = deque()
 
     def __len__(self) -> int:
         return self._store.size
 
-    def submit(self, attempt: Attempt) -> bool:
-        """Let a new attempt run, now or when its turn comes; return whether it has finished."""
+    def submit(self, attempt: Attempt) -> None:
+        """Let a new attempt run, now or when its turn comes."""
         with self._lock:
             enqueues, dequeues = self._enqueues, self._dequeues
             if attempt.count == 0:
@@ -83,10 +136,8 @@ class Engine:
                     enqueues.append(attempt)
                 if dequeues:
                     self._run()
-            done = attempt.done
-        if self._callbacks:
+        if self._finished:
             self._tell()
-        return done
 
     def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
         """Set the callback of an attempt that waits; return False, unset, if it has finished."""
@@ -117,15 +168,11 @@ class Engine:
                 self._finish(attempt, CancelledError(f"{self._name}: the operation was cancelled"))
         self._tell()
 
-    def withdraw(self, attempt: Attempt, error: OpError) -> bool:
-        """End an attempt that waits, with `error`; what it had taken goes back.
-
-        Returns:
-            False if it had finished already, in which case nothing happens.
-        """
+    def withdraw(self, attempt: Attempt, error: OpError) -> None:
+        """End an attempt that waits, with `error`; what it had taken goes back."""
         with self._lock:
             if attempt.done:
-                return False
+                return
             if isinstance(attempt, Dequeue):
                 self._dequeues.remove(attempt)
                 self._restore(attempt)
@@ -134,17 +181,15 @@ class Engine:
             self._finish(attempt, error)
             self._run()
         self._tell()
-        return True
 
     def abandon(self, attempt: Attempt) -> None:
         """End an attempt for which nobody waits any more, also if it has finished by now."""
-        gone = CancelledError(f"{self._name}: the caller was interrupted")
-        if self.withdraw(attempt, gone) or not isinstance(attempt, Dequeue):
-            return
-        with self._lock:
-            self._restore(attempt)
-            self._run()
-        self._tell()
+        self.withdraw(attempt, CancelledError(f"{self._name}: the caller was interrupted"))
+        if isinstance(attempt, Dequeue):
+            with self._lock:
+                self._restore(attempt)  # nothing, if it was withdrawn
+                self._run()
+            self._tell()
 
     def _run(self) -> None:
         """Let the heads of both lines work in turn until neither gets further."""
@@ -219,20 +264,16 @@ class Engine:
         attempt.pieces, attempt.taken = None, 0
 
     def _finish(self, attempt: Attempt, error: OpError | None = None) -> None:
-        attempt.error = error
+        attempt.error = error  # as `settle` does, without a call: this is the hot path
         attempt.done = True
         if attempt.on_done is not None:
-            self._callbacks.append(attempt.on_done)
+            self._finished.append(attempt)
 
     def _tell(self) -> None:
         """Call those whose attempts have finished; without the lock, as they may come back."""
         while True:
             try:
-                on_done = self._callbacks.popleft()
+                attempt = self._finished.popleft()
             except IndexError:
                 return
-            try:
-                on_done()
-            except Exception:
-                # It belongs to another caller: this thread must not fail for it.
-                _log.exception("queue: the callback of a finished attempt failed")
+            attempt.tell()

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from strategies.queues.attempts import Close, Enqueue
+from strategies.queues.engine import Close, Enqueue
 from strategies.queues.kinds import FIFOQueue
-from strategies.queues.remote import RemoteEngine
-from strategies.queues.shared import OPERATIONS
+from strategies.queues.remote import OPERATIONS, RemoteEngine
 from strategies.remote.containers import Handler, ResourceKind, register
 from strategies.remote.service import Service
 

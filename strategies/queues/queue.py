@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
-from strategies.errors import DeadlineExceededError, InvalidArgumentError
-from strategies.queues.attempts import Attempt, Close, Dequeue, Enqueue
+from strategies.errors import InvalidArgumentError
 from strategies.queues.components import Components, Shape
-from strategies.queues.engine import Engine
+from strategies.queues.engine import Close, Dequeue, Engine, Enqueue
 from strategies.queues.store import RowStore
 from strategies.queues.values import DType
+from strategies.remote.attempt import perform
 
 __all__ = ["Queue"]
 
@@ -44,6 +43,7 @@ class Queue:
         self.engine = Engine(
             store, components, capacity=capacity, min_after_dequeue=min_after_dequeue, name=name
         )
+        self._context = f" (queue: {name}, capacity: {capacity})"  # of errors
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
@@ -99,7 +99,8 @@ class Queue:
             InvalidArgumentError: a component has another dtype or shape.
             ValueError: wrong number of components or wrong keys.
         """
-        self._perform(Enqueue(self.components.row(values)), "enqueue", timeout)
+        attempt = Enqueue(self.components.row(values))
+        perform(self.engine, attempt, "enqueue", timeout, self._context)
 
     def enqueue_many(self, values: Any, *, timeout: float | None = None) -> None:
         """Put several elements in, in order and not mixed with those of other callers.
@@ -117,7 +118,8 @@ class Queue:
             InvalidArgumentError: a component has another dtype or shape, or sizes differ.
             ValueError: wrong number of components or wrong keys.
         """
-        self._perform(Enqueue(*self.components.columns(values)), "enqueue_many", timeout)
+        attempt = Enqueue(*self.components.columns(values))
+        perform(self.engine, attempt, "enqueue_many", timeout, self._context)
 
     def dequeue(self, *, timeout: float | None = None) -> Any:
         """Take one element out, waiting until there is one.
@@ -130,7 +132,7 @@ class Queue:
             DeadlineExceededError: nothing came within `timeout`.
         """
         attempt = Dequeue()
-        self._perform(attempt, "dequeue", timeout)
+        perform(self.engine, attempt, "dequeue", timeout, self._context)
         return self.components.result(attempt.row)
 
     def dequeue_many(self, count: int, *, timeout: float | None = None) -> Any:
@@ -172,7 +174,7 @@ class Queue:
         if cancel_pending_enqueues:
             self.engine.close_now()
             return
-        self._perform(Close(), "close", timeout)
+        perform(self.engine, Close(), "close", timeout, self._context)
 
     def cancel_pending(self) -> None:
         """Fail all operations that wait, of any thread, with `CancelledError`.
@@ -199,35 +201,5 @@ class Queue:
         if count < 0:
             raise ValueError(f"{operation}: count must not be negative, got {count}")
         attempt = Dequeue(count, up_to=up_to)
-        self._perform(attempt, operation, timeout)
+        perform(self.engine, attempt, operation, timeout, self._context)
         return self.components.result(self.components.join(attempt.pieces or ()))
-
-    def _perform(self, attempt: Attempt, operation: str, timeout: float | None) -> None:
-        """Run an attempt to its end; sleep if it must wait, but not past the deadline."""
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(f"{operation}: timeout must be seconds >= 0 or None, got {timeout}")
-        if not self.engine.submit(attempt):
-            self._wait(attempt, operation, timeout)
-        if attempt.error is not None:
-            raise attempt.error
-
-    def _wait(self, attempt: Attempt, operation: str, timeout: float | None) -> None:
-        asleep = threading.Lock()
-        asleep.acquire()
-        try:
-            if not self.engine.when_done(attempt, asleep.release):
-                return
-            if timeout is None:
-                asleep.acquire()
-            elif not asleep.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
-                self.engine.withdraw(
-                    attempt,
-                    DeadlineExceededError(
-                        f"{operation}: not finished after {timeout} s "
-                        f"(queue: {self.name}, capacity: {self.capacity})"
-                    ),
-                )
-        except BaseException:
-            # An interrupt: the attempt must not take a row that nobody would receive.
-            self.engine.abandon(attempt)
-            raise

@@ -1,192 +1,280 @@
-"""The engine of a queue that is on another task: every attempt is a message there.
+"""Queues that several tasks use: each of them by the same call, on whichever task the queue is.
 
-It offers what `engine.Engine` offers, so that a queue does not know the difference. The real engine
-decides; here are only the attempts that wait for its answer.
+`shared_queue` makes one or finds it. On other tasks than its own it has a `RemoteEngine`, which
+sends every attempt there, where the functions at the end submit it to the engine of the queue.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
-from strategies.errors import CancelledError, OpError, UnavailableError
-from strategies.queues.attempts import Attempt, Close, Dequeue, Enqueue
-from strategies.remote.containers import Place
+import numpy as np
+
+from strategies.errors import InvalidArgumentError, OpError
+from strategies.queues.engine import Close, Dequeue, Enqueue
+from strategies.queues.kinds import (
+    FIFOQueue,
+    PaddingFIFOQueue,
+    PriorityQueue,
+    Queue,
+    RandomShuffleQueue,
+)
+from strategies.queues.values import as_dtype
+from strategies.remote.attempt import Attempt, RemoteAttempts, serve
+from strategies.remote.containers import Handler, ResourceKind, Work, register
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
+from strategies.remote.wire import dtype_named
 
-__all__ = ["RemoteEngine"]
+__all__ = ["OPERATIONS", "RemoteEngine", "shared_queue"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds that the other task has to say whether an attempt that was withdrawn has succeeded after
-# all. What it hands out later goes back.
-_DECISION = 2.0
+Q = TypeVar("Q", bound=Queue)
+
+# What two constructors must agree in, in the order in which a difference is reported.
+_PROPERTIES = ("capacity", "min_after_dequeue", "dtypes", "shapes", "names", "seed")
 
 
-class RemoteEngine:
-    """Attempts on a queue of another task.
+def shared_queue(
+    kind: type[Q],
+    *arguments: Any,
+    service: Service,
+    shared_name: str,
+    task: int | str | None = None,
+    container: str | None = None,
+    **properties: Any,
+) -> Q:
+    """Make a queue that lives on a task, or find it there: whichever task asks first makes it.
+
+    The result is a queue like any other, also on other tasks: the same operations, deadlines and
+    errors. There, besides, every operation may raise `UnavailableError` (the task is dead, has
+    left, or is silent), and after a reset of the container `NotFoundError` or `AbortedError`.
+
+    A row that is on its way to a task that dies goes back to the queue. One that has arrived there
+    belongs to that task, and is lost with it.
 
     Args:
-        service: reaches the other task.
-        place: the queue.
-    """
+        kind: class of the queue, such as `FIFOQueue`.
+        arguments: of the class.
+        service: open on all tasks.
+        shared_name: of the queue; also its `name`.
+        task: where the queue lives: a number, or a device string such as "/job:worker/task:1"; what
+            that leaves open, or None, is decided by the `device` blocks around, and at last it is
+            task 0 (of a `Cluster`: the chief, else worker 0).
+        container: set of names that `shared_name` belongs to; None for the current one.
+        properties: keyword arguments of the class, without `name`.
 
-    def __init__(self, service: Service, place: Place) -> None:
-        self._service = service
-        self._place = place
-        self._lock = threading.Lock()
-        self._numbers: dict[Attempt, int] = {}  # of those that wait
-        self._unwanted: set[Attempt] = set()  # what they bring has to go back
+    Returns:
+        The queue itself on its task, elsewhere a queue of the same class that works there.
+
+    Raises:
+        InvalidArgumentError: the name belongs to a queue of another kind or with another property;
+            says which. A seed of None fits any.
+        UnavailableError: the task cannot be reached.
+        ValueError: no such task, no name, or as the class.
+        TypeError: not one of the queues' classes, or as the class.
+
+    Example:
+        >>> import collectives as cc
+        >>> with Service(cc.init()) as service:
+        ...     queue = shared_queue(FIFOQueue, 8, str, [()], service=service, shared_name="files")
+        ...     queue.enqueue("a.csv")
+        ...     queue.dequeue()
+        'a.csv'
+    """
+    if kind not in _KINDS:
+        raise TypeError(
+            f"shared_queue: expected one of {' '.join(sorted(k.__name__ for k in _KINDS))}, "
+            f"got {kind!r}"
+        )
+    queue = kind(*arguments, **properties, name=shared_name)  # also checks the arguments
+    place, found = service.open(
+        _KINDS[kind],
+        _description(kind, arguments, properties),
+        name=shared_name,
+        task=task,
+        container=container,
+    )
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    queue.components.copies = False  # arrays are not needed any more when the call returns
+    queue.engine = RemoteEngine(service, place)  # type: ignore[assignment]
+    return queue
+
+
+def _description(
+    kind: type[Queue], arguments: tuple[Any, ...], properties: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a constructor's arguments as msgpack can carry them."""
+    given = dict(inspect.signature(kind).bind(*arguments, **properties).arguments)
+    if "dtypes" in given:
+        dtypes = given["dtypes"]
+        listed = dtypes if isinstance(dtypes, (list, tuple)) else [dtypes]
+        known = [as_dtype(dtype) for dtype in listed]
+        given["dtypes"] = [d.__name__ if isinstance(d, type) else d.name for d in known]
+    if given.get("shapes") is not None:
+        given["shapes"] = [list(shape) for shape in given["shapes"]]
+    if given.get("names") is not None:
+        given["names"] = list(given["names"])
+    return given
+
+
+def _make(kind: type[Queue], description: Mapping[str, Any], name: str) -> Queue:
+    given = dict(description)
+    if "dtypes" in given:
+        text = {"str": str, "bytes": bytes}
+        given["dtypes"] = [text.get(d) or dtype_named(d) for d in given["dtypes"]]
+    return kind(**given, name=name)
+
+
+def _difference(queue: Queue, description: Mapping[str, Any]) -> str | None:
+    wanted = _make(type(queue), description, queue.name)
+    for what in _PROPERTIES:
+        has, asked = getattr(queue, what, None), getattr(wanted, what, None)
+        if has != asked and not (what == "seed" and asked is None):
+            return f"the queue has another {what}, expected {has}, got {asked}"
+    return None
+
+
+class RemoteEngine(RemoteAttempts):
+    """What a queue of another task has for an engine: the real one decides."""
 
     def __len__(self) -> int:
-        return int(self._service.request(self._place, "size").metadata["size"])
+        return int(self.service.request(self.place, "size").metadata["size"])
 
     @property
     def closed(self) -> bool:
         """Whether the queue is closed."""
-        return bool(self._service.request(self._place, "is_closed").metadata["closed"])
-
-    def submit(self, attempt: Attempt) -> bool:
-        """Send an attempt on its way; return whether it has finished, which needs an answer."""
-        if attempt.count == 0:
-            self._finish(attempt)
-            return True
-        operation, arguments, values = _as_request(attempt)
-        try:
-            with self._lock:  # the answer may come before the number is noted
-                self._numbers[attempt] = self._service.start(
-                    self._place,
-                    operation,
-                    lambda answer: self._answered(attempt, answer),
-                    arguments,
-                    values,
-                )
-        except OpError as error:
-            self._finish(attempt, error)
-        return attempt.done
-
-    def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
-        """Set the callback of an attempt that waits; return False, unset, if it has finished."""
-        with self._lock:
-            if not attempt.done:
-                attempt.on_done = on_done
-            return not attempt.done
+        return bool(self.service.request(self.place, "is_closed").metadata["closed"])
 
     def close_now(self) -> None:
         """Close and fail all that waits on the enqueue side; rows that are in stay."""
-        self._service.request(self._place, "close_now")
+        self.service.request(self.place, "close_now")
 
-    def cancel_pending(self) -> None:
-        """Fail all that this task waits for."""
-        with self._lock:
-            waiting = list(self._numbers)
-        # The last in the line first, so that none gets what another one gives back.
-        for attempt in reversed(waiting):
-            error = CancelledError(f"{self._place.name}: the operation was cancelled")
-            self.withdraw(attempt, error)
+    def submit(self, attempt: Attempt) -> None:
+        """Send an attempt on its way, unless there is nothing to do."""
+        if attempt.count == 0:
+            attempt.settle()
+            attempt.tell()
+        else:
+            super().submit(attempt)
 
-    def withdraw(self, attempt: Attempt, error: OpError) -> bool:
-        """End an attempt that waits, with `error`; what it had taken goes back.
-
-        Returns:
-            False if it had finished already, also if that was not known here.
-        """
-        asleep = threading.Lock()
-        asleep.acquire()
-        with self._lock:
-            number = self._numbers.get(attempt)
-            if attempt.done or number is None:
-                return False
-            told = attempt.on_done
-
-            def wake() -> None:
-                if told is not None:
-                    told()
-                asleep.release()
-
-            attempt.on_done = wake
-        self._service.withdraw(number, error)
-        if not asleep.acquire(timeout=_DECISION) and self._service.disown(number):
-            silent = UnavailableError(
-                f"{error.message}; task {self._place.task} does not say whether it succeeded "
-                f"after all, within {_DECISION:g} s"
-            )
-            self._finish(attempt, silent)
-        return attempt.error is not None and attempt.error.code == error.code
-
-    def abandon(self, attempt: Attempt) -> None:
-        """End an attempt for which nobody waits any more, also if it has finished by now."""
-        interrupted = CancelledError(f"{self._place.name}: the caller was interrupted")
+    def request_of(self, attempt: Attempt) -> tuple[str, dict[str, Any], list[Any]]:
+        """Return operation, arguments and values."""
         if isinstance(attempt, Enqueue):
-            # The caller may change its arrays when this returns: they must have been sent by then.
-            self.withdraw(attempt, interrupted)
-            return
-        with self._lock:
-            number = self._numbers.get(attempt)
-            if number is not None:
-                self._unwanted.add(attempt)  # if its answer is just coming in
-        if number is None:
-            self._give_back(attempt)
-        elif self._service.disown(number):
-            self._finish(attempt, interrupted)
+            return "enqueue", {"count": attempt.count}, list(attempt.rows)
+        if isinstance(attempt, Dequeue):
+            return "dequeue", {"count": attempt.count, "up_to": attempt.up_to}, []
+        assert isinstance(attempt, Close)
+        return "close", {}, []
 
-    def _answered(self, attempt: Attempt, answer: Answer) -> None:
-        values = list(answer.values)
-        if isinstance(attempt, Dequeue) and answer.error is None:
-            if attempt.count is None:
-                attempt.row = tuple(values)
-            else:
-                pieces = answer.metadata["pieces"]
-                width = len(values) // max(pieces, 1)
-                cuts = range(0, len(values), max(width, 1))
-                attempt.pieces = [tuple(values[at : at + width]) for at in cuts]
-                attempt.taken = sum(len(piece[0]) for piece in attempt.pieces)
+    def answered(self, attempt: Attempt, answer: Answer) -> None:
+        """Note what came of an attempt."""
+        if isinstance(attempt, Dequeue):
+            _fill(attempt, answer.metadata["pieces"], answer.values)
         elif isinstance(attempt, Enqueue):
-            failed = answer.error is not None
-            attempt.entered = answer.metadata.get("entered", 0) if failed else attempt.count or 1
-        self._finish(attempt, answer.error)
+            attempt.entered = attempt.count or 1
 
-    def _finish(self, attempt: Attempt, error: OpError | None = None) -> None:
-        with self._lock:
-            self._numbers.pop(attempt, None)
-            unwanted = attempt in self._unwanted
-            self._unwanted.discard(attempt)
-            attempt.error = error
-            attempt.done = True
-            on_done = attempt.on_done
-        if unwanted:
-            self._give_back(attempt)
-        if on_done is not None:
-            try:
-                on_done()
-            except Exception:
-                # It belongs to another caller: the service's thread must not fail for it.
-                _log.exception("queue: the callback of a finished attempt failed")
-
-    def _give_back(self, attempt: Attempt) -> None:
+    def give_back(self, attempt: Attempt) -> None:
         """Return rows that have come and that nobody will take."""
         if not isinstance(attempt, Dequeue) or not (attempt.row or attempt.pieces):
             return
-        pieces = attempt.pieces or []
-        values: list[Any] = [column for piece in pieces for column in piece] or list(attempt.row)
+        pieces, values = _rows_of(attempt)
         attempt.row, attempt.pieces, attempt.taken = (), None, 0
         try:
-            self._service.start(
-                self._place, "give_back", lambda _: None, {"pieces": len(pieces)}, values
-            )
+            given = {"pieces": pieces}
+            self.service.start(self.place, "give_back", lambda _: None, given, values)
         except OpError as error:
             _log.warning("queue: rows could not be given back: %s", error)
 
 
-def _as_request(attempt: Attempt) -> tuple[str, dict[str, Any], list[Any]]:
-    """Return operation, arguments and values."""
-    if isinstance(attempt, Enqueue):
-        return "enqueue", {"count": attempt.count}, list(attempt.rows)
-    if isinstance(attempt, Dequeue):
-        return "dequeue", {"count": attempt.count, "up_to": attempt.up_to}, []
-    if isinstance(attempt, Close):
-        return "close", {}, []
-    raise TypeError(f"submit: no such attempt, got {type(attempt).__name__}")
+def _rows_of(attempt: Dequeue) -> tuple[int, list[Any]]:
+    """Return what a dequeue has taken, as it travels: a number of batches, 0 for a single row."""
+    pieces = attempt.pieces or []
+    return len(pieces), [column for piece in pieces for column in piece] or list(attempt.row)
+
+
+def _fill(attempt: Dequeue, pieces: int, values: Sequence[Any]) -> None:
+    """Undo `_rows_of`."""
+    if attempt.count is None:
+        attempt.row = tuple(values)
+        return
+    width = max(len(values) // max(pieces, 1), 1)
+    attempt.pieces = [tuple(values[at : at + width]) for at in range(0, len(values), width)]
+    attempt.taken = sum(len(piece[0]) for piece in attempt.pieces)
+
+
+# Operations, at the task where the queue is.
+
+
+def _enqueue(queue: Queue, work: Work) -> None:
+    rows, count = tuple(work.values), work.arguments["count"]
+    fits = count is None or all(np.shape(column)[:1] == (count,) for column in rows)
+    if len(rows) != len(queue.dtypes) or not fits:
+        raise InvalidArgumentError(f"enqueue: expected {len(queue.dtypes)} columns of {count} rows")
+    serve(queue.engine, Enqueue(rows, count), work, lambda done: work.reply())
+
+
+def _dequeue(queue: Queue, work: Work) -> None:
+    def answer(attempt: Dequeue) -> None:
+        pieces, values = _rows_of(attempt)
+        work.reply(values, confirm=True, pieces=pieces)
+
+    wanted = Dequeue(work.arguments["count"], up_to=work.arguments["up_to"])
+    serve(queue.engine, wanted, work, answer)
+
+
+def _close(queue: Queue, work: Work) -> None:
+    serve(queue.engine, Close(), work, lambda done: work.reply())
+
+
+def _close_now(queue: Queue, work: Work) -> None:
+    queue.engine.close_now()
+    work.reply()
+
+
+def _give_back(queue: Queue, work: Work) -> None:
+    """Take back rows of a finished dequeue whose caller was interrupted."""
+    pieces = work.arguments["pieces"]
+    attempt = Dequeue(len(work.values) if pieces else None)
+    _fill(attempt, pieces, work.values)
+    attempt.settle()
+    queue.engine.abandon(attempt)
+    work.reply()
+
+
+def _size(queue: Queue, work: Work) -> None:
+    work.reply(size=queue.size())
+
+
+def _is_closed(queue: Queue, work: Work) -> None:
+    work.reply(closed=queue.is_closed())
+
+
+OPERATIONS: dict[str, Handler] = {
+    "close": _close,
+    "close_now": _close_now,
+    "dequeue": _dequeue,
+    "enqueue": _enqueue,
+    "give_back": _give_back,
+    "is_closed": _is_closed,
+    "size": _size,
+}
+
+
+def _kind(queue: type[Queue]) -> ResourceKind:
+    make: Callable[[Mapping[str, Any], str], Queue] = partial(_make, queue)
+    return register(
+        ResourceKind(queue.__name__, make, _difference, OPERATIONS, queue.cancel_pending)
+    )
+
+
+_KINDS: dict[type[Queue], ResourceKind] = {
+    queue: _kind(queue)
+    for queue in (FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue)
+}

@@ -9,7 +9,7 @@ from typing import Any
 
 from strategies.accumulators.engine import Engine, Take
 from strategies.errors import OpError
-from strategies.remote import message, waiting
+from strategies.remote import attempt, message
 from strategies.remote.wire import Array
 from strategies.spare_replica.turns import Rounds
 
@@ -106,4 +106,4 @@ class ChiefLoop:
                     "not delivered any",
                     *facts,
                 )
-        waiting.finish(engine, take, "take_grad")
+        attempt.finish(engine, take, "take_grad")

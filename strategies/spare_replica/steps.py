@@ -12,9 +12,8 @@ from strategies.accumulators.sums import Gradient, Part
 from strategies.averaging.optimizer import ArrayOptimizer
 from strategies.errors import OpError, UnavailableError
 from strategies.optimizers.pairs import Pair
-from strategies.remote import waiting
+from strategies.remote.attempt import Attempt, Waiting, finish, perform
 from strategies.remote.service import Service
-from strategies.remote.waiting import Attempt, Waiting
 from strategies.remote.wire import Array
 from strategies.spare_replica.chief_loop import ChiefLoop
 from strategies.spare_replica.turns import Leave, Rounds, Stay, Turn, open_rounds
@@ -154,7 +153,7 @@ class SpareSteps:
     def leave(self) -> None:
         """Take part no longer; the chief waits until all have left, and ends."""
         try:
-            waiting.perform(self._rounds, Leave(self._worker), "close", None)
+            perform(self._rounds, Leave(self._worker), "close", None)
         except UnavailableError as error:
             _log.warning("close: the chief is gone: %s", error)
         if isinstance(self._rounds, Rounds):
@@ -229,12 +228,12 @@ def _all(deliveries: list[tuple[Waiting, Attempt]], turn: tuple[Waiting, Attempt
         errors = []
         for where, attempt in deliveries:
             try:
-                waiting.finish(where, attempt, "apply_gradients")
+                finish(where, attempt, "apply_gradients")
             except OpError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
-        waiting.finish(*turn, "apply_gradients")
+        finish(*turn, "apply_gradients")
     except BaseException:
         for where, attempt in attempts:
             where.abandon(attempt)

@@ -17,11 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from strategies.errors import CancelledError, OpError, OutOfRangeError, UnavailableError
-from strategies.remote.attempts import RemoteAttempts, serve
+from strategies.remote.attempt import Attempt, RemoteAttempts, serve
 from strategies.remote.containers import ResourceKind, Work, register
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
-from strategies.remote.waiting import Attempt
 from strategies.remote.wire import Array
 
 __all__ = ["Leave", "RemoteRounds", "Rounds", "Stay", "Turn", "open_rounds"]

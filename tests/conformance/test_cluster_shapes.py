@@ -15,7 +15,7 @@ from strategies.cluster.cluster import Cluster
 from strategies.cluster.spec import ClusterSpec
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.queues.kinds import FIFOQueue
-from strategies.queues.shared import shared_queue
+from strategies.queues.remote import shared_queue
 from strategies.remote.server import Server
 
 SHAPES = [

@@ -18,7 +18,7 @@ from strategies.cluster.setter import GreedyLoadBalancing, byte_size, replica_de
 from strategies.cluster.spec import ClusterSpec
 from strategies.errors import DeadlineExceededError, InvalidArgumentError
 from strategies.queues.kinds import FIFOQueue
-from strategies.queues.shared import shared_queue
+from strategies.queues.remote import shared_queue
 from strategies.remote.containers import container
 from strategies.remote.functions import Task
 from strategies.remote.server import Server

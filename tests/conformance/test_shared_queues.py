@@ -21,7 +21,7 @@ from strategies.errors import (
 )
 from strategies.queues.files import shared_files
 from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
-from strategies.queues.shared import shared_queue
+from strategies.queues.remote import shared_queue
 from strategies.remote.containers import container
 from strategies.remote.service import Service
 
@@ -319,11 +319,12 @@ def an_interrupted_dequeue_loses_nothing(make):
 
 def _dequeue_late(queue):
     """As `dequeue`, but always get as far as waiting."""
-    from strategies.queues.attempts import Dequeue
+    from strategies.queues.engine import Dequeue
+    from strategies.remote.attempt import finish
 
     attempt = Dequeue()
     queue.engine.submit(attempt)
-    queue._wait(attempt, "dequeue", LIMIT)
+    finish(queue.engine, attempt, "dequeue", LIMIT)
 
 
 @behaviour

@@ -18,7 +18,7 @@ PRELUDE = """
     from strategies.remote.server import Server
     from strategies.errors import *
     from strategies.queues.kinds import FIFOQueue
-    from strategies.queues.shared import shared_queue
+    from strategies.queues.remote import shared_queue
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)

@@ -15,9 +15,9 @@ PRELUDE = """
     import numpy as np
     import collectives as cc
     from strategies.errors import *
-    from strategies.queues.attempts import Dequeue
+    from strategies.queues.engine import Dequeue
     from strategies.queues.kinds import FIFOQueue
-    from strategies.queues.shared import shared_queue
+    from strategies.queues.remote import shared_queue
     from strategies.remote.service import Service
 
     def say(*words):

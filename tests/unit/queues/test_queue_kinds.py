@@ -13,7 +13,7 @@ from strategies.errors import (
     InvalidArgumentError,
     OutOfRangeError,
 )
-from strategies.queues.attempts import Close, Dequeue, Enqueue
+from strategies.queues.engine import Close, Dequeue, Enqueue
 from strategies.queues.kinds import (
     FIFOQueue,
     PaddingFIFOQueue,

@@ -13,7 +13,6 @@ from collectives.channel.channel import Incoming
 from served import Silence
 from strategies.errors import (
     CancelledError,
-    DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
     NotFoundError,
@@ -21,7 +20,7 @@ from strategies.errors import (
     UnimplementedError,
 )
 from strategies.queues.kinds import FIFOQueue
-from strategies.queues.shared import shared_queue
+from strategies.queues.remote import shared_queue
 from strategies.remote import message as protocol
 from strategies.remote.containers import Place, ResourceKind, register
 from strategies.remote.exchange import Exchange
@@ -69,17 +68,14 @@ def test_waiting_for_a_task_that_lives_has_no_end(services):
 
 
 def test_a_decision_that_does_not_come_is_an_error_and_loses_nothing(services, monkeypatch):
-    monkeypatch.setattr("strategies.queues.remote._DECISION", 0.1)
+    monkeypatch.setattr("strategies.remote.attempt._DECISION", 0.1)
     queue = queue_on_0(services[1])
     queue.enqueue(1)
     with Silence(services[0]):
         began = time.monotonic()
-        attempt = elsewhere.Dequeue()
-        assert not queue.engine.submit(attempt)
-        assert not queue.engine.withdraw(attempt, DeadlineExceededError("late"))
+        with pytest.raises(UnavailableError, match="its task does not say whether it succeeded"):
+            queue.dequeue(timeout=0)
         assert time.monotonic() - began < 5
-        assert type(attempt.error) is UnavailableError
-        assert "late; task 0 does not say whether" in str(attempt.error)
     until(lambda: queue.size() == 1)
     assert queue.dequeue() == 1
 
