@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from strategies.accumulators.engine import Accumulation, Apply, Engine, Take
 from strategies.accumulators.sums import Gradient, Part
 from strategies.errors import DataLossError
@@ -49,9 +51,8 @@ class RemoteAccumulation(RemoteAttempts):
     def request_of(self, attempt: Attempt) -> tuple[str, dict[str, Any], list[Any]]:
         """Return operation, arguments and values."""
         if isinstance(attempt, Apply):
-            forms, values = _flat(attempt.gradients)
-            given = {"forms": forms, "step": attempt.local_step, "worker": attempt.worker}
-            return "apply", given, values
+            given = {"step": attempt.local_step, "worker": attempt.worker}
+            return "apply", given, _packed(attempt.gradients)
         assert isinstance(attempt, Take)
         return "take", {"count": attempt.count}, []
 
@@ -60,7 +61,7 @@ class RemoteAccumulation(RemoteAttempts):
         if isinstance(attempt, Apply):
             attempt.accepted = answer.metadata["accepted"]
         elif isinstance(attempt, Take):
-            attempt.results = _unflat(answer.metadata["forms"], answer.values)
+            attempt.results = _unpacked(answer.values)
 
     def set_step(self, step: int) -> None:
         """Set the current step."""
@@ -72,38 +73,26 @@ class RemoteAccumulation(RemoteAttempts):
         return answer["step"], answer["count"], {w: list(n) for w, n in answer["tally"]}
 
 
-def _flat(gradients: Sequence[Gradient]) -> tuple[list[str], list[Any]]:
-    """Return gradients as values of a message, and the form of each."""
-    forms, values = [], []
-    for gradient in gradients:
-        if gradient is None:
-            forms.append("none")
-        elif isinstance(gradient, Rows):
-            forms.append("rows")
-            values += [gradient.indices, gradient.values]
-        else:
-            forms.append("dense")
-            values.append(gradient)
-    return forms, values
+def _packed(gradients: Sequence[Gradient]) -> list[Any]:
+    """Return gradients as values of a message: rows are a tuple."""
+    return [(g.indices, g.values) if isinstance(g, Rows) else g for g in gradients]
 
 
-_LENGTHS = {"none": 0, "dense": 1, "rows": 2}  # values per form
-
-
-def _unflat(forms: Sequence[str], values: Sequence[Any]) -> list[Gradient]:
-    """Return the gradients of a message.
+def _unpacked(values: Sequence[Any]) -> list[Gradient]:
+    """Undo `_packed`.
 
     Raises:
-        DataLossError: forms and values do not fit each other.
+        DataLossError: these are not gradients.
     """
     gradients: list[Gradient] = []
-    at = 0
-    for form in forms:
-        part = values[at : at + _LENGTHS.get(form, 0)]
-        at += len(part)
-        if len(part) != _LENGTHS.get(form, -1) or not all(hasattr(v, "dtype") for v in part):
-            raise DataLossError(f"message: gradients cannot be read: {form!r:.80}")
-        gradients.append(Rows(*part) if form == "rows" else part[0] if part else None)
+    for value in values:
+        parts = value if isinstance(value, tuple) else (value,)
+        whole = len(parts) == 1 + isinstance(value, tuple)
+        if not whole or not all(
+            isinstance(part, np.ndarray) for part in parts if value is not None
+        ):
+            raise DataLossError(f"message: gradients cannot be read: {type(value).__name__}")
+        gradients.append(Rows(*parts) if len(parts) == 2 else value)
     return gradients
 
 
@@ -112,16 +101,13 @@ def _unflat(forms: Sequence[str], values: Sequence[Any]) -> list[Gradient]:
 
 def _apply(engine: Accumulation, work: Work) -> None:
     given = work.arguments
-    attempt = Apply(_unflat(given["forms"], work.values), given["step"], given["worker"])
+    attempt = Apply(_unpacked(work.values), given["step"], given["worker"])
     serve(engine, attempt, work, lambda done: work.reply(accepted=done.accepted))
 
 
 def _take(engine: Accumulation, work: Work) -> None:
-    def answer(attempt: Take) -> None:
-        forms, values = _flat(attempt.results)
-        work.reply(values, confirm=True, forms=forms)
-
-    serve(engine, Take(work.arguments["count"]), work, answer)
+    take = Take(work.arguments["count"])
+    serve(engine, take, work, lambda done: work.reply(_packed(done.results), confirm=True))
 
 
 def _set_step(engine: Accumulation, work: Work) -> None:

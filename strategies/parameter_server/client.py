@@ -18,7 +18,7 @@ from strategies.parameter_server.part import State
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Record
-from strategies.remote import asking, bundles
+from strategies.remote import asking
 from strategies.remote.asking import Question
 from strategies.remote.containers import Place
 from strategies.remote.outgoing import Answer
@@ -141,7 +141,6 @@ class Client:
             for part in variable.parts:
                 parts[part.task].append([self._numbers[part.name], isinstance(gradient, Rows)])
                 arrays[part.task] += self._packed(gradient, part)
-        bundled = [bundles.pack(own) for own in arrays]
         worker = self._cluster.comm.rank
         told = [
             {
@@ -149,13 +148,12 @@ class Client:
                 "version": version,
                 "examples": examples,
                 "parts": own,
-                "layout": how,
                 "as": self._as,
                 "values_as": self._values_as,
             }
-            for version, own, (how, _) in zip(self._versions, parts, bundled, strict=True)
+            for version, own in zip(self._versions, parts, strict=True)
         ]
-        answers = self._ask("push", told, [frames for _, frames in bundled], timeout)
+        answers = self._ask("push", told, arrays, timeout)
         self._take(answers)
         return tuple(Decision(a.metadata["staleness"], a.metadata["weight"]) for a in answers)
 
@@ -211,10 +209,9 @@ class Client:
         told, values = [], []
         for names, count in zip(self._held, updates, strict=True):
             own = [states[name] for name in names]
-            layout, frames = bundles.pack([a for held in own for a in held.arrays.values()])
             parts = [[held.counts, list(held.arrays)] for held in own]
-            told.append({"layout": layout, "parts": parts, "updates": count})
-            values.append(frames)
+            told.append({"parts": parts, "updates": count})
+            values.append([array for held in own for array in held.arrays.values()])
         self._ask("load", told, values)
         self.pull()
 
@@ -223,7 +220,7 @@ class Client:
         answers = self._ask("state", [{}] * len(self.servers))
         states: dict[str, State] = {}
         for names, answer in zip(self._held, answers, strict=True):
-            arrays = iter(bundles.unpack(answer.metadata["layout"], answer.values))
+            arrays = iter(answer.values)
             for name, (counts, kinds) in zip(names, answer.metadata["parts"], strict=True):
                 states[name] = State(counts, {kind: next(arrays) for kind in kinds})
         return states, [answer.metadata["updates"] for answer in answers]
@@ -280,8 +277,7 @@ class Client:
         found: dict[str, npt.NDArray[Any]] = {}
         for server, answer in enumerate(answers):
             self._versions[server] = answer.metadata["version"]
-            arrays = bundles.unpack(answer.metadata["layout"], answer.values)
-            found |= zip(self._residents[server], arrays, strict=True)
+            found |= zip(self._residents[server], answer.values, strict=True)
         for variable in self._variables:
             if variable.resident:
                 parts = [self._widened(found[part.name], variable) for part in variable.parts]

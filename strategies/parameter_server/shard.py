@@ -37,7 +37,6 @@ from strategies.errors import (
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.part import HeldPart, HeldParts, State
 from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
-from strategies.remote import bundles
 from strategies.remote.containers import Handler, ResourceKind, Work, register
 from strategies.sparse import Gradient, Rows, fitted
 from strategies.variables.actions import rounded, widened
@@ -226,7 +225,7 @@ class Shard:
     def _checked(self, work: Work) -> _Push:
         """Look at all gradients before the first variable is changed."""
         told = work.arguments
-        values = iter(bundles.unpack(told["layout"], work.values))
+        values = iter(work.values)
         given: dict[int, Gradient] = {}
         for number, sparse in told["parts"]:
             part = self._parts[number]
@@ -307,8 +306,7 @@ class Shard:
     def _answer(self, work: Work, **facts: Any) -> None:
         how = work.arguments.get("values_as")
         values = [rounded(part.value, how) for part in self._parts if part.resident]
-        layout, frames = bundles.pack(values)
-        work.reply(frames, layout=layout, version=self._ledger.version, **facts)
+        work.reply(values, version=self._ledger.version, **facts)
 
     def _end(self, work: Work, error: OpError | None = None) -> None:
         """End a request if it waits: with an error, or because nobody wants an answer."""
@@ -367,9 +365,9 @@ class Shard:
     def state(self, work: Work) -> None:
         """Answer with all that a checkpoint keeps."""
         states = [part.state() for part in self._parts]
-        layout, frames = bundles.pack([array for held in states for array in held.arrays.values()])
+        arrays = [array for held in states for array in held.arrays.values()]
         parts = [[held.counts, list(held.arrays)] for held in states]
-        work.reply(frames, layout=layout, parts=parts, updates=self._updates)
+        work.reply(arrays, parts=parts, updates=self._updates)
 
     def load(self, work: Work) -> None:
         """Go on from what `state` has answered."""
@@ -379,7 +377,7 @@ class Shard:
                 f"loaded, got those of tasks {sorted(self._waiting)}"
             )
         told = work.arguments
-        values = iter(bundles.unpack(told["layout"], work.values))
+        values = iter(work.values)
         for part, (counts, kinds) in zip(self._parts, told["parts"], strict=True):
             part.load(State(counts, {kind: next(values) for kind in kinds}))
         self._before = told["updates"] - self._ledger.version

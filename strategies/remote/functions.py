@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
-from strategies.remote import payloads, pool
+from strategies.remote import pool, wire
 from strategies.remote.containers import Place, Work, offer
 from strategies.remote.names import function_named, name_of
 from strategies.remote.outgoing import Answer
@@ -152,7 +152,7 @@ class Task:
         name = name_of(function, "submit")
         if self.number == self.service.task:
             return self._submit_here(name, arguments, named)
-        values = payloads.pack([list(arguments), named], "submit")
+        values = wire.pack([list(arguments), named], "submit")
         numbers: list[int] = []
         future = TaskFuture(lambda: [self.service.disown(number) for number in numbers])
 
@@ -177,7 +177,7 @@ class Task:
 def _result(answer: Answer) -> Any:
     if answer.error is not None:
         raise answer.error
-    result = payloads.unpack(answer.values)
+    (result,) = answer.values
     if "raised" in answer.metadata:
         raised = answer.metadata["raised"]
         raise _error(raised["kind"], result) from RemoteTraceback(raised["trace"])
@@ -203,8 +203,8 @@ def _call(work: Work) -> None:
     def job() -> None:
         try:
             function = function_named(work.arguments["function"])
-            arguments, named = payloads.unpack(work.values)
-            values = payloads.pack(function(*arguments, **named), "run")
+            arguments, named = work.values
+            values = wire.pack([function(*arguments, **named)], "run")
         except BaseException as error:
             work.reply(_arguments(error), raised=_words(error))
         else:
@@ -218,11 +218,11 @@ def _call(work: Work) -> None:
     pool.CALLS.submit(job)
 
 
-def _arguments(error: BaseException) -> list[Any]:
+def _arguments(error: BaseException) -> wire.Packed:
     try:
-        return payloads.pack(error.args, "run")
+        return wire.pack([error.args], "run")
     except TypeError:
-        return payloads.pack((str(error),), "run")
+        return wire.pack([(str(error),)], "run")
 
 
 def _words(error: BaseException) -> dict[str, str]:

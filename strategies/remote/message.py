@@ -3,7 +3,7 @@
 ::
 
     frame 0        [ version | type | number of the request | msgpack of the metadata ]
-    frames 1 ..    the values, see `values`
+    frames 1 ..    the values, see `wire`
 
 A request is answered by one result or one error with its number. There is no pickle: what a message
 can make the receiver do is what its operations are.
@@ -20,8 +20,8 @@ import msgpack
 
 from strategies import errors
 from strategies.errors import DataLossError, InternalError, InvalidArgumentError, OpError
-from strategies.remote import wire as values
-from strategies.remote.wire import Array, Frame
+from strategies.remote import wire
+from strategies.remote.wire import Array, Frame, Packed
 
 __all__ = ["Kind", "Message", "decode", "encode", "error_from", "error_to"]
 
@@ -63,7 +63,7 @@ def encode(
     kind: Kind,
     number: int = 0,
     metadata: Mapping[str, Any] | None = None,
-    content: Sequence[Any] = (),
+    values: Sequence[Any] = (),
 ) -> list[Frame]:
     """Return the frames of a message.
 
@@ -71,16 +71,16 @@ def encode(
         kind: what it is for.
         number: of the request that it concerns.
         metadata: what msgpack can write, at most 16 MiB.
-        content: values, see `values.pack`.
+        values: see `wire.pack`, or what that has returned.
 
     Raises:
         InvalidArgumentError: too much metadata.
         TypeError: a value cannot be sent.
     """
     header = _HEADER.pack(_VERSION, kind, number)
-    if not metadata and not content:
+    if not metadata and not values:
         return [header]
-    layout, frames = values.pack(content)
+    layout, frames = values if isinstance(values, Packed) else wire.pack(values)
     packed = msgpack.packb([metadata or {}, layout])
     if len(packed) > _MOST_METADATA:
         raise InvalidArgumentError(
@@ -109,7 +109,7 @@ def decode(frames: Sequence[Array]) -> Message:
             raise ValueError("metadata of another form")
     except (ValueError, TypeError, IndexError, struct.error, msgpack.UnpackException) as error:
         raise DataLossError(f"message: the header cannot be read: {error!r:.200}") from error
-    return Message(kind, number, metadata, values.unpack(layout, frames[1:]))
+    return Message(kind, number, metadata, wire.unpack(layout, frames[1:]))
 
 
 _CLASSES: dict[str, type[OpError]] = {

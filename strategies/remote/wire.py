@@ -1,8 +1,14 @@
-"""Arrays, numbers and text as raw frames, and back; nothing that is read can run code.
+"""Arrays, numbers, text and structures of them as raw frames, and back; nothing read can run code.
 
-Values that are numeric arrays travel as they are, one frame each. All others go into one last
-frame of msgpack: text, scalars, and arrays of objects, whose elements may in turn be arrays, up to
-`DEEPEST` in one another.
+::
+
+    layout      per array [dtype, shape]; shape is None for a scalar
+    frames      [ small arrays, side by side ] [ a long array ] ... [ a long array ] [ the rest ]
+
+Arrays travel as they are, long ones in a frame each. If the values are arrays and scalars alone,
+there is no rest. Else it is the list of values in msgpack, in which an array is its position in the
+layout: text, numbers, None, lists, dicts, tuples, and arrays of objects of all these, with at most
+`DEEPEST` of the latter two in one another.
 """
 
 from __future__ import annotations
@@ -10,57 +16,77 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import ml_dtypes
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from strategies import arrays
 from strategies.errors import DataLossError
 
-__all__ = ["DEEPEST", "Array", "Frame", "Layout", "dtype_named", "pack", "unpack"]
+__all__ = ["DEEPEST", "Array", "Frame", "Layout", "Packed", "dtype_named", "pack", "unpack"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Frame: TypeAlias = bytes | Array
 Layout: TypeAlias = list[Any]
-"""Per value [dtype, shape] if it has a frame of its own, None if it is in the last frame."""
+"""Per array [dtype, shape]; the shape is None for a scalar."""
 
 _KINDS = "biufcV"  # V: the 16-bit floats of ml_dtypes call themselves void
 _DTYPES = {
     np.dtype(code).name: np.dtype(code)
     for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
 }
-_NUMBERS, _OBJECTS = 1, 2  # types of msgpack extensions
+_TUPLE, _OBJECTS, _ARRAY = 1, 2, 3  # types of msgpack extensions
+
+# Arrays up to this length are copied: a frame of its own costs a message, and 1,000 of them 1,000.
+_SMALL = 1 << 15  # bytes
+_ALIGN = 16  # bytes; what the frames themselves are aligned to
 
 DEEPEST = 32
 """Extensions of msgpack in one another, at most. Each costs its reader 40 KiB of a thread's stack,
 which ends the process where it ends: seen with 200."""
 
 
-def pack(values: Sequence[Any]) -> tuple[Layout, list[Frame]]:
+class Packed(NamedTuple):
+    """Values as they travel."""
+
+    layout: Layout
+    frames: list[Frame]
+
+
+def pack(values: Sequence[Any], operation: str = "message") -> Packed:
     """Describe values and return them as frames.
 
     Args:
-        values: NumPy arrays and scalars, numbers, `str` and `bytes`; arrays of objects may hold
-            any of these, in at most `DEEPEST` levels. Contiguous numeric arrays are not copied.
+        values: numeric arrays of any library in host memory, NumPy scalars, numbers, text, None,
+            and tuples, lists, dicts and NumPy arrays of objects of these. Long contiguous arrays
+            are not copied.
+        operation: beginning of a message.
 
     Raises:
-        TypeError: something else, or arrays of objects that are nested more deeply.
+        TypeError: something else, or tuples and arrays of objects that are nested more deeply.
     """
+    found: list[Array | np.generic] = []
+    rest = None
+    if all(_is_numeric(value) for value in values):
+        found.extend(values)
+    else:
+        rest = _packed(list(values), found, operation, DEEPEST)
     layout: Layout = []
+    small: list[Array] = []
     frames: list[Frame] = []
-    others = []
-    for value in values:
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            layout.append([_checked(value.dtype).name, list(value.shape)])
-            frames.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-        else:
-            layout.append(None)
-            others.append(value)
-    if others:
-        frames.append(_pack_objects(others, DEEPEST))
-    return layout, frames
+    for value in found:
+        shape = list(value.shape) if isinstance(value, np.ndarray) else None
+        layout.append([_checked(value.dtype, operation).name, shape])
+        raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        (small if raw.size <= _SMALL else frames).append(raw)
+    if small:
+        frames.insert(0, small[0] if len(small) == 1 else _side_by_side(small))
+    if rest is not None:
+        frames.append(rest)
+    return Packed(layout, frames)
 
 
 def unpack(layout: Layout, frames: Sequence[Array]) -> list[Any]:
@@ -74,33 +100,19 @@ def unpack(layout: Layout, frames: Sequence[Array]) -> list[Any]:
         DataLossError: layout and frames do not fit each other, or objects are nested too deeply.
     """
     try:
-        own = sum(part is not None for part in layout)
-        if len(frames) != own + (own < len(layout)):
-            raise ValueError(f"{len(layout)} values in {len(frames)} frames")
-        remaining = iter(frames)
-        arrays = [None if part is None else _array(part, next(remaining)) for part in layout]
-        objects = _unpack_objects(frames[-1].data, DEEPEST) if own < len(layout) else []
-        if len(objects) != len(layout) - own:
-            raise ValueError(f"{len(objects)} objects, expected {len(layout) - own}")
-        others = iter(objects)
-        return [
-            next(others) if part is None else array
-            for part, array in zip(layout, arrays, strict=True)
-        ]
-    except (ValueError, TypeError, KeyError, StopIteration, msgpack.UnpackException) as error:
+        found, rest = _arrays(layout, frames)
+        if not rest:
+            return found
+        if len(rest) > 1:
+            raise ValueError(f"{len(layout)} arrays in {len(frames)} frames")
+        values = _unpacked(rest[0].data, found, DEEPEST)
+        if not isinstance(values, list):
+            raise ValueError("not a list")
+        return values
+    except (
+        ValueError, TypeError, KeyError, IndexError, StopIteration, msgpack.UnpackException,
+    ) as error:  # fmt: skip
         raise DataLossError(f"message: the values cannot be read: {error!r:.200}") from error
-
-
-def _array(part: Any, frame: Array) -> Array:
-    name, shape = part
-    return frame.view(dtype_named(name)).reshape(_sizes(shape))
-
-
-def _sizes(shape: Any) -> tuple[int, ...]:
-    # A size below 0 would mean "whatever fits" to NumPy.
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"shape {shape!r:.80}")
-    return tuple(shape)
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
@@ -115,69 +127,133 @@ def dtype_named(name: str) -> np.dtype[Any]:
     found = getattr(ml_dtypes, str(name), None)
     if not isinstance(found, type):
         raise TypeError(f"message: no numeric dtype has this name: {name!r:.80}")
-    return _checked(np.dtype(found))
+    return _checked(np.dtype(found), "message")
 
 
-def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _checked(dtype: np.dtype[Any], operation: str) -> np.dtype[Any]:
     """Return a dtype whose name says all of it."""
     if dtype.kind not in _KINDS or dtype.names is not None or not dtype.isnative:
-        raise TypeError(f"message: dtype must be numeric and native, got {dtype}")
+        raise TypeError(
+            f"{operation}: an array of this dtype cannot be sent, expected a numeric one in this "
+            f"machine's byte order, got {dtype}"
+        )
     return dtype
 
 
-def _pack_objects(values: list[Any], levels: int) -> bytes:
-    """Write values in which arrays of objects are nested in at most so many levels."""
-    extension = partial(_extension, levels=levels)
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
+
+
+# Arrays.
+
+
+def _side_by_side(small: Sequence[Array]) -> Array:
+    together = np.empty(sum(_padded(raw.size) for raw in small), np.uint8)
+    at = 0
+    for raw in small:
+        together[at : at + raw.size] = raw
+        at += _padded(raw.size)
+    return together
+
+
+def _arrays(layout: Layout, frames: Sequence[Array]) -> tuple[list[Any], Sequence[Array]]:
+    """Return the arrays and scalars, and the frames that hold none of them."""
+    described = [(dtype_named(name), _sizes(shape or ()), shape is None) for name, shape in layout]
+    # As Python's integers, which do not overflow.
+    lengths = [dtype.itemsize * math.prod(sizes) for dtype, sizes, _ in described]
+    small = [length for length in lengths if length <= _SMALL]
+    together = sum(map(_padded, small)) if len(small) > 1 else sum(small)
+    if small and frames[0].size != together:
+        raise ValueError(f"{frames[0].size} bytes, expected {together} of small arrays")
+    used, at = min(len(small), 1), 0
+    found = []
+    for (dtype, sizes, is_scalar), length in zip(described, lengths, strict=True):
+        if length <= _SMALL:
+            raw = frames[0][at : at + length]
+            at += _padded(length)
+        else:
+            raw = frames[used]
+            used += 1
+        # `reshape` finds a length that is wrong, and so does `view`.
+        array = raw.view(dtype).reshape(sizes)
+        found.append(array[()] if is_scalar else array)
+    return found, frames[used:]
+
+
+def _padded(length: int) -> int:
+    return -(-length // _ALIGN) * _ALIGN
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    # A size below 0 would mean "whatever fits" to NumPy.
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"shape {shape!r:.80}")
+    return tuple(shape)
+
+
+# All else, by msgpack.
+
+
+def _packed(value: Any, found: list[Any], operation: str, levels: int) -> bytes:
+    """Write values in which extensions are nested in at most so many levels."""
+    extension = partial(_extension, found=found, operation=operation, levels=levels)
     try:
         packed: bytes = msgpack.packb(
-            values, default=extension, strict_types=True, unicode_errors="surrogatepass"
+            value, default=extension, strict_types=True, unicode_errors="surrogatepass"
         )
     except (OverflowError, ValueError) as error:
-        raise TypeError(f"message: this cannot be sent: {error}") from error
+        raise TypeError(f"{operation}: this cannot be sent: {error}") from error
     return packed
 
 
-def _unpack_objects(data: Any, levels: int) -> list[Any]:
-    extension = partial(_from_extension, levels=levels)
-    values = msgpack.unpackb(
-        data, ext_hook=extension, unicode_errors="surrogatepass", strict_map_key=True
+def _extension(value: Any, found: list[Any], operation: str, levels: int) -> msgpack.ExtType:
+    """Write what msgpack does not know; arrays are only noted in `found`."""
+    if isinstance(value, complex):
+        value = np.complex128(value)
+    is_tuple = isinstance(value, tuple)
+    if not is_tuple and not isinstance(value, np.generic):
+        array = arrays.host(value) if hasattr(value, "__dlpack_device__") else None
+        if array is None:
+            raise TypeError(
+                f"{operation}: this cannot be sent, expected numbers, text, arrays in host memory, "
+                f"and tuples, lists and dicts of them, got {type(value).__name__}"
+            )
+        value = array
+    if not is_tuple and _is_numeric(value):
+        found.append(value)
+        return msgpack.ExtType(_ARRAY, str(len(found) - 1).encode())
+    if not levels:
+        raise TypeError(
+            f"{operation}: this is nested too deeply, expected at most {DEEPEST} tuples and arrays "
+            f"of objects in one another, got more"
+        )
+    content = list(value) if is_tuple else [list(value.shape), value.ravel().tolist()]
+    inner = _packed(content, found, operation, levels - 1)
+    return msgpack.ExtType(_TUPLE if is_tuple else _OBJECTS, inner)
+
+
+def _unpacked(data: Any, found: Sequence[Any], levels: int) -> Any:
+    extension = partial(_from_extension, found=found, levels=levels)
+    return msgpack.unpackb(
+        data, ext_hook=extension, unicode_errors="surrogatepass", strict_map_key=False
     )
-    if not isinstance(values, list):
-        raise ValueError("no list")
-    return values
 
 
-def _extension(value: Any, levels: int) -> msgpack.ExtType:
-    if isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
-        if array.dtype == object:
-            if not levels:
-                raise TypeError(
-                    f"message: arrays of objects are nested too deeply, expected at most {DEEPEST} "
-                    f"in one another"
-                )
-            content = [list(array.shape), array.ravel().tolist()]
-            return msgpack.ExtType(_OBJECTS, _pack_objects(content, levels - 1))
-        shape = None if isinstance(value, np.generic) else list(array.shape)
-        content = [_checked(array.dtype).name, shape, array.tobytes()]
-        return msgpack.ExtType(_NUMBERS, msgpack.packb(content))
-    raise TypeError(f"message: expected arrays, numbers or text, got {type(value).__name__}")
-
-
-def _from_extension(code: int, data: bytes, levels: int) -> Any:
-    if code == _OBJECTS:
-        if not levels:
-            raise ValueError(f"arrays of objects in more than {DEEPEST} levels")
-        shape, elements = _unpack_objects(data, levels - 1)
-        sizes = _sizes(shape)
-        if math.prod(sizes) != len(elements):
-            raise ValueError(f"{len(elements)} elements for shape {sizes}")
-        objects = np.empty(len(elements), object)
-        for index, element in enumerate(elements):
-            objects[index] = element
-        return objects.reshape(sizes)
-    if code == _NUMBERS:
-        name, shape, raw = msgpack.unpackb(data)
-        array = np.frombuffer(raw, dtype_named(name)).copy()
-        return array.reshape(())[()] if shape is None else array.reshape(_sizes(shape))
-    raise ValueError(f"extension {code}")
+def _from_extension(code: int, data: bytes, found: Sequence[Any], levels: int) -> Any:
+    if code == _ARRAY:
+        return found[int(data)]
+    if code not in (_TUPLE, _OBJECTS):
+        raise ValueError(f"extension {code}")
+    if not levels:
+        raise ValueError(f"more than {DEEPEST} levels of tuples and arrays of objects")
+    content = _unpacked(data, found, levels - 1)
+    if code == _TUPLE:
+        return tuple(content)
+    shape, elements = content
+    sizes = _sizes(shape)
+    if math.prod(sizes) != len(elements):
+        raise ValueError(f"{len(elements)} elements for shape {sizes}")
+    objects = np.empty(len(elements), object)
+    for index, element in enumerate(elements):
+        objects[index] = element
+    return objects.reshape(sizes)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError
-from strategies.remote import bundles
 from strategies.remote.asking import Question, begin
 from strategies.remote.containers import Place, ResourceKind
 from strategies.remote.outgoing import Answer
@@ -76,24 +75,22 @@ def perform(
 
 def _question(operation: str, items: Sequence[Item]) -> Question:
     first, *others = items
-    layout, frames = bundles.pack([array for item in items for array in item.arrays])
     options = [dict(item.options) for item in items]
     arguments = {
         "others": [[o.place.container, o.place.name, o.place.serial] for o in others],
-        "layout": layout,
         "counts": [len(item.arrays) for item in items],
         "options": options[:1] if all(each == options[0] for each in options) else options,
     }
-    return Question(first.place, operation, arguments, frames)
+    arrays = [array for item in items for array in item.arrays]
+    return Question(first.place, operation, arguments, arrays)
 
 
 def _outcomes(answer: Answer, count: int) -> list[Outcome | OpError]:
     if answer.error is not None:
         return [answer.error] * count
-    arrays = bundles.unpack(answer.metadata["layout"], answer.values)
-    for array in arrays:
+    for array in answer.values:
         array.flags.writeable = False
-    rest = iter(arrays)
+    rest = iter(answer.values)
     return [
         serving.outcome_of(facts, [next(rest) for _ in range(number)])
         for facts, number in zip(answer.metadata["facts"], answer.metadata["counts"], strict=True)

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from strategies.errors import CancelledError, OpError
-from strategies.remote import bundles, message, pool
+from strategies.remote import message, pool
 from strategies.remote.containers import GroupHandler, Work
 from strategies.remote.wire import Array
 from strategies.variables.actions import ACTIONS, READS, Outcome, act
@@ -76,7 +76,7 @@ class _Order:
         self._operation = operation
         self._things = things
         self._work = work
-        arrays = iter(bundles.unpack(work.arguments["layout"], work.values))
+        arrays = iter(work.values)
         counts = work.arguments["counts"]
         self._arrays = [[next(arrays) for _ in range(count)] for count in counts]
         options = work.arguments["options"]
@@ -185,9 +185,8 @@ class _Order:
             facts.append(outcome.facts)
             counts.append(len(outcome.arrays))
             arrays += outcome.arrays
-        layout, frames = bundles.pack(arrays)
         self._release()
-        self._work.reply(frames, facts=facts, counts=counts, layout=layout)
+        self._work.reply(arrays, facts=facts, counts=counts)
 
     def _release(self) -> None:
         """Let go of the arrays, whose memory is wanted for the next message."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from requirements import installed
 from strategies import errors
 from strategies.errors import DataLossError, InternalError, InvalidArgumentError, OutOfRangeError
 from strategies.remote import message as protocol
@@ -75,6 +76,8 @@ def objects(*elements):
         objects("a", "bc"),
         objects(b"a", "b", np.float32(1), np.arange(3)),
         objects(objects("x", "y"), objects()),
+        objects(np.arange(3), np.float32(1), np.ones((100, 100))),
+        (1, [2, (3,)], {"a": (), 4: None, (1, 2): True}),
         objects("a", "b", "c", "d").reshape(2, 2),
     ],
     ids=repr,
@@ -106,24 +109,34 @@ def test_contiguous_arrays_are_not_copied():
     assert np.shares_memory(wire.unpack([["float64", [100]]], [arrived])[0], arrived)
 
 
-@pytest.mark.parametrize("value", [object(), (1,), np.array(["2020"], "M8[s]"), np.ones(2, ">f4")])
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, 2**70, len, np.array(["2020"], "M8[s]"), np.ones(2, ">f4"), np.array(["a"])],
+)
 def test_other_things_are_refused(value):
     with pytest.raises(TypeError, match="message:"):
         travel([value])
 
 
-def test_objects_that_are_nested_more_deeply_than_documented_are_refused_on_both_sides():
+@pytest.mark.parametrize(
+    ("wrap", "write"),
+    [
+        (objects, lambda packed: msgpack.ExtType(2, msgpack.packb([[1], [packed]]))),
+        (lambda inner: (inner,), lambda packed: msgpack.ExtType(1, msgpack.packb([packed]))),
+    ],
+    ids=["objects", "tuples"],
+)
+def test_what_is_nested_more_deeply_than_documented_is_refused_on_both_sides(wrap, write):
     nested, packed = "x", "x"
     for _ in range(wire.DEEPEST):
-        nested = objects(nested)
-        packed = msgpack.ExtType(2, msgpack.packb([[1], [packed]]))
+        nested, packed = wrap(nested), write(packed)
     same(travel([nested])[0], nested)
-    same(wire.unpack([None], as_arrived([msgpack.packb([packed])]))[0], nested)
+    same(wire.unpack([], as_arrived([msgpack.packb([packed])]))[0], nested)
     with pytest.raises(TypeError, match=rf"expected at most {wire.DEEPEST}"):
-        wire.pack([objects(nested)])
-    packed = msgpack.ExtType(2, msgpack.packb([[1], [packed]]))
+        wire.pack([wrap(nested)])
+    packed = write(packed)
     with pytest.raises(DataLossError, match=rf"more than {wire.DEEPEST} levels"):
-        wire.unpack([None], as_arrived([msgpack.packb([packed])]))
+        wire.unpack([], as_arrived([msgpack.packb([packed])]))
     endless = objects("x")
     endless[0] = endless
     with pytest.raises(TypeError, match="nested too deeply"):
@@ -148,21 +161,53 @@ FLOAT = as_arrived([np.arange(3.0)])
         ([[7, [3]]], FLOAT),
         ([["float64"]], FLOAT),
         ([5], FLOAT),
+        ([["float64", None]], FLOAT),
+        ([["float64", [3]], ["float64", [3]]], FLOAT),
         ([["float64", [3]], None], FLOAT),
-        ([None], FLOAT),
-        ([None, None], as_arrived([msgpack.packb(["one"])])),
-        ([None], as_arrived([msgpack.packb(["one", "two"])])),
-        ([None], as_arrived([msgpack.packb({"a": 1})])),
-        ([None], as_arrived([msgpack.packb([msgpack.ExtType(9, b"")])])),
-        ([None], as_arrived([msgpack.packb([msgpack.ExtType(1, b"x")])])),
-        ([None], as_arrived([msgpack.packb([msgpack.ExtType(2, msgpack.packb([[3], []]))])])),
-        ([None], as_arrived([b"\xdd\xff\xff\xff\xff"])),
+        ([["float64", [1 << 70]]], FLOAT),
+        ([["float64", [1 << 13]]], FLOAT),
+        ([["float64", [3]]], []),
+        ([["float64", [3]]], FLOAT * 2),
+        ([["float64", [3]]], FLOAT + 2 * as_arrived([msgpack.packb(["one"])])),
+        ([], as_arrived([msgpack.packb({"a": 1})])),
+        ([], as_arrived([msgpack.packb([msgpack.ExtType(9, b"")])])),
+        ([], as_arrived([msgpack.packb([msgpack.ExtType(1, b"x")])])),
+        ([], as_arrived([msgpack.packb([msgpack.ExtType(3, b"x")])])),
+        ([], as_arrived([msgpack.packb([msgpack.ExtType(3, b"0")])])),
+        ([["float64", [3]]], FLOAT + as_arrived([msgpack.packb([msgpack.ExtType(3, b"1")])])),
+        ([], as_arrived([msgpack.packb([msgpack.ExtType(2, msgpack.packb([[3], []]))])])),
+        ([], as_arrived([b"\xdd\xff\xff\xff\xff"])),
+        ([], as_arrived([b""])),
         ([], FLOAT),
     ],
 )
 def test_values_that_do_not_fit_are_an_error(layout, frames):
     with pytest.raises(DataLossError, match="message: the values cannot be read"):
         wire.unpack(layout, frames)
+
+
+def test_small_arrays_travel_side_by_side_and_long_ones_are_not_copied():
+    arrays = [
+        np.arange(3, dtype=np.int8),
+        np.ones((300, 300)),
+        np.float32(2).reshape(()),
+        np.empty((0, 2)),
+        np.ones((4, 4))[:, ::2],
+    ]
+    layout, frames = wire.pack(arrays)
+    assert len(frames) == 2
+    assert np.shares_memory(frames[1], arrays[1])
+    for got, sent in zip(wire.unpack(layout, as_arrived(frames)), arrays, strict=True):
+        same(got, sent)
+    for wrong in (frames[:1], [frames[0][:8], frames[1]], [frames[1], frames[0]], []):
+        with pytest.raises(DataLossError, match="cannot be read"):
+            wire.unpack(layout, wrong)
+
+
+def test_tensors_arrive_as_arrays():
+    torch = installed("torch")
+    (got,) = travel([[torch.arange(3)]])
+    assert got[0].tolist() == [0, 1, 2]
 
 
 def test_messages_come_back_as_they_were():

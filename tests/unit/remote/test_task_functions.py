@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import CancelledError as NotWanted
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -16,7 +15,6 @@ import elsewhere
 from requirements import installed
 from strategies.errors import (
     CancelledError,
-    DataLossError,
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
@@ -27,10 +25,8 @@ from strategies.errors import (
 from strategies.remote import (
     Task,
     functions,
-    payloads,
     pool,
 )
-from strategies.remote.wire import DEEPEST
 
 LIMIT = 20.0
 
@@ -64,7 +60,7 @@ def twice_on_the_other(service_and_number):
 
 
 def many(count):
-    return [np.float64(1)] * count
+    return [np.ones(1 << 16, np.uint8)] * count
 
 
 @pytest.fixture
@@ -169,7 +165,7 @@ def test_a_result_of_too_many_arrays_is_an_error(services):
     task = Task(services[1], 0)
     with pytest.raises(InvalidArgumentError, match="at most 65536 frames"):
         task.submit(many, 70_000).result(LIMIT)
-    assert task.run(many, 2) == [1, 1]
+    assert len(task.run(many, 2)) == 2
 
 
 def test_a_task_that_leaves_is_an_error_for_those_that_wait(services):
@@ -191,62 +187,6 @@ def test_a_service_that_is_closed_cancels_what_waits(services):
     with pytest.raises(CancelledError, match="the service was given up"):
         future.result(LIMIT)
     gate.set()
-
-
-@pytest.mark.parametrize(
-    "structure",
-    [
-        None,
-        (),
-        [1, 2.5, "ä\ud800", b"\xff", True, None],
-        {"a": (1, [2, (3,)]), 4: {}, (1, 2): "tuple"},
-        np.arange(6.0).reshape(2, 3)[:, ::2],
-        [np.float32(1.5), np.int64(3), np.bool_(True), 2 - 3j],
-        -(2**63),
-    ],
-)
-def test_what_can_be_sent_arrives_as_it_was(structure):
-    got = payloads.unpack(payloads.pack(structure, "test"))
-    if isinstance(structure, np.ndarray):
-        np.testing.assert_array_equal(got, structure)
-    else:
-        assert got == structure
-        assert type(got) is type(structure)
-
-
-def test_tensors_arrive_as_arrays():
-    torch = installed("torch")
-    (got,) = payloads.unpack(payloads.pack([torch.arange(3)], "test"))
-    assert got.tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "wrong", [object(), {1, 2}, 2**70, np.array(["a"]), np.array([None]), lambda: 1]
-)
-def test_what_cannot_be_sent_is_refused(wrong):
-    with pytest.raises(TypeError, match="cannot be sent"):
-        payloads.pack([wrong], "test")
-
-
-def test_tuples_that_are_nested_more_deeply_than_documented_are_refused_on_both_sides():
-    nested, packed = 1, msgpack.packb(1)
-    for _ in range(DEEPEST):
-        nested = (nested,)
-        packed = msgpack.packb(msgpack.ExtType(1, b"\x91" + packed))  # a list of one
-    assert payloads.unpack(payloads.pack(nested, "test")) == nested
-    assert payloads.unpack([np.frombuffer(packed, np.uint8)]) == nested
-    with pytest.raises(TypeError, match=f"expected at most {DEEPEST} tuples"):
-        payloads.pack((nested,), "test")
-    packed = msgpack.packb(msgpack.ExtType(1, b"\x91" + packed))
-    with pytest.raises(DataLossError, match=f"more than {DEEPEST} tuples"):
-        payloads.unpack([np.frombuffer(packed, np.uint8)])
-
-
-def test_damage_is_found():
-    good = payloads.pack([1, np.arange(3)], "test")
-    for values in ([], [good[0][:2]], [good[0]], [np.empty(0, np.uint8)]):
-        with pytest.raises(DataLossError, match="cannot be read"):
-            payloads.unpack(values)
 
 
 @pytest.mark.parametrize("wrong", ["f", ":f", "m:", fail.__get__(1), len([]).__add__, None])

@@ -14,13 +14,12 @@ import elsewhere
 import strategies
 from strategies.errors import (
     CancelledError,
-    DataLossError,
     DeadlineExceededError,
     InternalError,
     NotFoundError,
     UnavailableError,
 )
-from strategies.remote import Task, bundles, pool
+from strategies.remote import Task, pool
 from strategies.variables import (
     actions,
     serving,
@@ -245,35 +244,6 @@ def test_containers_are_reset_on_some_tasks_or_on_all(services):
         strategies.variables.reset_container("two", service=services[1])
     with pytest.raises(NotFoundError):
         here.read()
-
-
-def test_bundles():
-    arrays = [
-        np.arange(3, dtype=np.int8),
-        np.ones((300, 300)),
-        np.float32(2).reshape(()),
-        np.empty((0, 2)),
-        np.ones((4, 4))[:, ::2],
-    ]
-    layout, frames = bundles.pack(arrays)
-    assert len(frames) == 2
-    assert np.shares_memory(frames[1], arrays[1])
-    for got, sent in zip(bundles.unpack(layout, frames), arrays, strict=True):
-        np.testing.assert_array_equal(got, sent)
-        assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
-    for wrong in (
-        (layout, frames[:1]),
-        (layout, [frames[0][:8], frames[1]]),
-        ([["float32", [-1]]], frames),
-        ([["float32", [1 << 70]]], frames),
-        ([["no", [1]]], frames),
-        (layout, []),
-        ([5], frames),
-    ):
-        with pytest.raises(DataLossError, match="cannot be read"):
-            bundles.unpack(*wrong)
-    with pytest.raises(ValueError, match="cannot be sent, expected a numeric one"):
-        bundles.pack([np.array(["a"])])
 
 
 def test_threads_of_a_pool_end_by_themselves(monkeypatch):
