@@ -68,11 +68,10 @@ def pack(values: Sequence[Any], operation: str = "message") -> Packed:
     Raises:
         TypeError: something else, or tuples and arrays of objects that are nested more deeply.
     """
-    found: list[Array | np.generic] = []
+    found = [value for value in values if _is_numeric(value)]
     rest = None
-    if all(_is_numeric(value) for value in values):
-        found.extend(values)
-    else:
+    if len(found) < len(values):
+        found = []
         rest = _packed(list(values), found, operation, DEEPEST)
     layout: Layout = []
     small: list[Array] = []
@@ -100,7 +99,7 @@ def unpack(layout: Layout, frames: Sequence[Array]) -> list[Any]:
         DataLossError: layout and frames do not fit each other, or objects are nested too deeply.
     """
     try:
-        found, rest = _arrays(layout, frames)
+        found, rest = _arrays(layout, frames) if layout else ([], frames)
         if not rest:
             return found
         if len(rest) > 1:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from strategies.variables import partition
 from strategies.variables.items import Reading, Update
 from strategies.variables.open import reset_container, shared_partitioned_variable, shared_variable
-from strategies.variables.partitioned import PartitionedVariable
 from strategies.variables.together import apply_all, assign_all, read_all
-from strategies.variables.variable import SharedVariable
+from strategies.variables.variable import PartitionedVariable, SharedVariable
 
 __all__ = [
     "PartitionedVariable",

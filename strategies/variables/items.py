@@ -1,8 +1,12 @@
-"""What callers give to variables on tasks and get from them, as it travels."""
+"""What callers ask of variables on tasks, and what they get: one message to each task.
+
+An `Item` says what is to be done with one variable; `perform` does it, here and elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,25 +15,45 @@ import numpy.typing as npt
 import collectives as cc
 from strategies import arrays
 from strategies.checks import number
-from strategies.errors import InvalidArgumentError
+from strategies.errors import InvalidArgumentError, OpError
+from strategies.remote import attempt
+from strategies.remote.asking import Question, begin
 from strategies.remote.containers import Place
+from strategies.remote.outgoing import Answer
+from strategies.remote.service import Service
 from strategies.remote.wire import Array, dtype_named
-from strategies.sparse import Rows
-from strategies.variables import actions
+from strategies.variables import actions, serving
 from strategies.variables.actions import Outcome
-from strategies.variables.many import Item
+from strategies.variables.serving import KIND
+from strategies.variables.store import AllReady
 
 __all__ = [
+    "Item",
     "Reading",
     "Update",
     "gradient_item",
     "host_array",
     "packing",
+    "perform",
     "reading_of",
     "spread",
     "stepping",
     "wanted_rows",
 ]
+
+
+class Item(NamedTuple):
+    """What is to be done with one variable.
+
+    Attributes:
+        place: of the variable.
+        arrays: what the action takes.
+        options: what the action takes, as msgpack can carry it.
+    """
+
+    place: Place
+    arrays: Sequence[Array] = ()
+    options: Mapping[str, Any] = {}
 
 
 class Reading(NamedTuple):
@@ -58,16 +82,16 @@ class Update(NamedTuple):
     applied: bool
 
 
-def wanted_rows(indices: npt.ArrayLike, name: str) -> npt.NDArray[np.int64]:
-    """Return indices of rows to read.
+def wanted_rows(operation: str, indices: npt.ArrayLike, name: str) -> npt.NDArray[np.int64]:
+    """Return indices of rows.
 
     Raises:
-        InvalidArgumentError: they are no integers.
+        InvalidArgumentError: they are not integers.
     """
     wanted = np.asarray(indices)
     if wanted.size and wanted.dtype.kind not in "iu":
         raise InvalidArgumentError(
-            f"gather: indices are no integers, got {wanted.dtype} (variable: {name})"
+            f"{operation}: indices are no integers, got {wanted.dtype} (variable: {name})"
         )
     return wanted.astype(np.int64)
 
@@ -113,23 +137,27 @@ def stepping(
 
 def gradient_item(
     place: Place,
-    gradient: npt.ArrayLike | Rows,
+    given: Sequence[Array],
     seen: int | None,
     options: Mapping[str, Any],
     compression: cc.Compression | None,
 ) -> Item:
-    """Return what is to be done with the variable at a place, given its gradient."""
-    sparse = isinstance(gradient, Rows)
-    values = gradient.values if isinstance(gradient, Rows) else gradient
-    array = host_array(values, "apply_gradients", place.name)
+    """Return what is to be done with the variable at a place.
+
+    Args:
+        place: of the variable.
+        given: its gradient: an array, or indices and rows.
+        seen: version that it was computed from, if that counts.
+        options: see `stepping`.
+        compression: of the array or rows.
+    """
+    *indices, values = given
     # Rows are others in every step: what rounding leaves over would come to the wrong ones.
-    if sparse and compression is not None and compression.residuals is not None:
+    if indices and compression is not None and compression.residuals is not None:
         compression = cc.Compression(compression.dtype)
-    given = [actions.compressed(array, compression, place.name)]
-    if isinstance(gradient, Rows):
-        given.insert(0, host_array(gradient.indices, "apply_gradients", place.name))
-    seen_now = {} if seen is None else {"seen": int(seen)}
-    return Item(place, given, {**options, **seen_now})
+    packed = actions.compressed(values, compression, place.name)
+    version = {} if seen is None else {"seen": int(seen)}
+    return Item(place, [*indices, packed], {**options, **version})
 
 
 def reading_of(outcome: Outcome, options: Mapping[str, Any]) -> Reading:
@@ -144,7 +172,8 @@ def host_array(value: Any, operation: str, name: str) -> Array:
     """Return an array in host memory, of whatever library.
 
     Raises:
-        TypeError: it is on a device.
+        TypeError: it is on a device, or of objects.
+        InvalidArgumentError: it is not one of numbers.
     """
     if hasattr(value, "__dlpack_device__"):
         view = arrays.host(value)
@@ -159,4 +188,90 @@ def host_array(value: Any, operation: str, name: str) -> Array:
         raise TypeError(
             f"{operation}: not an array of numbers, got {type(value).__name__} (variable: {name})"
         )
-    return array
+    if array.dtype.kind not in "biufcV" or array.dtype.names is not None:
+        raise InvalidArgumentError(
+            f"{operation}: the array has the wrong dtype, expected numbers, got {array.dtype} "
+            f"(variable: {name})"
+        )
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def perform(
+    service: Service, operation: str, items: Sequence[Item], timeout: float | None = None
+) -> list[Outcome]:
+    """Perform an action on every variable, and wait for all.
+
+    Raises:
+        OpError: the first one, in the order of the items, when all are done.
+    """
+    if not items:
+        return []
+    began = time.monotonic()
+    by_task: dict[int, list[int]] = {}
+    for index, item in enumerate(items):
+        by_task.setdefault(item.place.task, []).append(index)
+    own = by_task.pop(service.task, [])
+    questions = [_question(operation, [items[n] for n in group]) for group in by_task.values()]
+    asked = begin(service, questions)
+    outcomes: dict[int, Outcome | OpError] = {}
+    try:
+        outcomes |= _here(service, operation, items, own, timeout)
+    except BaseException:
+        asked.disown()
+        raise
+    answers = asked.answers(timeout, began=began)
+    for group, answer in zip(by_task.values(), answers, strict=True):
+        outcomes |= zip(group, _outcomes(answer, len(group)), strict=True)
+    results = [outcomes[index] for index in range(len(items))]
+    done = [result for result in results if not isinstance(result, OpError)]
+    for result in results:
+        if isinstance(result, OpError):
+            raise result
+    return done
+
+
+def _question(operation: str, items: Sequence[Item]) -> Question:
+    first, *others = items
+    options = [dict(item.options) for item in items]
+    arguments = {
+        "others": [[o.place.container, o.place.name, o.place.serial] for o in others],
+        "counts": [len(item.arrays) for item in items],
+        "options": options[:1] if all(each == options[0] for each in options) else options,
+    }
+    arrays = [array for item in items for array in item.arrays]
+    return Question(first.place, operation, arguments, arrays)
+
+
+def _outcomes(answer: Answer, count: int) -> list[Outcome | OpError]:
+    if answer.error is not None:
+        return [answer.error] * count
+    for array in answer.values:
+        array.flags.writeable = False
+    rest = iter(answer.values)
+    return [
+        serving.outcome_of(facts, [next(rest) for _ in range(number)])
+        for facts, number in zip(answer.metadata["facts"], answer.metadata["counts"], strict=True)
+    ]
+
+
+def _here(
+    service: Service,
+    operation: str,
+    items: Sequence[Item],
+    chosen: Sequence[int],
+    timeout: float | None,
+) -> dict[int, Outcome | OpError]:
+    """Perform an action on the variables of this task, in this thread."""
+    if not chosen:
+        return {}
+    try:
+        things = [service.here(KIND, items[n].place) for n in chosen]
+        names = things[0].name if len(things) == 1 else f"{len(things)} variables"
+        ready = AllReady(things)
+        attempt.perform(ready, ready, operation, timeout, f": no initial value (object: {names})")
+    except OpError as error:
+        return dict.fromkeys(chosen, error)
+    return {
+        n: serving.attempt(operation, thing, items[n].arrays, items[n].options)
+        for n, thing in zip(chosen, things, strict=True)
+    }

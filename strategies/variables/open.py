@@ -11,15 +11,16 @@ import numpy.typing as npt
 
 from strategies.errors import InvalidArgumentError, UnavailableError
 from strategies.optimizers import Optimizer
+from strategies.remote.containers import Place
 from strategies.remote.service import Service
 from strategies.remote.wire import Array
 from strategies.variables import partition
-from strategies.variables.descriptions import optimizer_as_words
 from strategies.variables.items import host_array
-from strategies.variables.kind import KIND, initialize, is_missing, properties_of
+from strategies.variables.operations import is_missing
 from strategies.variables.partition import Partitioner
-from strategies.variables.partitioned import PartitionedVariable
-from strategies.variables.variable import SharedVariable
+from strategies.variables.serving import KIND, set_first
+from strategies.variables.store import optimizer_as_words
+from strategies.variables.variable import PartitionedVariable, SharedVariable
 
 __all__ = [
     "InitialValue",
@@ -111,7 +112,7 @@ def open_variable(
     value = None
     if initial_value is not None and not callable(initial_value):
         value = _checked(initial_value, dtype, shared_name)
-    wanted = properties_of(value, words, whole)
+    wanted = _properties(value, words, whole)
     if shape is not None:
         wanted |= {"shape": list(shape), "dtype": np.dtype(dtype).name}
     place, _ = service.open(KIND, wanted, name=shared_name, task=task, container=container)
@@ -121,8 +122,38 @@ def open_variable(
         if callable(initial_value):
             value = _checked(initial_value(), dtype, shared_name)
         assert value is not None
-        initialize(service, place, value, properties_of(value, words, whole))
+        _initialize(service, place, value, _properties(value, words, whole))
     return variable
+
+
+def _properties(
+    value: Array | None, optimizer: Mapping[str, Any] | None, whole: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return what all who ask for a variable must agree in; None fits any.
+
+    Args:
+        value: the first one, or None.
+        optimizer: see `store.optimizer_as_words`.
+        whole: what the variable is a part of, or None.
+    """
+    return {
+        "shape": None if value is None else list(value.shape),
+        "dtype": None if value is None else value.dtype.name,
+        "optimizer": None if optimizer is None else dict(optimizer),
+        "whole": None if whole is None else dict(whole),
+    }
+
+
+def _initialize(service: Service, place: Place, value: Array, wanted: Mapping[str, Any]) -> None:
+    """Set the first value, unless somebody else was faster.
+
+    Raises:
+        InvalidArgumentError: somebody was, and has meant something else.
+    """
+    if place.task == service.task:
+        set_first(service.here(KIND, place), value, wanted)
+    else:
+        service.request(place, "initialize", {"is": wanted}, [value])
 
 
 def shared_partitioned_variable(
@@ -204,9 +235,7 @@ def shared_partitioned_variable(
             whole={"shape": list(shape), "partition": cut, "part": n},
         )
         parts.append(part)
-    return PartitionedVariable(
-        parts, name=shared_name, shape=shape, dtype=dtype, axis=axis, offsets=ends
-    )
+    return PartitionedVariable(parts, shared_name, shape, dtype, cut)
 
 
 class _Part:

@@ -13,16 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+
 from strategies.errors import CancelledError, OpError
 from strategies.remote import message, pool
-from strategies.remote.containers import GroupHandler, Work
+from strategies.remote.containers import GroupHandler, ResourceKind, Work, register
 from strategies.remote.wire import Array
 from strategies.variables.actions import ACTIONS, READS, Outcome, act
-from strategies.variables.store import AllReady, Stored
+from strategies.variables.store import AllReady, Rate, Stored, make_optimizer
 
-__all__ = ["HANDLERS", "attempt", "outcome_of"]
+__all__ = ["KIND", "attempt", "outcome_of", "set_first"]
 
 _log = logging.getLogger(__name__)
+
+# A longer first value is copied by another thread than the one that takes messages.
+_SHORT_VALUE = 1 << 16  # bytes
 
 # An action on so many variables and bytes takes 0.2 ms at most; with a thread that has to take it
 # over, an update of 1 MB takes 0.1 to 0.2 ms more (`benchmarks/servers.py`).
@@ -85,23 +90,24 @@ class _Order:
         self._lock = threading.Lock()
         self._parts: list[_Part] = []
         self._missing = 0
-        self._wait = AllReady(things, self._go)
+        self._wait = AllReady(things)
+        self._wait.on_done = self._go
         work.wait(self._withdraw, lambda: self._withdraw(CancelledError("given up")))
 
     def start(self) -> None:
-        self._wait.start()
+        self._wait.submit(self._wait)
 
     def _withdraw(self, error: OpError) -> None:
-        if self._wait.end(error):
-            return
+        self._wait.withdraw(self._wait, error)  # nothing, if all are ready
         for part in self._parts:  # one that has begun is finished
             if pool.UPDATES.withdraw(part):
                 self._end(part, dict.fromkeys(part.numbers, error))
 
-    def _go(self, error: OpError | None) -> None:
-        if error is not None:
+    def _go(self) -> None:
+        self._wait.on_done = None  # else arrays live until the garbage collector finds the circle
+        if self._wait.error is not None:
             self._release()
-            self._work.fail(error)
+            self._work.fail(self._wait.error)
         elif not self._at_once():
             self._parts = self._divided()
             self._missing = len(self._parts)
@@ -202,5 +208,54 @@ def _handler(operation: str) -> GroupHandler:
     return handle
 
 
-HANDLERS: dict[str, GroupHandler] = {operation: _handler(operation) for operation in ACTIONS}
-"""For messages that name one variable or several, see `container.ResourceKind.together`."""
+def set_first(thing: Stored, value: Array, wanted: Mapping[str, Any]) -> None:
+    """Set the first value, unless there is one.
+
+    Raises:
+        InvalidArgumentError: there is one, and it was made for something else.
+    """
+    if thing.value is not None:  # without the lock, which an update may hold for long
+        thing.check(wanted)
+        return
+    words = wanted["optimizer"]
+    optimizer, rate = (None, Rate(0.0)) if words is None else make_optimizer(words)
+    with thing.lock:
+        first = thing.initialize(value, optimizer, rate, wanted)
+    if first:
+        thing.tell()
+    else:
+        thing.check(wanted)
+
+
+def _initialize(thing: Stored, work: Work) -> None:
+    (value,) = work.values
+    value = np.asarray(value)
+
+    def job() -> None:
+        try:
+            set_first(thing, value, work.arguments["is"])
+        except Exception as error:
+            work.fail(error)
+        else:
+            work.reply()
+
+    if value.nbytes > _SHORT_VALUE:
+        pool.UPDATES.submit(job)
+    else:
+        job()
+
+
+def _missing(thing: Stored, work: Work) -> None:
+    work.reply(missing=thing.value is None)
+
+
+KIND = register(
+    ResourceKind(
+        "Variable",
+        lambda description, name: Stored(name),
+        Stored.difference,
+        {"initialize": _initialize, "missing": _missing},
+        Stored.discard,
+        {operation: _handler(operation) for operation in ACTIONS},
+    )
+)

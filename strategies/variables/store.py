@@ -7,7 +7,6 @@ costs one only while somebody reads, and no reader sees half of an update.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +14,21 @@ from typing import Any
 
 import numpy as np
 
+from strategies import optimizers
 from strategies.errors import CancelledError, InvalidArgumentError, OpError
 from strategies.optimizers import LearningRate, Optimizer
+from strategies.remote.attempt import Attempt
+from strategies.remote.names import function_named, name_of
 from strategies.remote.wire import Array
 
-__all__ = ["AllReady", "Rate", "Stored"]
+__all__ = ["AllReady", "Rate", "Stored", "make_optimizer", "optimizer_as_words"]
+
+# What a task may be asked to make: the optimizers of this package, by name.
+_KINDS: dict[str, type[Optimizer]] = {
+    name: kind
+    for name, kind in vars(optimizers).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+}
 
 
 class Rate:
@@ -42,6 +51,41 @@ class Rate:
         """Return the rate for this step."""
         rate = self._given(step) if callable(self._given) else self._given
         return (rate if self.instead is None else self.instead) * self.factor
+
+
+def optimizer_as_words(optimizer: Optimizer | None, operation: str) -> dict[str, Any] | None:
+    """Return the class and the arguments of an optimizer, as msgpack can carry them.
+
+    Raises:
+        TypeError: none of the optimizers of this package.
+        ValueError: its learning rate is a function that cannot be imported.
+    """
+    if optimizer is None:
+        return None
+    kind = type(optimizer)
+    if _KINDS.get(kind.__name__) is not kind:
+        raise TypeError(
+            f"{operation}: not an optimizer that can live on a task, expected one of "
+            f"{' '.join(sorted(_KINDS))}, got {kind.__name__}"
+        )
+    words = {
+        name: name_of(value, f"{operation}: learning rate") if callable(value) else _plain(value)
+        for name, value in optimizer.settings.items()
+    }
+    return {"class": kind.__name__, **words}
+
+
+def make_optimizer(words: Mapping[str, Any]) -> tuple[Optimizer, Rate]:
+    """Make an optimizer, and what its learning rate can be changed with."""
+    arguments = dict(words)
+    kind = _KINDS[arguments.pop("class")]
+    given = arguments["learning_rate"]
+    rate = Rate(function_named(given) if isinstance(given, str) else given)
+    return kind(**{**arguments, "learning_rate": rate}), rate
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int)) else float(value)
 
 
 class Stored:
@@ -171,43 +215,51 @@ def _alone() -> int:
 _ALONE = _alone()
 
 
-class AllReady:
-    """Waits until several variables have their first values.
+class AllReady(Attempt):
+    """Waits until several variables have their first values; it is its own engine.
 
     Args:
         things: the variables.
-        then: called once, with None, or with the error that ended the wait.
     """
 
-    def __init__(self, things: Sequence[Stored], then: Callable[[OpError | None], None]) -> None:
+    def __init__(self, things: Sequence[Stored]) -> None:
         self._things = things
-        self._then = then
         self._lock = threading.Lock()
-        self._missing: float = 1 + len(things)
+        self._missing = 1 + len(things)
 
-    def start(self) -> None:
-        """Begin to wait; `then` may be called now."""
+    def submit(self, attempt: Attempt) -> None:
+        """Begin to wait."""
         for thing in self._things:
             thing.when_ready(self._one)
-        self._one(None)
+        self._one(None)  # so that it does not end before all were asked
 
-    def end(self, error: OpError) -> bool:
-        """End the wait with an error; False if it has ended."""
+    def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
+        """Set the callback, unless the wait has ended."""
         with self._lock:
-            ended = self._missing <= 0
-            self._missing = -math.inf
-        if not ended:
-            for thing in self._things:
-                thing.forget(self._one)
-            self._then(error)
-        return not ended
+            if not self.done:
+                self.on_done = on_done
+            return not self.done
+
+    def withdraw(self, attempt: Attempt, error: OpError) -> None:
+        """End the wait with an error."""
+        self._end(error)
+
+    def abandon(self, attempt: Attempt) -> None:
+        """End the wait."""
+        self.withdraw(attempt, CancelledError("the caller was interrupted"))
 
     def _one(self, error: OpError | None) -> None:
-        if error is not None:
-            self.end(error)
-            return
         with self._lock:
             self._missing -= 1
-            last = self._missing == 0
-        if last:
-            self._then(None)
+            waits = error is None and self._missing > 0
+        if not waits:
+            self._end(error)
+
+    def _end(self, error: OpError | None) -> None:
+        with self._lock:
+            if self.done:
+                return
+            self.settle(error)
+        for thing in self._things if error is not None else ():
+            thing.forget(self._one)
+        self.tell()

@@ -9,26 +9,13 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies.errors import InvalidArgumentError
-from strategies.remote.service import Service
 from strategies.sparse import Rows
-from strategies.variables import actions, many
-from strategies.variables.items import (
-    Reading,
-    Update,
-    gradient_item,
-    host_array,
-    packing,
-    reading_of,
-    stepping,
-)
-from strategies.variables.kind import KIND
-from strategies.variables.many import Item
-from strategies.variables.partitioned import PartitionedVariable
-from strategies.variables.variable import SharedVariable
+from strategies.variables import items
+from strategies.variables.actions import Outcome
+from strategies.variables.items import Item, Reading, Update, packing, stepping
+from strategies.variables.variable import AnyVariable
 
 __all__ = ["apply_all", "assign_all", "read_all"]
-
-AnyVariable = SharedVariable | PartitionedVariable
 
 
 def read_all(
@@ -54,16 +41,9 @@ def read_all(
     Cost: one round trip per task, however many variables; the tasks work at the same time.
     """
     options = packing(compression, "read_all")
-    items = [Item(part.place, (), options) for v in variables for part in v.parts]
-    outcomes = iter(_perform("read", variables, items, timeout))
-    readings = []
-    for variable in variables:
-        parts = [reading_of(next(outcomes), options) for _ in variable.parts]
-        if isinstance(variable, SharedVariable):
-            readings.append(parts[0])
-        else:
-            readings.append(variable.joined(parts))
-    return readings
+    asked = [Item(place, (), options) for v in variables for place in v.places]
+    outcomes = iter(_perform("read", variables, asked, timeout))
+    return [v.joined([next(outcomes) for _ in v.places], options) for v in variables]
 
 
 def apply_all(
@@ -101,26 +81,17 @@ def apply_all(
     if len(versions) != len(pairs):
         raise ValueError(f"apply_all: expected {len(pairs)} versions, got {len(versions)}")
     options = stepping(most_stale, scale_stale, learning_rate, compression)
-    plans: list[list[Item | None]] = []
-    for (gradient, variable), version in zip(pairs, versions, strict=True):
-        if gradient is None:
-            plans.append([])
-        elif isinstance(variable, SharedVariable):
-            plans.append([gradient_item(variable.place, gradient, version, options, compression)])
-        else:
-            plans.append(variable.items(gradient, version, options, compression))
-    items = [item for plan in plans for item in plan if item is not None]
-    outcomes = iter(_perform("apply_gradients", [v for _, v in pairs], items, timeout))
-    updates: list[Update | None] = []
-    for (_, variable), plan in zip(pairs, plans, strict=True):
-        own = [next(outcomes) for item in plan if item is not None]
-        if not plan:
-            updates.append(None)
-        elif isinstance(variable, SharedVariable):
-            updates.append(Update(*own[0].facts))
-        else:
-            updates.append(variable.updated(plan, own))
-    return updates
+    steps: list[list[Item | None]] = [
+        [] if gradient is None else variable.steps(gradient, version, options, compression)
+        for (gradient, variable), version in zip(pairs, versions, strict=True)
+    ]
+    asked = [item for own in steps for item in own if item is not None]
+    outcomes = iter(_perform("apply_gradients", [v for _, v in pairs], asked, timeout))
+    done = [[None if item is None else next(outcomes) for item in own] for own in steps]
+    return [
+        variable.updated(own) if own else None
+        for (_, variable), own in zip(pairs, done, strict=True)
+    ]
 
 
 def assign_all(
@@ -136,25 +107,21 @@ def assign_all(
         OpError: of the first variable that has one. The others have been changed nevertheless.
     """
     pairs = list(values_and_vars)
-    items = []
-    for value, variable in pairs:
-        if isinstance(variable, SharedVariable):
-            items.append(Item(variable.place, [host_array(value, "assign_all", variable.name)]))
-        else:
-            pieces = variable.pieces("assign_all", value)
-            items += [Item(p.place, [v]) for p, v in zip(variable.parts, pieces, strict=True)]
-    _perform("assign", [variable for _, variable in pairs], items, timeout)
+    asked = [
+        Item(place, arrays or ())
+        for value, variable in pairs
+        for place, arrays in zip(variable.places, variable.pieces("assign_all", value), strict=True)
+    ]
+    _perform("assign", [variable for _, variable in pairs], asked, timeout)
 
 
 def _perform(
     operation: str,
     variables: Sequence[AnyVariable],
-    items: Sequence[Item],
+    asked: Sequence[Item],
     timeout: float | None,
-) -> list[actions.Outcome]:
-    if not items:
-        return []
-    services: set[Service] = {variable.service for variable in variables}
+) -> list[Outcome]:
+    services = {variable.service for variable in variables}
     if len(services) > 1:
         raise InvalidArgumentError(f"{operation}: the variables are of different services")
-    return many.perform(services.pop(), KIND, operation, items, timeout=timeout)
+    return items.perform(services.pop(), operation, asked, timeout) if asked else []

@@ -1,39 +1,23 @@
-"""Variables that live on one task and are read and updated from all of them."""
+"""Variables that live on tasks, whole or in parts, and are read and updated from all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-import collectives as cc
 from strategies.errors import InvalidArgumentError
 from strategies.remote.containers import Place
 from strategies.remote.service import Service
-from strategies.remote.wire import Array, dtype_named
-from strategies.sparse import Rows
-from strategies.variables import actions, many
-from strategies.variables.actions import Outcome
-from strategies.variables.items import (
-    Reading,
-    Update,
-    gradient_item,
-    host_array,
-    packing,
-    reading_of,
-    spread,
-    stepping,
-    wanted_rows,
-)
-from strategies.variables.kind import KIND, is_missing
-from strategies.variables.many import Item
+from strategies.remote.wire import dtype_named
+from strategies.variables import partition
+from strategies.variables.operations import Operations
 
-__all__ = ["SharedVariable"]
+__all__ = ["AnyVariable", "PartitionedVariable", "SharedVariable"]
 
 
-class SharedVariable:
+class SharedVariable(Operations[int]):
     """An array on a task, for all tasks; `shared_variable` makes it or finds it.
 
     Every operation may raise `UnavailableError` (the task is dead, has left, or is silent),
@@ -51,20 +35,23 @@ class SharedVariable:
     Attributes:
         service: as given.
         place: as given.
+        name: in the container.
     """
 
     def __init__(self, service: Service, place: Place) -> None:
         self.service = service
         self.place = place
+        self.name = place.name
+        self.places = (place,)
         self._known: tuple[tuple[int, ...], np.dtype[Any]] | None = None
 
     def __repr__(self) -> str:
         return f"SharedVariable({self.place})"
 
     @property
-    def name(self) -> str:
-        """Name in the container."""
-        return self.place.name
+    def parts(self) -> tuple[SharedVariable, ...]:
+        """The variable itself: it is in one part, unlike a `PartitionedVariable`."""
+        return (self,)  # not kept: it would live in a circle
 
     @property
     def task(self) -> int:
@@ -72,7 +59,7 @@ class SharedVariable:
         return self.place.task
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         """Shape of the value; waits for it the first time."""
         return self._description()[0]
 
@@ -81,180 +68,78 @@ class SharedVariable:
         """Dtype of the value; waits for it the first time."""
         return self._description()[1]
 
-    @property
-    def parts(self) -> tuple[SharedVariable, ...]:
-        """The variable itself: it is in one part, unlike a `PartitionedVariable`."""
-        return (self,)
-
     def _description(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
         if self._known is None:
-            _, shape, dtype = self._do("describe", timeout=None).facts
+            _, shape, dtype = self._ask("describe", [{}], None)[0].facts
             self._known = tuple(shape), dtype_named(dtype)
         return self._known
 
-    def is_initialized(self) -> bool:
-        """Return whether somebody has set the initial value; does not wait for that."""
-        return not is_missing(self.service, self.place)
+    def _together(self, versions: Sequence[int | None]) -> int:
+        (version,) = versions
+        assert version is not None
+        return version
 
-    def read(
-        self, *, compression: cc.Compression | None = cc.NONE, timeout: float | None = None
-    ) -> Reading:
-        """Return value and version.
+    def _apart(self, seen: int | None) -> Sequence[int | None]:
+        return [seen]
 
-        Args:
-            compression: the value travels as 16 bits, also to the own task.
-            timeout: in seconds.
-        """
-        options = packing(compression, "read")
-        return reading_of(self._do("read", options=options, timeout=timeout), options)
 
-    def read_rows(
+class PartitionedVariable(Operations[tuple[int | None, ...]]):
+    """An array in parts along one axis, each of which is a `SharedVariable`.
+
+    Operations are those of `SharedVariable`, and reach all parts, or those that hold the rows, by
+    one message to each task. The parts are changed one by one: a reading may have parts of
+    different versions, which are therefore tuples, one for each part.
+
+    Args:
+        parts: in their order.
+        name: of the whole.
+        shape: of the whole.
+        dtype: of the whole.
+        cut: number of parts along each axis, see `partition.checked`.
+
+    Attributes:
+        service: reaches the tasks.
+        name: of the whole; the parts' names are `name/part_0` and so on.
+        shape: of the whole.
+        dtype: of the whole.
+        axis: along which it is cut.
+        offsets: where each part begins along the axis, and where the last one ends.
+        parts: in their order.
+    """
+
+    offsets: tuple[int, ...]
+
+    def __init__(
         self,
-        start: int,
-        stop: int,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> Reading:
-        """Return the rows from `start` to before `stop`; only they travel."""
-        if not 0 <= start <= stop:
+        parts: Sequence[SharedVariable],
+        name: str,
+        shape: Sequence[int],
+        dtype: np.dtype[Any],
+        cut: Sequence[int],
+    ) -> None:
+        self.service = parts[0].service
+        self.parts = tuple(parts)
+        self.places = tuple(part.place for part in parts)
+        self.name = name
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.axis = partition.axis_of(cut)
+        self.offsets = partition.offsets(shape, cut)
+
+    def __repr__(self) -> str:
+        return f"PartitionedVariable(name={self.name!r}, parts={len(self.parts)})"
+
+    def _together(self, versions: Sequence[int | None]) -> tuple[int | None, ...]:
+        return tuple(versions)
+
+    def _apart(self, seen: Sequence[int | None] | None) -> Sequence[int | None]:
+        versions = [None] * len(self.parts) if seen is None else list(seen)
+        if len(versions) != len(self.parts):
             raise InvalidArgumentError(
-                f"read_rows: expected 0 <= start <= stop, got {start} and {stop} "
-                f"(variable: {self.name})"
+                f"apply_gradients: expected {len(self.parts)} versions, one of each part, got "
+                f"{seen!r} (variable: {self.name})"
             )
-        options = {"start": start, "stop": stop, **packing(compression, "read_rows")}
-        return reading_of(self._do("read", options=options, timeout=timeout), options)
+        return versions
 
-    def gather(
-        self,
-        indices: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> Reading:
-        """Return the rows of these indices, of any shape; only they travel, each of them once.
 
-        Returns:
-            Shape (*shape of the indices, *shape of a row), and the version.
-        """
-        wanted = wanted_rows(indices, self.name)
-        unique, places = np.unique(wanted, return_inverse=True)
-        options = packing(compression, "gather")
-        found = reading_of(self._do("gather", [unique], options, timeout), options)
-        return found._replace(value=spread(found.value, places, wanted.shape))
-
-    def assign(
-        self,
-        value: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> int:
-        """Set the value, and return the new version."""
-        return self._change("assign", [value], compression, timeout)
-
-    def assign_add(
-        self,
-        delta: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> int:
-        """Add to the value, and return the new version."""
-        return self._change("assign_add", [delta], compression, timeout)
-
-    def assign_sub(
-        self,
-        delta: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> int:
-        """Subtract from the value, and return the new version."""
-        return self._change("assign_sub", [delta], compression, timeout)
-
-    def scatter_add(
-        self,
-        indices: npt.ArrayLike,
-        rows: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> int:
-        """Add rows at indices, shape (k,), those of one index summed; return the new version."""
-        return self._change("scatter_add", [indices, rows], compression, timeout)
-
-    def scatter_sub(
-        self,
-        indices: npt.ArrayLike,
-        rows: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> int:
-        """Subtract rows at indices, as `scatter_add` adds them."""
-        return self._change("scatter_sub", [indices, rows], compression, timeout)
-
-    def scatter_update(
-        self,
-        indices: npt.ArrayLike,
-        rows: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> int:
-        """Set rows at indices, the last one of an index; return the new version."""
-        return self._change("scatter_update", [indices, rows], compression, timeout)
-
-    def apply_gradients(
-        self,
-        gradient: npt.ArrayLike | Rows,
-        *,
-        seen: int | None = None,
-        most_stale: int | None = None,
-        scale_stale: bool = False,
-        learning_rate: float | None = None,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> Update:
-        """Let the optimizer that lives beside the variable make a step.
-
-        Args:
-            gradient: shape of the variable, or `Rows`: then only those rows, and only those of the
-                slots, travel and change.
-            seen: version that the gradient was computed from, so that its staleness is known.
-            most_stale: a gradient that is staler is dropped.
-            scale_stale: the learning rate is divided by 1 + staleness.
-            learning_rate: instead of the optimizer's own, in this step.
-            compression: the gradient travels as 16 bits.
-            timeout: in seconds.
-
-        Raises:
-            FailedPreconditionError: the variable has no optimizer.
-        """
-        options = stepping(most_stale, scale_stale, learning_rate, compression)
-        item = gradient_item(self.place, gradient, seen, options, compression)
-        facts = self._do("apply_gradients", item.arrays, item.options, timeout).facts
-        return Update(*facts)
-
-    def _do(
-        self,
-        operation: str,
-        given: Sequence[Array] = (),
-        options: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> Outcome:
-        item = Item(self.place, given, options or {})
-        return many.perform(self.service, KIND, operation, [item], timeout=timeout)[0]
-
-    def _change(
-        self,
-        operation: str,
-        given: Sequence[Any],
-        compression: cc.Compression | None,
-        timeout: float | None,
-    ) -> int:
-        *indices, values = [host_array(each, operation, self.name) for each in given]
-        options = packing(compression, operation)
-        packed = actions.compressed(values, compression, self.name)
-        return int(self._do(operation, [*indices, packed], options, timeout).facts[0])
+AnyVariable = SharedVariable | PartitionedVariable

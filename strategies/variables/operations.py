@@ -1,0 +1,375 @@
+"""What can be done with a variable on tasks, by callers anywhere: whole, or in parts.
+
+An operation is divided into an `Item` for each part that it concerns, and what comes of these is
+put together again.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+import collectives as cc
+from strategies.errors import InvalidArgumentError
+from strategies.remote.containers import Place
+from strategies.remote.service import Service
+from strategies.remote.wire import Array
+from strategies.sparse import Rows
+from strategies.variables import items
+from strategies.variables.actions import Outcome, compressed
+from strategies.variables.items import Item, Reading, Update, host_array, packing
+from strategies.variables.serving import KIND
+
+__all__ = ["Operations", "is_missing"]
+
+V = TypeVar("V", int, tuple[int | None, ...])
+"""The version of a variable: a number, or one for each part."""
+
+
+class Operations(abc.ABC, Generic[V]):
+    """What can be done with a variable, in one part or in several.
+
+    Attributes:
+        service: reaches the tasks.
+        name: of the whole.
+        shape: of the whole.
+        places: where the parts are.
+        axis: along which it is cut.
+        offsets: where each part begins along the axis, and where the last one ends; None if it is
+            in one part, of a shape that its task knows.
+    """
+
+    service: Service
+    name: str
+    shape: tuple[int, ...]
+    places: tuple[Place, ...]
+    axis = 0
+    offsets: tuple[int, ...] | None = None
+
+    @abc.abstractmethod
+    def _together(self, versions: Sequence[int | None]) -> V:
+        """Return the version of the whole, given that of each part."""
+
+    @abc.abstractmethod
+    def _apart(self, seen: V | None) -> Sequence[int | None]:
+        """Undo `_together`."""
+
+    def is_initialized(self) -> bool:
+        """Return whether there is a value, in all parts; does not wait for that."""
+        return not any(is_missing(self.service, place) for place in self.places)
+
+    def read(
+        self, *, compression: cc.Compression | None = cc.NONE, timeout: float | None = None
+    ) -> Reading:
+        """Return value and version.
+
+        Args:
+            compression: the value travels as 16 bits, also to the own task.
+            timeout: in seconds.
+        """
+        options = packing(compression, "read")
+        return self.joined(self._ask("read", [options] * len(self.places), timeout), options)
+
+    def read_rows(
+        self,
+        start: int,
+        stop: int,
+        *,
+        compression: cc.Compression | None = cc.NONE,
+        timeout: float | None = None,
+    ) -> Reading:
+        """Return the rows from `start` to before `stop`; only they travel."""
+        if not 0 <= start <= stop:
+            raise InvalidArgumentError(
+                f"read_rows: expected 0 <= start <= stop, got {start} and {stop} "
+                f"(variable: {self.name})"
+            )
+        options = packing(compression, "read_rows")
+        ends: Sequence[tuple[int, int]] = [(0, stop)] * len(self.places)  # all have these rows
+        if self.offsets is not None and self.axis == 0:
+            ends = list(itertools.pairwise(self.offsets))
+        chosen = [
+            {"start": max(start - low, 0), "stop": max(min(stop, high) - low, 0), **options}
+            for low, high in ends
+        ]
+        return self.joined(self._ask("read", chosen, timeout), options)
+
+    def gather(
+        self,
+        indices: npt.ArrayLike,
+        *,
+        compression: cc.Compression | None = cc.NONE,
+        timeout: float | None = None,
+    ) -> Reading:
+        """Return the rows of these indices, of any shape: an embedding look-up.
+
+        Only the rows travel, each of them once, and only the parts that hold some are asked; the
+        version of the others is None.
+
+        Returns:
+            Shape (*shape of the indices, *shape of a row), and the version.
+        """
+        wanted = items.wanted_rows("gather", indices, self.name)
+        unique, places = np.unique(wanted, return_inverse=True)
+        options = packing(compression, "gather")
+        cuts = self._cuts("gather", unique)
+        asked: list[Item | None] = [
+            Item(place, [unique[low:high] - first], options) if low < high else None
+            for place, first, (low, high) in zip(
+                self.places, self.offsets or (0,), itertools.pairwise(cuts), strict=False
+            )
+        ]
+        if not unique.size:  # the first part knows how a row looks
+            asked[0] = Item(self.places[0], [unique], options)
+        readings = [
+            None if outcome is None else items.reading_of(outcome, options)
+            for outcome in self._perform("gather", asked, timeout)
+        ]
+        rows = [reading.value for reading in readings if reading is not None]
+        found = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        versions = [None if reading is None else reading.version for reading in readings]
+        return Reading(items.spread(found, places, wanted.shape), self._together(versions))
+
+    def assign(
+        self,
+        value: npt.ArrayLike,
+        *,
+        compression: cc.Compression | None = cc.NONE,
+        timeout: float | None = None,
+    ) -> V:
+        """Set the value, and return the new version."""
+        return self._change("assign", self.pieces("assign", value), compression, timeout)
+
+    def assign_add(
+        self,
+        delta: npt.ArrayLike,
+        *,
+        compression: cc.Compression | None = cc.NONE,
+        timeout: float | None = None,
+    ) -> V:
+        """Add to the value, and return the new version."""
+        return self._change("assign_add", self.pieces("assign_add", delta), compression, timeout)
+
+    def assign_sub(
+        self,
+        delta: npt.ArrayLike,
+        *,
+        compression: cc.Compression | None = cc.NONE,
+        timeout: float | None = None,
+    ) -> V:
+        """Subtract from the value, and return the new version."""
+        return self._change("assign_sub", self.pieces("assign_sub", delta), compression, timeout)
+
+    def scatter_add(
+        self,
+        indices: npt.ArrayLike,
+        rows: npt.ArrayLike,
+        *,
+        compression: cc.Compression | None = cc.NONE,
+        timeout: float | None = None,
+    ) -> V:
+        """Add rows at indices, shape (k,), those of one index summed; return the new version.
+
+        Only the parts that hold the rows are asked; the version of the others is None.
+        """
+        return self._change(
+            "scatter_add", self._rows("scatter_add", indices, rows), compression, timeout
+        )
+
+    def scatter_sub(
+        self,
+        indices: npt.ArrayLike,
+        rows: npt.ArrayLike,
+        *,
+        compression: cc.Compression | None = cc.NONE,
+        timeout: float | None = None,
+    ) -> V:
+        """Subtract rows at indices, as `scatter_add` adds them."""
+        return self._change(
+            "scatter_sub", self._rows("scatter_sub", indices, rows), compression, timeout
+        )
+
+    def scatter_update(
+        self,
+        indices: npt.ArrayLike,
+        rows: npt.ArrayLike,
+        *,
+        compression: cc.Compression | None = cc.NONE,
+        timeout: float | None = None,
+    ) -> V:
+        """Set rows at indices, the last one of an index; return the new version."""
+        return self._change(
+            "scatter_update", self._rows("scatter_update", indices, rows), compression, timeout
+        )
+
+    def apply_gradients(
+        self,
+        gradient: npt.ArrayLike | Rows,
+        *,
+        seen: V | None = None,
+        most_stale: int | None = None,
+        scale_stale: bool = False,
+        learning_rate: float | None = None,
+        compression: cc.Compression | None = cc.NONE,
+        timeout: float | None = None,
+    ) -> Update:
+        """Let the optimizer that lives beside the variable, or each part of it, make a step.
+
+        An optimizer that looks at the norm of its variable, as `LARS` does, sees that of the part.
+
+        Args:
+            gradient: shape of the variable, or `Rows`: then only those rows, and only those of the
+                slots, travel and change, and only the parts that hold some are asked.
+            seen: version that the gradient was computed from, so that its staleness is known.
+            most_stale: a gradient that is staler is dropped.
+            scale_stale: the learning rate is divided by 1 + staleness.
+            learning_rate: instead of the optimizer's own, in this step.
+            compression: the gradient travels as 16 bits.
+            timeout: in seconds.
+
+        Returns:
+            The version, None for a part that was not asked; the largest staleness of the parts; and
+            whether all have applied it.
+
+        Raises:
+            FailedPreconditionError: the variable has no optimizer.
+        """
+        options = items.stepping(most_stale, scale_stale, learning_rate, compression)
+        asked = self.steps(gradient, seen, options, compression)
+        return self.updated(self._perform("apply_gradients", asked, timeout))
+
+    # What `together` needs, to do the same with several variables at once.
+
+    def joined(self, outcomes: Sequence[Outcome], options: Mapping[str, Any]) -> Reading:
+        """Return what all parts have answered to a read as one reading."""
+        readings = [items.reading_of(outcome, options) for outcome in outcomes]
+        value = readings[0].value
+        if len(readings) > 1:
+            value = np.concatenate([reading.value for reading in readings], self.axis)
+            value.flags.writeable = False
+        return Reading(value, self._together([reading.version for reading in readings]))
+
+    def pieces(self, operation: str, value: npt.ArrayLike) -> list[list[Array] | None]:
+        """Return what of an array belongs to each part."""
+        array = host_array(value, operation, self.name)
+        if self.offsets is None:
+            return [[array]]
+        if array.shape != self.shape:
+            raise InvalidArgumentError(
+                f"{operation}: the value has the wrong shape, expected {self.shape}, got "
+                f"{array.shape} (variable: {self.name})"
+            )
+        return [[piece] for piece in np.split(array, self.offsets[1:-1], self.axis)]
+
+    def steps(
+        self,
+        gradient: npt.ArrayLike | Rows,
+        seen: V | None,
+        options: Mapping[str, Any],
+        compression: cc.Compression | None,
+    ) -> list[Item | None]:
+        """Return what is to be done with each part, given a gradient; None where it is nothing."""
+        if isinstance(gradient, Rows):
+            given = self._rows("apply_gradients", gradient.indices, gradient.values)
+        else:
+            given = self.pieces("apply_gradients", gradient)
+        return [
+            None
+            if arrays is None
+            else items.gradient_item(place, arrays, version, options, compression)
+            for place, arrays, version in zip(self.places, given, self._apart(seen), strict=True)
+        ]
+
+    def updated(self, outcomes: Sequence[Outcome | None]) -> Update:
+        """Return what has come of the steps of all parts as one update."""
+        facts = [None if outcome is None else outcome.facts for outcome in outcomes]
+        known = [fact[1] for fact in facts if fact is not None and fact[1] is not None]
+        return Update(
+            self._together([None if fact is None else fact[0] for fact in facts]),
+            max(known, default=None),
+            all(fact is None or fact[2] for fact in facts),
+        )
+
+    def _ask(
+        self, operation: str, options: Sequence[Mapping[str, Any]], timeout: float | None
+    ) -> list[Outcome]:
+        """Let all parts answer."""
+        asked = [Item(place, (), o) for place, o in zip(self.places, options, strict=True)]
+        return items.perform(self.service, operation, asked, timeout)
+
+    def _perform(
+        self, operation: str, asked: Sequence[Item | None], timeout: float | None
+    ) -> list[Outcome | None]:
+        """Let some parts do something; None for those that are not asked."""
+        some = [item for item in asked if item is not None]
+        outcomes = iter(items.perform(self.service, operation, some, timeout))
+        return [None if item is None else next(outcomes) for item in asked]
+
+    def _change(
+        self,
+        operation: str,
+        given: Sequence[Sequence[Array] | None],
+        compression: cc.Compression | None,
+        timeout: float | None,
+    ) -> V:
+        options = packing(compression, operation)
+        asked: list[Item | None] = []
+        for place, arrays in zip(self.places, given, strict=True):
+            if arrays is None:
+                asked.append(None)
+                continue
+            *indices, values = arrays
+            packed = compressed(values, compression, place.name)
+            asked.append(Item(place, [*indices, packed], options))
+        outcomes = self._perform(operation, asked, timeout)
+        return self._together([None if o is None else o.facts[0] for o in outcomes])
+
+    def _rows(
+        self, operation: str, indices: npt.ArrayLike, rows: npt.ArrayLike
+    ) -> list[list[Array] | None]:
+        """Return indices and rows for each part, None where there are none."""
+        where = host_array(indices, operation, self.name)
+        values = host_array(rows, operation, self.name)
+        if self.offsets is None:
+            return [[where, values]]
+        if where.ndim != 1 or values.shape[:1] != where.shape:
+            raise InvalidArgumentError(
+                f"{operation}: expected an index for every row, got shapes {where.shape} and "
+                f"{values.shape} (variable: {self.name})"
+            )
+        wanted = items.wanted_rows(operation, where, self.name)
+        order = np.argsort(wanted, kind="stable")
+        ordered = wanted[order]
+        cuts = itertools.pairwise(self._cuts(operation, ordered))
+        return [
+            [ordered[low:high] - first, values[order[low:high]]] if low < high else None
+            for first, (low, high) in zip(self.offsets, cuts, strict=False)
+        ]
+
+    def _cuts(self, operation: str, ordered: Array) -> Sequence[Any]:
+        """Return where among indices in order those of each part begin, and the end."""
+        if self.offsets is None:
+            return [0, len(ordered)]
+        if self.axis != 0 or not self.shape:
+            raise InvalidArgumentError(
+                f"{operation}: rows lie in several parts, expected a variable that is cut along "
+                f"axis 0, got axis {self.axis} (variable: {self.name})"
+            )
+        if ordered.size and not 0 <= ordered[0] <= ordered[-1] < self.shape[0]:
+            raise InvalidArgumentError(
+                f"{operation}: an index is out of range, expected 0 .. {self.shape[0] - 1}, got "
+                f"{ordered[0]} .. {ordered[-1]} (variable: {self.name})"
+            )
+        return list(np.searchsorted(ordered, self.offsets))
+
+
+def is_missing(service: Service, place: Place) -> bool:
+    """Return whether a variable has no value yet."""
+    if place.task == service.task:
+        return service.here(KIND, place).value is None
+    return bool(service.request(place, "missing").metadata["missing"])
