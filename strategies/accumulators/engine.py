@@ -17,13 +17,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from strategies.accumulators import sums
-from strategies.accumulators.sums import Gradient, Part, Sum
+from strategies.accumulators.sums import Gradient, Part, Sum, checked, form_of
 from strategies.errors import CancelledError, InvalidArgumentError, OpError
 from strategies.remote.attempt import Attempt, Waiting
-from strategies.sparse import Rows
 
 __all__ = ["Accumulation", "Apply", "Engine", "Take"]
 
@@ -151,7 +149,7 @@ class Accumulation:
             if taken:
                 for index, (old, new) in enumerate(zip(attempt.sums, self._sums, strict=True)):
                     if old is not None and new is not None:
-                        old.absorb(new)  # type: ignore[arg-type]
+                        old.absorb(new)
                     self._sums[index] = new if old is None else old
                 self._count += taken
                 if self._step == attempt.step + 1:
@@ -187,17 +185,18 @@ class Accumulation:
                 f"({self._name})"
             )
         pairs = zip(self.parts, attempt.gradients, strict=True)
-        gradients = [sums.checked(part, gradient, "apply_grad") for part, gradient in pairs]
+        gradients = [checked(part, gradient, "apply_grad") for part, gradient in pairs]
         with self._lock:
             attempt.accepted = attempt.local_step >= self._step
             if attempt.accepted:
                 self._check_like_others(gradients)
                 for index, gradient in enumerate(gradients):
-                    total = self._sums[index]
-                    if gradient is not None and total is None:
-                        self._sums[index] = sums.started(gradient)
-                    elif gradient is not None and total is not None:
-                        total.add(gradient)  # type: ignore[arg-type]
+                    if gradient is None:
+                        continue
+                    if (total := self._sums[index]) is None:
+                        self._sums[index] = Sum(gradient)
+                    else:
+                        total.add(gradient)
                 self._count += 1
             if attempt.worker is not None:
                 self._tally.setdefault(attempt.worker, [0, 0])[not attempt.accepted] += 1
@@ -207,12 +206,11 @@ class Accumulation:
         for part, total, gradient in zip(self.parts, self._sums, gradients, strict=True):
             if total is None or gradient is None:
                 continue
-            form, shape = _like(gradient)
-            if (form, shape) != (total.form, total.shape):
+            (expected, like), (form, shape) = total.form, form_of(gradient)
+            if (form, shape) != (expected, like):
                 raise InvalidArgumentError(
                     f"apply_grad: the gradient differs from those that are in, expected "
-                    f"{total.form} of shape {total.shape}, got {form} of shape {shape} "
-                    f"({part.name})"
+                    f"{expected} of shape {like}, got {form} of shape {shape} ({part.name})"
                 )
 
     def _advance(self) -> None:
@@ -226,14 +224,9 @@ class Accumulation:
                 take.taken, self._count = self._count, 0
                 take.step = self._step
                 self._step += 1
-                divisor = take.taken if self.mean else None
-                take.results = [None if s is None else s.result(divisor) for s in take.sums]
+                take.results = [
+                    None if total is None else total.result(mean=self.mean, number=take.taken)
+                    for total in take.sums
+                ]
                 take.settle()
             take.tell()
-
-
-def _like(gradient: Any) -> tuple[str, tuple[int | None, ...]]:
-    """Return form and shape as a sum of such gradients has them."""
-    if isinstance(gradient, Rows):
-        return "rows", (None, *gradient.values.shape[1:])
-    return "dense", gradient.shape

@@ -1,4 +1,4 @@
-"""Gradients of one variable, added up as they come; their sum or mean in the end."""
+"""Gradients of one variable: what they may be, and their sum as they come."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from strategies.arrays import COMPUTE, astype
+from strategies import sparse, sums
+from strategies.arrays import COMPUTE
 from strategies.errors import InvalidArgumentError
 from strategies.remote.wire import Array
-from strategies.sparse import Rows, in_order
+from strategies.sparse import Rows
 
-__all__ = ["DenseSum", "Gradient", "Part", "RowsSum", "Sum", "checked", "started"]
+__all__ = ["Gradient", "Part", "Sum", "checked", "form_of"]
 
 Gradient: TypeAlias = Array | Rows | None
 
@@ -50,6 +50,13 @@ class Part:
         )
 
 
+def form_of(gradient: Array | Rows) -> tuple[str, tuple[int | None, ...]]:
+    """Return what the gradients of a step must have in common: "dense" or "rows", and a shape."""
+    if isinstance(gradient, Rows):
+        return "rows", (None, *gradient.values.shape[1:])
+    return "dense", gradient.shape
+
+
 def checked(part: Part, gradient: Gradient, operation: str) -> Gradient:
     """Return a gradient as a sum can take it: rows by increasing index, each index once.
 
@@ -58,121 +65,63 @@ def checked(part: Part, gradient: Gradient, operation: str) -> Gradient:
     """
     if gradient is None:
         return None
-    form = "rows" if isinstance(gradient, Rows) else "dense"
+    form, _ = form_of(gradient)
     if part.form not in (form, "any"):
         raise InvalidArgumentError(
             f"{operation}: the gradient has another form, expected {part.form}, got {form} "
             f"({part.name})"
         )
-    array = gradient.values if isinstance(gradient, Rows) else gradient
-    if array.dtype.name != part.dtype:
-        raise InvalidArgumentError(
-            f"{operation}: the gradient has the wrong dtype, expected {part.dtype}, got "
-            f"{array.dtype} ({part.name})"
-        )
-    shape: tuple[int | None, ...] = array.shape
-    if isinstance(gradient, Rows):
-        length = part.shape[0] if part.shape else None
-        try:
-            gradient = in_order(gradient, operation, part.name, length=length)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(str(error)) from error
-        shape = (None, *shape[1:])
-    if not part.fits(shape):
-        raise InvalidArgumentError(
-            f"{operation}: the gradient has the wrong shape, expected {part.shape}, got {shape} "
-            f"({part.name})"
-        )
-    return gradient
+    try:
+        fitted: Gradient = sparse.fitted(gradient, part.shape, part.dtype, operation, part.name)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(str(error)) from error
+    return fitted
 
 
-class DenseSum:
-    """A sum of arrays of one shape.
+class Sum:
+    """A sum of gradients of one form.
 
     Args:
-        first: the first of them, copied; 16-bit floats are added up in float32.
+        first: the first of them, from `checked`; 16-bit floats are added up in float32.
     """
 
-    form = "dense"
-
-    def __init__(self, first: Array) -> None:
-        self._dtype = first.dtype.name
-        self._total = np.array(first, COMPUTE[self._dtype])
+    def __init__(self, first: Array | Rows) -> None:
+        values = first.values if isinstance(first, Rows) else first
+        self._dtype = values.dtype.name
+        self._total: Any = sums.add(None, first)
+        self._counts: Rows | None = None  # how many gradients have had each row
+        if isinstance(first, Rows):
+            self._counts = Rows(first.indices, np.ones(len(values), self._total.values.dtype))
 
     @property
-    def shape(self) -> tuple[int | None, ...]:
-        """Shape of all of them."""
-        return self._total.shape
+    def form(self) -> tuple[str, tuple[int | None, ...]]:
+        """What all of them have in common, see `form_of`."""
+        return form_of(self._total)
 
-    def add(self, gradient: Array) -> None:
+    def add(self, gradient: Array | Rows) -> None:
         """Add one more."""
+        if isinstance(gradient, Rows):
+            self.absorb(Sum(gradient))
+        else:
+            self._total = sums.add(self._total, gradient)
+
+    def absorb(self, other: Sum) -> None:
+        """Add what another sum holds."""
+        if self._counts is None or other._counts is None:
+            self._total = sums.add(self._total, other._total)
+            return
+        # At once, so that what waits for a take is no longer than the variable.
         with np.errstate(over="ignore", invalid="ignore"):
-            self._total += gradient.astype(self._total.dtype, copy=False)
+            self._total = sums.merged([self._total, other._total])
+        self._counts = sums.merged([self._counts, other._counts])
 
-    def absorb(self, other: DenseSum) -> None:
-        """Add what another sum holds."""
-        self.add(other._total)
-
-    def result(self, divisor: int | None) -> Array:
-        """Return the sum, or the mean of so many; shape and dtype of the gradients."""
-        total = self._total if divisor is None else np.asarray(self._total / divisor)
-        return np.asarray(astype(total, self._dtype))
-
-
-class RowsSum:
-    """A sum of rows, index by index.
-
-    Args:
-        first: the first of them, from `checked`.
-    """
-
-    form = "rows"
-
-    def __init__(self, first: Rows, dtype: str) -> None:
-        self._dtype = dtype
-        self._indices: npt.NDArray[np.int64] = first.indices
-        self._values = np.array(first.values, COMPUTE[dtype])
-        self._counts = np.ones(len(self._indices), np.int64)
-
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        """Shape of the variable, as far as it is known."""
-        return (None, *self._values.shape[1:])
-
-    def add(self, gradient: Rows) -> None:
-        """Add the rows of one more gradient."""
-        self._merge(gradient.indices, gradient.values, np.ones(len(gradient.indices), np.int64))
-
-    def absorb(self, other: RowsSum) -> None:
-        """Add what another sum holds."""
-        self._merge(other._indices, other._values, other._counts)
-
-    def result(self, divisor: int | None) -> Rows:
-        """Return the sums, or the mean of each index over the gradients that had it."""
-        values = self._values
-        if divisor is not None:
-            values = values / self._counts.reshape(-1, *[1] * (values.ndim - 1))
-        return Rows(self._indices, astype(values, self._dtype))
-
-    def _merge(self, indices: Array, values: Array, counts: Array) -> None:
-        union = np.union1d(self._indices, indices)
-        total = np.zeros((len(union), *self._values.shape[1:]), self._values.dtype)
-        times = np.zeros(len(union), np.int64)
-        for where, rows, number in (
-            (self._indices, self._values, self._counts), (indices, values, counts),
-        ):  # fmt: skip
-            at = np.searchsorted(union, where)
-            with np.errstate(over="ignore", invalid="ignore"):
-                total[at] += rows.astype(total.dtype, copy=False)
-            times[at] += number
-        self._indices, self._values, self._counts = union, total, times
-
-
-Sum: TypeAlias = DenseSum | RowsSum
-
-
-def started(gradient: Any) -> Sum:
-    """Return a sum of one gradient."""
-    if isinstance(gradient, Rows):
-        return RowsSum(gradient, gradient.values.dtype.name)
-    return DenseSum(gradient)
+    def result(self, *, mean: bool, number: int) -> Array | Rows:
+        """Return the sum, or the mean of so many, of each row over the gradients that had it."""
+        total = self._total
+        if mean and self._counts is not None:
+            counts = self._counts.values.reshape(-1, *[1] * (total.values.ndim - 1))
+            total = Rows(total.indices, total.values / counts)
+        elif mean:
+            total = sums.over(total, number)
+        result: Array | Rows = sums.rounded(total, self._dtype)
+        return result

@@ -206,9 +206,12 @@ def test_wrong_shapes_and_dtypes_are_errors_and_change_nothing(make):
     accumulator = make(ConditionalAccumulator, np.float32, (2, 2))
     accumulator.apply_grad(np.ones((2, 2), np.float32))
     for wrong, message in [
-        (np.ones((2, 3), np.float32), r"wrong shape, expected \(2, 2\), got \(2, 3\)"),
-        (np.ones(2, np.float32), "wrong shape"),
-        (np.ones((2, 2)), "wrong dtype, expected float32, got float64"),
+        (
+            np.ones((2, 3), np.float32),
+            r"expected float32 of shape \(2, 2\), got float32 of shape \(2, 3\)",
+        ),
+        (np.ones(2, np.float32), "does not fit"),
+        (np.ones((2, 2)), "expected float32 of shape .*, got float64"),
         ("text", "no array of float32"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
@@ -313,13 +316,13 @@ def test_stale_rows_are_dropped(make):
         ([0], 1, None, "index for every row"),
         ([0, 1], [[1]], None, "index for every row"),
         ([0.5], [[1]], None, "indices are no integers"),
-        ([0], [[1, 2]], None, "wrong shape"),
-        ([0], [1], None, "wrong shape"),
+        ([0], [[1, 2]], None, "does not fit"),
+        ([0], [1], None, "does not fit"),
         ([4], [[1]], None, "index is out of range"),
         ([-1], [[1]], None, "index is out of range"),
         ([0], [[1]], (4,), r"another shape, expected \(4, 1\), got \(4,\)"),
         ([0], [[1]], (5, 1), r"another shape, expected \(4, 1\), got \(5, 1\)"),
-        ([0], np.ones((1, 1)), None, "wrong dtype"),
+        ([0], np.ones((1, 1)), None, "does not fit, expected float32"),
     ],
 )
 def test_wrong_rows(make, indices, values, shape, message):
