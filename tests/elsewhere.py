@@ -86,7 +86,7 @@ def maker(service, engine=RemoteEngine):
             shared_name=name or f"queue_{number}",
             container=str(number),
         )
-        queue.engine = engine(service, queue.engine.place)
+        queue.engine = engine(service, queue.engine.address)
         return queue
 
     return make

@@ -299,9 +299,13 @@ def shared_accumulator(
         )
     accumulator = kind(dtype, shape, reduction_type=reduction_type, name=shared_name)
     accumulator.engine = open_accumulation(
-        service, [accumulator.part], mean=accumulator.mean, name=shared_name, task=task,
+        service,
+        [accumulator.part],
+        mean=accumulator.mean,
+        name=shared_name,
+        task=task,
         container=container,
-    )  # fmt: skip
+    )
     return accumulator
 
 
@@ -309,7 +313,7 @@ def _known_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     try:
         found = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     except TypeError as error:
-        raise InvalidArgumentError(f"accumulator: no dtype: {error}") from error
+        raise InvalidArgumentError(f"accumulator: not a dtype: {error}") from error
     if found.name not in COMPUTE:
         raise InvalidArgumentError(
             f"accumulator: unsupported dtype, expected {', '.join(COMPUTE)}, got {found}"
@@ -323,4 +327,4 @@ def _as_array(value: npt.ArrayLike, dtype: np.dtype[Any]) -> Array:
     try:
         return np.asarray(value, dtype)
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"apply_grad: no array of {dtype}: {error}") from error
+        raise InvalidArgumentError(f"apply_grad: not an array of {dtype}: {error}") from error

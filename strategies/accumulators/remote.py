@@ -41,8 +41,8 @@ def open_accumulation(
     }
     if len(parts) == 1:  # for a device function that goes by size
         description |= {"shape": parts[0].shape, "dtype": parts[0].dtype}
-    place, thing = service.open(KIND, description, name=name, task=task, container=container)
-    return RemoteAccumulation(service, place) if thing is None else thing
+    address, thing = service.open(KIND, description, name=name, task=task, container=container)
+    return RemoteAccumulation(service, address) if thing is None else thing
 
 
 class RemoteAccumulation(RemoteAttempts):
@@ -65,11 +65,11 @@ class RemoteAccumulation(RemoteAttempts):
 
     def set_step(self, step: int) -> None:
         """Set the current step."""
-        self.service.request(self.place, "set_step", {"step": step})
+        self.service.request(self.address, "set_step", {"step": step})
 
     def state(self) -> tuple[int, int, dict[int, list[int]]]:
         """Return step, number of gradients in, and what became of each worker's."""
-        answer = self.service.request(self.place, "state").metadata
+        answer = self.service.request(self.address, "state").metadata
         return answer["step"], answer["count"], {w: list(n) for w, n in answer["tally"]}
 
 

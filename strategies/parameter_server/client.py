@@ -20,7 +20,7 @@ from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Record
 from strategies.remote import asking
 from strategies.remote.asking import Question
-from strategies.remote.containers import Place
+from strategies.remote.containers import Address
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.sparse import Gradient, Rows
@@ -80,7 +80,7 @@ class Client:
         self.servers = tuple(cluster.ranks_of("ps"))
         self._service = service
         self._cluster = cluster
-        self._places: list[Place] = []
+        self._places: list[Address] = []
         self._memberships: list[int] = []
         self._variables: list[ServedVariable] = []
         self._numbers: dict[str, int] = {}  # name of a part -> its number on its ps

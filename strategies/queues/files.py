@@ -67,13 +67,13 @@ def shared_files(
         "seed": seed,
         "capacity": capacity,
     }
-    place, found = service.open(
+    address, found = service.open(
         _KIND, description, name=shared_name, task=task, container=container
     )
     if found is not None:
         return found.queue  # type: ignore[no-any-return]
     queue = FIFOQueue(capacity, str, [()], name=shared_name)
-    queue.engine = RemoteEngine(service, place)  # type: ignore[assignment]
+    queue.engine = RemoteEngine(service, address)  # type: ignore[assignment]
     return queue
 
 

@@ -163,7 +163,7 @@ class PriorityQueue(Queue):
 
     Raises:
         ValueError: as for `FIFOQueue`.
-        TypeError: as for `FIFOQueue`; when enqueuing, a priority that is no int64.
+        TypeError: as for `FIFOQueue`; when enqueuing, a priority that is not an int64.
 
     Example:
         >>> queue = PriorityQueue(3, str, [()])

@@ -68,7 +68,7 @@ class Queue:
         """Return one of several queues of the same kind of elements.
 
         Raises:
-            TypeError: no list of queues, or their dtypes or names differ.
+            TypeError: not a list of queues, or their dtypes or names differ.
             InvalidArgumentError: the index is not in the list.
         """
         if (

@@ -93,7 +93,7 @@ def shared_queue(
             f"got {kind!r}"
         )
     queue = kind(*arguments, **properties, name=shared_name)  # also checks the arguments
-    place, found = service.open(
+    address, found = service.open(
         _KINDS[kind],
         _description(kind, arguments, properties),
         name=shared_name,
@@ -103,7 +103,7 @@ def shared_queue(
     if found is not None:
         return found  # type: ignore[no-any-return]
     queue.components.copies = False  # arrays are not needed any more when the call returns
-    queue.engine = RemoteEngine(service, place)  # type: ignore[assignment]
+    queue.engine = RemoteEngine(service, address)  # type: ignore[assignment]
     return queue
 
 
@@ -145,16 +145,16 @@ class RemoteEngine(RemoteAttempts):
     """What a queue of another task has for an engine: the real one decides."""
 
     def __len__(self) -> int:
-        return int(self.service.request(self.place, "size").metadata["size"])
+        return int(self.service.request(self.address, "size").metadata["size"])
 
     @property
     def closed(self) -> bool:
         """Whether the queue is closed."""
-        return bool(self.service.request(self.place, "is_closed").metadata["closed"])
+        return bool(self.service.request(self.address, "is_closed").metadata["closed"])
 
     def close_now(self) -> None:
         """Close and fail all that waits on the enqueue side; rows that are in stay."""
-        self.service.request(self.place, "close_now")
+        self.service.request(self.address, "close_now")
 
     def submit(self, attempt: Attempt) -> None:
         """Send an attempt on its way, unless there is nothing to do."""
@@ -188,7 +188,7 @@ class RemoteEngine(RemoteAttempts):
         attempt.row, attempt.pieces, attempt.taken = (), None, 0
         try:
             given = {"pieces": pieces}
-            self.service.start(self.place, "give_back", lambda _: None, given, values)
+            self.service.start(self.address, "give_back", lambda _: None, given, values)
         except OpError as error:
             _log.warning("queue: rows could not be given back: %s", error)
 

@@ -70,7 +70,9 @@ def as_array(operation: str, index: int, value: Any, dtype: DType, *, copy: bool
     try:
         array: Array = np.asarray(value)
     except ValueError as error:
-        raise InvalidArgumentError(f"{operation}: component {index} is no array: {error}") from None
+        raise InvalidArgumentError(
+            f"{operation}: component {index} is not an array: {error}"
+        ) from None
     if array.dtype != dtype:
         # Arrays say what they are; Python's numbers and lists of them take the queue's dtype.
         exact = isinstance(value, (np.ndarray, np.generic))

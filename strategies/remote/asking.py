@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strategies.errors import DeadlineExceededError, OpError, UnavailableError
-from strategies.remote.containers import Place
+from strategies.remote.containers import Address
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 
@@ -22,7 +22,7 @@ _DECISION = 2.0
 class Question(NamedTuple):
     """A request to another task; see `Service.start`."""
 
-    place: Place
+    address: Address
     operation: str
     arguments: Mapping[str, Any]
     values: Sequence[Any] = ()
@@ -76,7 +76,7 @@ class Asked:
 
         try:
             self._numbers[index] = self._service.start(
-                question.place, question.operation, take, question.arguments, question.values
+                question.address, question.operation, take, question.arguments, question.values
             )
         except UnavailableError as error:
             self._answers[index] = Answer({}, (), error)
@@ -124,7 +124,7 @@ class Asked:
     def _withdraw(self, index: int, timeout: float | None) -> None:
         question = self._questions[index]
         error = DeadlineExceededError(
-            f"{question.operation}: not done within {timeout} s (object: {question.place})"
+            f"{question.operation}: not done within {timeout} s (object: {question.address})"
         )
         self._service.withdraw(self._numbers[index], error)
 
@@ -132,8 +132,8 @@ class Asked:
         question = self._questions[index]
         if self._service.disown(self._numbers[index]):
             error = UnavailableError(
-                f"{question.operation}: task {question.place.task} does not say whether it "
-                f"succeeded within the timeout (object: {question.place})"
+                f"{question.operation}: task {question.address.task} does not say whether it "
+                f"succeeded within the timeout (object: {question.address})"
             )
             with self._changed:
                 self._answers[index] = Answer({}, (), error)

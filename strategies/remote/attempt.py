@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnavailableError
-from strategies.remote.containers import Place, Work
+from strategies.remote.containers import Address, Work
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 
@@ -150,12 +150,12 @@ class RemoteAttempts(abc.ABC):
 
     Args:
         service: reaches the other task.
-        place: the thing.
+        address: the thing.
     """
 
-    def __init__(self, service: Service, place: Place) -> None:
+    def __init__(self, service: Service, address: Address) -> None:
         self.service = service
-        self.place = place
+        self.address = address
         self._lock = threading.Lock()
         self._sent: dict[Attempt, _Sent] = {}  # those that wait
         self._unwanted: set[Attempt] = set()  # what they bring has to go back
@@ -181,7 +181,7 @@ class RemoteAttempts(abc.ABC):
         try:
             with self._lock:  # the answer may come before the number is noted
                 number = self.service.start(
-                    self.place, operation, lambda a: self._take(attempt, a), arguments, values
+                    self.address, operation, lambda a: self._take(attempt, a), arguments, values
                 )
                 self._sent[attempt] = _Sent(number, bool(values))
         except OpError as error:
@@ -203,7 +203,7 @@ class RemoteAttempts(abc.ABC):
 
     def abandon(self, attempt: Attempt) -> None:
         """End an attempt for which nobody waits any more, also if it has finished by now."""
-        interrupted = CancelledError(f"{self.place.name}: the caller was interrupted")
+        interrupted = CancelledError(f"{self.address.name}: the caller was interrupted")
         with self._lock:
             sent = self._sent.get(attempt)
             if sent is not None:
@@ -223,7 +223,7 @@ class RemoteAttempts(abc.ABC):
             waiting = list(self._sent)
         # The last in the line first, so that none gets what another one gives back.
         for attempt in reversed(waiting):
-            error = CancelledError(f"{self.place.name}: the operation was cancelled")
+            error = CancelledError(f"{self.address.name}: the operation was cancelled")
             self.withdraw(attempt, error)
 
     def _end(self, attempt: Attempt, number: int, error: OpError) -> None:

@@ -26,7 +26,7 @@ __all__ = [
     "Containers",
     "GroupHandler",
     "Handler",
-    "Place",
+    "Address",
     "ResourceKind",
     "Work",
     "container",
@@ -113,7 +113,7 @@ def kind_named(name: str) -> ResourceKind:
 
 
 @dataclass(frozen=True)
-class Place:
+class Address:
     """Where a named thing is.
 
     Attributes:
@@ -147,7 +147,7 @@ class Containers:
         self._things: dict[tuple[str, str], tuple[int, ResourceKind, Any]] = {}
 
     def open(
-        self, kind: ResourceKind, place: Place, description: Mapping[str, Any]
+        self, kind: ResourceKind, address: Address, description: Mapping[str, Any]
     ) -> tuple[int, Any]:
         """Find a thing, or make it if the name is new; return its serial number and it.
 
@@ -155,22 +155,22 @@ class Containers:
             InvalidArgumentError: the name belongs to a thing of another kind, or with other
                 properties; says which.
         """
-        key = (place.container, place.name)
+        key = (address.container, address.name)
         with self._lock:
             if key not in self._things:
-                made = kind.make(description, place.name)
+                made = kind.make(description, address.name)
                 self._things[key] = (next(self._serials), kind, made)
             serial, other, thing = self._things[key]
         if other is not kind:
             raise InvalidArgumentError(
                 f"open: this name belongs to another kind of object, expected {other.name}, "
-                f"got {kind.name} (name: {place})"
+                f"got {kind.name} (name: {address})"
             )
         if difference := kind.difference(thing, description):
-            raise InvalidArgumentError(f"open: {difference} (name: {place})")
+            raise InvalidArgumentError(f"open: {difference} (name: {address})")
         return serial, thing
 
-    def find(self, place: Place) -> tuple[ResourceKind, Any]:
+    def find(self, address: Address) -> tuple[ResourceKind, Any]:
         """Return a thing that has been opened before.
 
         Raises:
@@ -178,13 +178,15 @@ class Containers:
             AbortedError: the container was reset since then, and the name used anew.
         """
         with self._lock:
-            found = self._things.get((place.container, place.name))
+            found = self._things.get((address.container, address.name))
         if found is None:
-            raise NotFoundError(f"no object of this name, its container was reset (name: {place})")
+            raise NotFoundError(
+                f"no object of this name, its container was reset (name: {address})"
+            )
         serial, kind, thing = found
-        if serial != place.serial:
+        if serial != address.serial:
             raise AbortedError(
-                f"the container was reset and the name used anew, open it again (name: {place})"
+                f"the container was reset and the name used anew, open it again (name: {address})"
             )
         return kind, thing
 
@@ -205,11 +207,11 @@ class Containers:
             target: container, name, serial number and operation, under `c`, `n`, `s` and `o`.
         """
         try:
-            place = Place(self._task, target["c"], target["n"], target["s"])
+            address = Address(self._task, target["c"], target["n"], target["s"])
             operation = target["o"]
             if operation == "open":
                 kind = kind_named(work.arguments["kind"])
-                serial, _ = self.open(kind, place, work.arguments["is"])
+                serial, _ = self.open(kind, address, work.arguments["is"])
                 work.reply(serial=serial)
             elif operation == "reset":
                 self.reset(work.arguments["containers"])
@@ -217,14 +219,14 @@ class Containers:
             elif operation in _offers:
                 _offers[operation](work)
             else:
-                self._perform_on_thing(work, place, operation)
+                self._perform_on_thing(work, address, operation)
         except Exception as error:
             work.fail(error)
 
-    def _perform_on_thing(self, work: Work, place: Place, operation: str) -> None:
-        kind, thing = self.find(place)
+    def _perform_on_thing(self, work: Work, address: Address, operation: str) -> None:
+        kind, thing = self.find(address)
         if operation in kind.together:
-            others = (Place(self._task, *other) for other in work.arguments.get("others", ()))
+            others = (Address(self._task, *other) for other in work.arguments.get("others", ()))
             things = [thing, *(self.find_kind(kind, other) for other in others)]
             kind.together[operation](things, work)
         elif operation in kind.operations:
@@ -236,7 +238,7 @@ class Containers:
                 f"got {operation!r}"
             )
 
-    def find_kind(self, kind: ResourceKind, place: Place) -> Any:
+    def find_kind(self, kind: ResourceKind, address: Address) -> Any:
         """Return a thing of a kind that has been opened before.
 
         Raises:
@@ -244,11 +246,11 @@ class Containers:
             AbortedError: the container was reset since then, and the name used anew.
             InvalidArgumentError: the thing is of another kind.
         """
-        other, thing = self.find(place)
+        other, thing = self.find(address)
         if other is not kind:
             raise InvalidArgumentError(
                 f"this name belongs to another kind of object, expected {kind.name}, got "
-                f"{other.name} (name: {place})"
+                f"{other.name} (name: {address})"
             )
         return thing
 

@@ -18,7 +18,7 @@ import collectives as cc
 from strategies.errors import DeadlineExceededError, InternalError
 from strategies.remote import message as protocol
 from strategies.remote.containers import Work
-from strategies.remote.incoming import Desk
+from strategies.remote.incoming import Incoming
 from strategies.remote.message import Kind, Message
 from strategies.remote.outgoing import Requests
 from strategies.remote.wire import Frame
@@ -57,7 +57,7 @@ class Exchange:
         self.size = comm.size
         self._channel = comm.open_channel()
         self.requests = Requests(self._send, comm.size, timeout)
-        self._desk = Desk(self._send)
+        self._incoming = Incoming(self._send)
         self._perform = perform
         self._left: set[int] = set()  # tasks that will ask for nothing more
         self._lost: set[int] = set()  # tasks that are dead or have given up
@@ -155,16 +155,16 @@ class Exchange:
         try:
             look_at = 0.0
             while not self._finished():
-                incoming = self._channel.poll()
-                if incoming is not None:
-                    self._handle(incoming.source, protocol.decode(incoming.frames))
+                arrived = self._channel.poll()
+                if arrived is not None:
+                    self._handle(arrived.source, protocol.decode(arrived.frames))
                 now = time.monotonic()
                 if now >= look_at:
                     look_at = now + _LOOK_EVERY
                     for task in self._channel.dead - self._lost:
                         self._lose(task, f"task {task} died")
                     self.requests.look_after()
-                if incoming is None:
+                if arrived is None:
                     self._channel.wait(_LOOK_EVERY)
         except Exception as error:
             _log.exception("service: the thread of task %d has failed", self.task)
@@ -188,7 +188,7 @@ class Exchange:
         self._lost.add(task)
         self._depart(task, why)
         self._orderly = False
-        lost = self._desk.give_up(task)
+        lost = self._incoming.give_up(task)
         _log.warning("service: %s; %d answers under way to it were taken back", why, lost)
         self.requests.gone(task, why)
 
@@ -203,15 +203,15 @@ class Exchange:
         self.requests.heard(source)
         number = message.number
         if message.kind is Kind.REQUEST:
-            self._perform(self._desk.accept(source, message), message.metadata)
+            self._perform(self._incoming.accept(source, message), message.metadata)
         elif message.kind in (Kind.RESULT, Kind.ERROR):
             self.requests.answered(source, message)
         elif message.kind is Kind.RECEIVED:
-            self._desk.confirmed(source, number)
+            self._incoming.confirmed(source, number)
         elif message.kind is Kind.WITHDRAW:
-            self._desk.withdraw(source, number, protocol.error_from(message.metadata))
+            self._incoming.withdraw(source, number, protocol.error_from(message.metadata))
         elif message.kind is Kind.DISOWN:
-            self._desk.give_up(source, number)
+            self._incoming.give_up(source, number)
         elif message.kind is Kind.PING:
             self._send(source, protocol.encode(Kind.PONG))
         elif message.kind is Kind.LEAVE and message.metadata.get("reason"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
 from strategies.remote import pool, wire
-from strategies.remote.containers import Place, Work, offer
+from strategies.remote.containers import Address, Work, offer
 from strategies.remote.names import function_named, name_of
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
@@ -159,8 +159,8 @@ class Task:
         def take(answer: Answer) -> None:
             future.finish(lambda: _result(answer))
 
-        place = Place(self.number, "", name)
-        numbers.append(self.service.start(place, "call", take, {"function": name}, values))
+        address = Address(self.number, "", name)
+        numbers.append(self.service.start(address, "call", take, {"function": name}, values))
         return future
 
     def _submit_here(

@@ -12,7 +12,7 @@ from strategies.remote import message as protocol
 from strategies.remote.message import Kind, Message
 from strategies.remote.wire import Frame
 
-__all__ = ["Desk", "RemoteWork"]
+__all__ = ["Incoming", "RemoteWork"]
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def _ignore(*arguments: Any) -> None:
 class RemoteWork:
     """One request of another task; see `container.Work`."""
 
-    def __init__(self, desk: Desk, source: int, message: Message) -> None:
+    def __init__(self, incoming: Incoming, source: int, message: Message) -> None:
         self.source = source
         self.number = message.number
         self.arguments: Mapping[str, Any] = message.metadata.get("a") or {}
@@ -34,27 +34,27 @@ class RemoteWork:
         self.answered = False
         self.withdraw: Callable[[OpError], object] | None = None
         self.give_up: Callable[[], object] | None = None
-        self._desk = desk
+        self._incoming = incoming
 
     def reply(self, values: Sequence[Any] = (), *, confirm: bool = False, **metadata: Any) -> None:
         """Send a result."""
         if confirm:
             metadata["confirm"] = True
-        self._desk.answer(self, Kind.RESULT, metadata, values, keep=confirm)
+        self._incoming.answer(self, Kind.RESULT, metadata, values, keep=confirm)
 
     def fail(self, error: Exception, **metadata: Any) -> None:
         """Send an error."""
         if not isinstance(error, OpError):
             _log.warning("service: a request failed", exc_info=error)
         metadata |= protocol.error_to(error)
-        self._desk.answer(self, Kind.ERROR, metadata, (), keep=False)
+        self._incoming.answer(self, Kind.ERROR, metadata, (), keep=False)
 
     def wait(self, withdraw: Callable[[OpError], object], give_up: Callable[[], object]) -> None:
         """Say how to end the work."""
         self.withdraw, self.give_up = withdraw, give_up
 
 
-class Desk:
+class Incoming:
     """All such requests of one task; usable from any thread.
 
     Args:

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from strategies.errors import CancelledError, OpError, UnavailableError
 from strategies.remote import message as protocol
-from strategies.remote.containers import Place
+from strategies.remote.containers import Address
 from strategies.remote.message import Kind, Message
 from strategies.remote.wire import Frame
 
 __all__ = ["Answer", "Requests"]
 
 # A task that owes an answer and is silent is asked for a sign of life so often before it is given
-# up: one lost interval, as for a process that is swapped out, is no death.
+# up: one lost interval, as for a process that is swapped out, does not mean that it is dead.
 _PINGS = 4
 
 # Seconds between two looks at others after which this process, too, must have been stopped: they
@@ -63,7 +63,7 @@ class Requests:
 
     def start(
         self,
-        place: Place,
+        address: Address,
         operation: str,
         arguments: Mapping[str, Any],
         values: Sequence[Any],
@@ -71,15 +71,17 @@ class Requests:
     ) -> int:
         """Send a request and return its number; see `Service.start`."""
         number = next(self._numbers)
-        target = {"c": place.container, "n": place.name, "s": place.serial, "o": operation}
+        target = {"c": address.container, "n": address.name, "s": address.serial, "o": operation}
         frames = protocol.encode(Kind.REQUEST, number, {**target, "a": arguments}, values)
         with self._lock:
             self.check_open()
-            if place.task in self._gone:
-                raise UnavailableError(f"{operation}: {self._gone[place.task]} (object: {place})")
-            self._pending[number] = _Pending(place.task, time.monotonic(), on_answer)
+            if address.task in self._gone:
+                raise UnavailableError(
+                    f"{operation}: {self._gone[address.task]} (object: {address})"
+                )
+            self._pending[number] = _Pending(address.task, time.monotonic(), on_answer)
         try:
-            self._send(place.task, frames)
+            self._send(address.task, frames)
         except BaseException:
             with self._lock:
                 self._pending.pop(number, None)

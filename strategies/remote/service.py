@@ -16,7 +16,7 @@ import collectives as cc
 from strategies.cluster.placement import Placer, devices_of
 from strategies.cluster.scopes import Placeable
 from strategies.errors import OpError
-from strategies.remote.containers import Containers, Place, ResourceKind, current_container
+from strategies.remote.containers import Address, Containers, ResourceKind, current_container
 from strategies.remote.exchange import Exchange
 from strategies.remote.outgoing import Answer
 from strategies.remote.wire import dtype_named
@@ -37,7 +37,7 @@ class Service:
             that of its cluster. None: all tasks are workers, in the order of their ranks.
 
     Raises:
-        ValueError: the timeout is no time.
+        ValueError: the timeout is not positive.
         LaunchError: MPI was started without support for several threads.
 
     Attributes:
@@ -89,7 +89,7 @@ class Service:
         name: str,
         task: int | str | None = None,
         container: str | None = None,
-    ) -> tuple[Place, Any]:
+    ) -> tuple[Address, Any]:
         """Find or make a named thing.
 
         Args:
@@ -112,15 +112,15 @@ class Service:
         if not name:
             raise ValueError("open: a thing that tasks share needs a name, got ''")
         task = self.task_of(task, kind.name, name, description)
-        place = Place(task, current_container() if container is None else container, name)
+        address = Address(task, current_container() if container is None else container, name)
         thing = None
         if task == self.task:
             self._exchange.requests.check_open()
-            serial, thing = self._containers.open(kind, place, description)
+            serial, thing = self._containers.open(kind, address, description)
         else:
             arguments = {"kind": kind.name, "is": dict(description)}
-            serial = self.request(place, "open", arguments).metadata["serial"]
-        return Place(task, place.container, name, serial), thing
+            serial = self.request(address, "open", arguments).metadata["serial"]
+        return Address(task, address.container, name, serial), thing
 
     def task_of(
         self,
@@ -146,11 +146,13 @@ class Service:
         if task is None or isinstance(task, str):
             shape, dtype = map((description or {}).get, ("shape", "dtype"))
             thing = Placeable(
-                name, kind, task or "",
+                name,
+                kind,
+                task or "",
                 shape=None if shape is None else tuple(shape),
                 dtype=dtype_named(dtype) if isinstance(dtype, str) else dtype,
                 device_types=device_types,
-            )  # fmt: skip
+            )
             return self._locate(thing)
         if isinstance(task, bool) or not isinstance(task, int) or not 0 <= task < self.size:
             raise ValueError(f"open: no such task, expected 0 .. {self.size - 1}, got {task}")
@@ -171,7 +173,7 @@ class Service:
         Raises:
             DeadlineExceededError: some of them are still there.
             CancelledError: the service was closed meanwhile.
-            ValueError: one of them is no other task.
+            ValueError: one of them is not another task.
         """
         for task in tasks:
             if task not in range(self.size) or task == self.task:
@@ -193,11 +195,11 @@ class Service:
         if task == self.task:
             self._containers.reset(chosen)
         else:
-            self.request(Place(task, "", ""), "reset", {"containers": chosen})
+            self.request(Address(task, "", ""), "reset", {"containers": chosen})
 
     def start(
         self,
-        place: Place,
+        address: Address,
         operation: str,
         on_answer: Callable[[Answer], None],
         arguments: Mapping[str, Any] | None = None,
@@ -206,7 +208,7 @@ class Service:
         """Ask another task for an operation, without waiting; return the request's number.
 
         Args:
-            place: the thing.
+            address: the thing.
             operation: what to do with it.
             on_answer: called once, in any thread; must not block.
             arguments: what msgpack can carry.
@@ -216,11 +218,11 @@ class Service:
             CancelledError: the service is closed.
             UnavailableError: the task is dead or has left.
         """
-        return self._exchange.requests.start(place, operation, arguments or {}, values, on_answer)
+        return self._exchange.requests.start(address, operation, arguments or {}, values, on_answer)
 
     def request(
         self,
-        place: Place,
+        address: Address,
         operation: str,
         arguments: Mapping[str, Any] | None = None,
         values: Sequence[Any] = (),
@@ -236,7 +238,7 @@ class Service:
             answers.append(answer)
             asleep.release()
 
-        number = self.start(place, operation, take, arguments, values)
+        number = self.start(address, operation, take, arguments, values)
         try:
             asleep.acquire()  # ends: a task that does not answer is given up after `timeout`
         except BaseException:
@@ -246,7 +248,7 @@ class Service:
             raise answers[0].error
         return answers[0]
 
-    def here(self, kind: ResourceKind, place: Place) -> Any:
+    def here(self, kind: ResourceKind, address: Address) -> Any:
         """Return a thing of this task.
 
         Raises:
@@ -255,7 +257,7 @@ class Service:
             AbortedError: its container was reset, and the name used anew.
         """
         self._exchange.requests.check_open()
-        return self._containers.find_kind(kind, place)
+        return self._containers.find_kind(kind, address)
 
     @property
     def may_wait(self) -> bool:

@@ -102,15 +102,12 @@ def unpack(layout: Layout, frames: Sequence[Array]) -> list[Any]:
         found, rest = _arrays(layout, frames) if layout else ([], frames)
         if not rest:
             return found
-        if len(rest) > 1:
-            raise ValueError(f"{len(layout)} arrays in {len(frames)} frames")
-        values = _unpacked(rest[0].data, found, DEEPEST)
+        (last,) = rest
+        values = _unpacked(last.data, found, DEEPEST)
         if not isinstance(values, list):
             raise ValueError("not a list")
         return values
-    except (
-        ValueError, TypeError, KeyError, IndexError, StopIteration, msgpack.UnpackException,
-    ) as error:  # fmt: skip
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
         raise DataLossError(f"message: the values cannot be read: {error!r:.200}") from error
 
 

@@ -230,7 +230,7 @@ class RemoteRounds(RemoteAttempts):
 
     def report(self) -> tuple[int, dict[int, str]]:
         """Return the step, and which workers were lost and why."""
-        answer = self.service.request(self.place, "report").metadata
+        answer = self.service.request(self.address, "report").metadata
         return answer["step"], dict(answer["lost"])
 
 

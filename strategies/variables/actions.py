@@ -18,11 +18,9 @@ from strategies.remote.wire import Array
 from strategies.sparse import Rows, in_order
 from strategies.variables.store import Stored
 
-__all__ = [
-    "ACTIONS", "COMPRESSIONS", "READS", "Outcome", "act", "compressed", "rounded", "widened",
-]  # fmt: skip
+__all__ = ["ACTIONS", "READS", "Outcome", "act", "compressed", "rounded", "widened"]
 
-COMPRESSIONS = {"float16": cc.FP16, "bfloat16": cc.BF16}
+_COMPRESSIONS = {"float16": cc.FP16, "bfloat16": cc.BF16}
 
 
 class Outcome(NamedTuple):
@@ -85,7 +83,7 @@ def widened(array: Array, options: Mapping[str, Any], dtype: np.dtype[Any]) -> A
     packed = options.get("as")
     if packed is None or array.dtype.name != packed or dtype == array.dtype:
         return array
-    codec = COMPRESSIONS[packed].codec(dtype, cc.SUM, network=False)
+    codec = _COMPRESSIONS[packed].codec(dtype, cc.SUM, network=False)
     if codec is None:
         return array
     out = np.empty(array.size, dtype)
@@ -100,7 +98,7 @@ def _dtype(thing: Stored) -> np.dtype[Any]:
 
 def rounded(array: Array, packed: str | None) -> Array:
     """Return an array as it travels: rounded to this 16-bit dtype, unless that is None."""
-    return array if packed is None else compressed(array, COMPRESSIONS[packed])
+    return array if packed is None else compressed(array, _COMPRESSIONS[packed])
 
 
 # Reading.

@@ -18,7 +18,7 @@ from strategies.checks import number
 from strategies.errors import InvalidArgumentError, OpError
 from strategies.remote import attempt
 from strategies.remote.asking import Question, begin
-from strategies.remote.containers import Place
+from strategies.remote.containers import Address
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.remote.wire import Array, dtype_named
@@ -46,12 +46,12 @@ class Item(NamedTuple):
     """What is to be done with one variable.
 
     Attributes:
-        place: of the variable.
+        address: of the variable.
         arrays: what the action takes.
         options: what the action takes, as msgpack can carry it.
     """
 
-    place: Place
+    address: Address
     arrays: Sequence[Array] = ()
     options: Mapping[str, Any] = {}
 
@@ -96,12 +96,12 @@ def wanted_rows(operation: str, indices: npt.ArrayLike, name: str) -> npt.NDArra
     return wanted.astype(np.int64)
 
 
-def spread(rows: Array, places: npt.NDArray[Any], shape: tuple[int, ...]) -> Array:
-    """Return the rows at these places, of which there are as many as the shape says."""
-    if places.size == len(rows) and np.array_equal(places.reshape(-1), np.arange(len(rows))):
+def spread(rows: Array, positions: npt.NDArray[Any], shape: tuple[int, ...]) -> Array:
+    """Return the rows at these positions, of which there are as many as the shape says."""
+    if positions.size == len(rows) and np.array_equal(positions.reshape(-1), np.arange(len(rows))):
         found = rows.reshape(*shape, *rows.shape[1:])  # they were asked for in their order
     else:
-        found = rows.take(places.reshape(shape), axis=0)
+        found = rows.take(positions.reshape(shape), axis=0)
     found.flags.writeable = False
     return found
 
@@ -136,16 +136,16 @@ def stepping(
 
 
 def gradient_item(
-    place: Place,
+    address: Address,
     given: Sequence[Array],
     seen: int | None,
     options: Mapping[str, Any],
     compression: cc.Compression | None,
 ) -> Item:
-    """Return what is to be done with the variable at a place.
+    """Return what is to be done with the variable at an address.
 
     Args:
-        place: of the variable.
+        address: of the variable.
         given: its gradient: an array, or indices and rows.
         seen: version that it was computed from, if that counts.
         options: see `stepping`.
@@ -155,9 +155,9 @@ def gradient_item(
     # Rows are others in every step: what rounding leaves over would come to the wrong ones.
     if indices and compression is not None and compression.residuals is not None:
         compression = cc.Compression(compression.dtype)
-    packed = actions.compressed(values, compression, place.name)
+    packed = actions.compressed(values, compression, address.name)
     version = {} if seen is None else {"seen": int(seen)}
-    return Item(place, [*indices, packed], {**options, **version})
+    return Item(address, [*indices, packed], {**options, **version})
 
 
 def reading_of(outcome: Outcome, options: Mapping[str, Any]) -> Reading:
@@ -209,7 +209,7 @@ def perform(
     began = time.monotonic()
     by_task: dict[int, list[int]] = {}
     for index, item in enumerate(items):
-        by_task.setdefault(item.place.task, []).append(index)
+        by_task.setdefault(item.address.task, []).append(index)
     own = by_task.pop(service.task, [])
     questions = [_question(operation, [items[n] for n in group]) for group in by_task.values()]
     asked = begin(service, questions)
@@ -234,12 +234,12 @@ def _question(operation: str, items: Sequence[Item]) -> Question:
     first, *others = items
     options = [dict(item.options) for item in items]
     arguments = {
-        "others": [[o.place.container, o.place.name, o.place.serial] for o in others],
+        "others": [[o.address.container, o.address.name, o.address.serial] for o in others],
         "counts": [len(item.arrays) for item in items],
         "options": options[:1] if all(each == options[0] for each in options) else options,
     }
     arrays = [array for item in items for array in item.arrays]
-    return Question(first.place, operation, arguments, arrays)
+    return Question(first.address, operation, arguments, arrays)
 
 
 def _outcomes(answer: Answer, count: int) -> list[Outcome | OpError]:
@@ -265,7 +265,7 @@ def _here(
     if not chosen:
         return {}
     try:
-        things = [service.here(KIND, items[n].place) for n in chosen]
+        things = [service.here(KIND, items[n].address) for n in chosen]
         names = things[0].name if len(things) == 1 else f"{len(things)} variables"
         ready = AllReady(things)
         attempt.perform(ready, ready, operation, timeout, f": no initial value (object: {names})")

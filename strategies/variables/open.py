@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from strategies.errors import InvalidArgumentError, UnavailableError
 from strategies.optimizers import Optimizer
-from strategies.remote.containers import Place
+from strategies.remote.containers import Address
 from strategies.remote.service import Service
 from strategies.remote.wire import Array
 from strategies.variables import partition
@@ -70,7 +70,7 @@ def shared_variable(
             dtype or optimizer; says which. An optimizer of None fits any.
         UnavailableError: the task cannot be reached.
         ValueError: no such task, no name, or a learning rate that the task cannot import.
-        TypeError: no array of numbers, or none of the optimizers of this package.
+        TypeError: not an array of numbers, or not one of the optimizers of this package.
 
     Example:
         >>> import collectives as cc
@@ -115,14 +115,14 @@ def open_variable(
     wanted = _properties(value, words, whole)
     if shape is not None:
         wanted |= {"shape": list(shape), "dtype": np.dtype(dtype).name}
-    place, _ = service.open(KIND, wanted, name=shared_name, task=task, container=container)
-    variable = SharedVariable(service, place)
+    address, _ = service.open(KIND, wanted, name=shared_name, task=task, container=container)
+    variable = SharedVariable(service, address)
     short = value is not None and value.nbytes <= _SHORT
-    if initial_value is not None and (short or is_missing(service, place)):
+    if initial_value is not None and (short or is_missing(service, address)):
         if callable(initial_value):
             value = _checked(initial_value(), dtype, shared_name)
         assert value is not None
-        _initialize(service, place, value, _properties(value, words, whole))
+        _initialize(service, address, value, _properties(value, words, whole))
     return variable
 
 
@@ -144,16 +144,18 @@ def _properties(
     }
 
 
-def _initialize(service: Service, place: Place, value: Array, wanted: Mapping[str, Any]) -> None:
+def _initialize(
+    service: Service, address: Address, value: Array, wanted: Mapping[str, Any]
+) -> None:
     """Set the first value, unless somebody else was faster.
 
     Raises:
         InvalidArgumentError: somebody was, and has meant something else.
     """
-    if place.task == service.task:
-        set_first(service.here(KIND, place), value, wanted)
+    if address.task == service.task:
+        set_first(service.here(KIND, address), value, wanted)
     else:
-        service.request(place, "initialize", {"is": wanted}, [value])
+        service.request(address, "initialize", {"is": wanted}, [value])
 
 
 def shared_partitioned_variable(

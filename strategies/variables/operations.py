@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies.errors import InvalidArgumentError
-from strategies.remote.containers import Place
+from strategies.remote.containers import Address
 from strategies.remote.service import Service
 from strategies.remote.wire import Array
 from strategies.sparse import Rows
@@ -38,7 +38,7 @@ class Operations(abc.ABC, Generic[V]):
         service: reaches the tasks.
         name: of the whole.
         shape: of the whole.
-        places: where the parts are.
+        addresses: where the parts are.
         axis: along which it is cut.
         offsets: where each part begins along the axis, and where the last one ends; None if it is
             in one part, of a shape that its task knows.
@@ -47,7 +47,7 @@ class Operations(abc.ABC, Generic[V]):
     service: Service
     name: str
     shape: tuple[int, ...]
-    places: tuple[Place, ...]
+    addresses: tuple[Address, ...]
     axis = 0
     offsets: tuple[int, ...] | None = None
 
@@ -61,7 +61,7 @@ class Operations(abc.ABC, Generic[V]):
 
     def is_initialized(self) -> bool:
         """Return whether there is a value, in all parts; does not wait for that."""
-        return not any(is_missing(self.service, place) for place in self.places)
+        return not any(is_missing(self.service, address) for address in self.addresses)
 
     def read(
         self, *, compression: cc.Compression | None = cc.NONE, timeout: float | None = None
@@ -73,7 +73,7 @@ class Operations(abc.ABC, Generic[V]):
             timeout: in seconds.
         """
         options = packing(compression, "read")
-        return self.joined(self._ask("read", [options] * len(self.places), timeout), options)
+        return self.joined(self._ask("read", [options] * len(self.addresses), timeout), options)
 
     def read_rows(
         self,
@@ -90,7 +90,7 @@ class Operations(abc.ABC, Generic[V]):
                 f"(variable: {self.name})"
             )
         options = packing(compression, "read_rows")
-        ends: Sequence[tuple[int, int]] = [(0, stop)] * len(self.places)  # all have these rows
+        ends: Sequence[tuple[int, int]] = [(0, stop)] * len(self.addresses)  # all have these rows
         if self.offsets is not None and self.axis == 0:
             ends = list(itertools.pairwise(self.offsets))
         chosen = [
@@ -115,17 +115,17 @@ class Operations(abc.ABC, Generic[V]):
             Shape (*shape of the indices, *shape of a row), and the version.
         """
         wanted = items.wanted_rows("gather", indices, self.name)
-        unique, places = np.unique(wanted, return_inverse=True)
+        unique, positions = np.unique(wanted, return_inverse=True)
         options = packing(compression, "gather")
         cuts = self._cuts("gather", unique)
         asked: list[Item | None] = [
-            Item(place, [unique[low:high] - first], options) if low < high else None
-            for place, first, (low, high) in zip(
-                self.places, self.offsets or (0,), itertools.pairwise(cuts), strict=False
+            Item(address, [unique[low:high] - first], options) if low < high else None
+            for address, first, (low, high) in zip(
+                self.addresses, self.offsets or (0,), itertools.pairwise(cuts), strict=False
             )
         ]
         if not unique.size:  # the first part knows how a row looks
-            asked[0] = Item(self.places[0], [unique], options)
+            asked[0] = Item(self.addresses[0], [unique], options)
         readings = [
             None if outcome is None else items.reading_of(outcome, options)
             for outcome in self._perform("gather", asked, timeout)
@@ -133,7 +133,7 @@ class Operations(abc.ABC, Generic[V]):
         rows = [reading.value for reading in readings if reading is not None]
         found = rows[0] if len(rows) == 1 else np.concatenate(rows)
         versions = [None if reading is None else reading.version for reading in readings]
-        return Reading(items.spread(found, places, wanted.shape), self._together(versions))
+        return Reading(items.spread(found, positions, wanted.shape), self._together(versions))
 
     def assign(
         self,
@@ -281,8 +281,10 @@ class Operations(abc.ABC, Generic[V]):
         return [
             None
             if arrays is None
-            else items.gradient_item(place, arrays, version, options, compression)
-            for place, arrays, version in zip(self.places, given, self._apart(seen), strict=True)
+            else items.gradient_item(address, arrays, version, options, compression)
+            for address, arrays, version in zip(
+                self.addresses, given, self._apart(seen), strict=True
+            )
         ]
 
     def updated(self, outcomes: Sequence[Outcome | None]) -> Update:
@@ -299,7 +301,7 @@ class Operations(abc.ABC, Generic[V]):
         self, operation: str, options: Sequence[Mapping[str, Any]], timeout: float | None
     ) -> list[Outcome]:
         """Let all parts answer."""
-        asked = [Item(place, (), o) for place, o in zip(self.places, options, strict=True)]
+        asked = [Item(address, (), o) for address, o in zip(self.addresses, options, strict=True)]
         return items.perform(self.service, operation, asked, timeout)
 
     def _perform(
@@ -319,13 +321,13 @@ class Operations(abc.ABC, Generic[V]):
     ) -> V:
         options = packing(compression, operation)
         asked: list[Item | None] = []
-        for place, arrays in zip(self.places, given, strict=True):
+        for address, arrays in zip(self.addresses, given, strict=True):
             if arrays is None:
                 asked.append(None)
                 continue
             *indices, values = arrays
-            packed = compressed(values, compression, place.name)
-            asked.append(Item(place, [*indices, packed], options))
+            packed = compressed(values, compression, address.name)
+            asked.append(Item(address, [*indices, packed], options))
         outcomes = self._perform(operation, asked, timeout)
         return self._together([None if o is None else o.facts[0] for o in outcomes])
 
@@ -368,8 +370,8 @@ class Operations(abc.ABC, Generic[V]):
         return list(np.searchsorted(ordered, self.offsets))
 
 
-def is_missing(service: Service, place: Place) -> bool:
+def is_missing(service: Service, address: Address) -> bool:
     """Return whether a variable has no value yet."""
-    if place.task == service.task:
-        return service.here(KIND, place).value is None
-    return bool(service.request(place, "missing").metadata["missing"])
+    if address.task == service.task:
+        return service.here(KIND, address).value is None
+    return bool(service.request(address, "missing").metadata["missing"])

@@ -41,9 +41,9 @@ def read_all(
     Cost: one round trip per task, however many variables; the tasks work at the same time.
     """
     options = packing(compression, "read_all")
-    asked = [Item(place, (), options) for v in variables for place in v.places]
+    asked = [Item(address, (), options) for v in variables for address in v.addresses]
     outcomes = iter(_perform("read", variables, asked, timeout))
-    return [v.joined([next(outcomes) for _ in v.places], options) for v in variables]
+    return [v.joined([next(outcomes) for _ in v.addresses], options) for v in variables]
 
 
 def apply_all(
@@ -108,9 +108,11 @@ def assign_all(
     """
     pairs = list(values_and_vars)
     asked = [
-        Item(place, arrays or ())
+        Item(address, arrays or ())
         for value, variable in pairs
-        for place, arrays in zip(variable.places, variable.pieces("assign_all", value), strict=True)
+        for address, arrays in zip(
+            variable.addresses, variable.pieces("assign_all", value), strict=True
+        )
     ]
     _perform("assign", [variable for _, variable in pairs], asked, timeout)
 

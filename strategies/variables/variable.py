@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from strategies.errors import InvalidArgumentError
-from strategies.remote.containers import Place
+from strategies.remote.containers import Address
 from strategies.remote.service import Service
 from strategies.remote.wire import dtype_named
 from strategies.variables import partition
@@ -30,23 +30,23 @@ class SharedVariable(Operations[int]):
 
     Args:
         service: reaches the task.
-        place: where the variable is.
+        address: where the variable is.
 
     Attributes:
         service: as given.
-        place: as given.
+        address: as given.
         name: in the container.
     """
 
-    def __init__(self, service: Service, place: Place) -> None:
+    def __init__(self, service: Service, address: Address) -> None:
         self.service = service
-        self.place = place
-        self.name = place.name
-        self.places = (place,)
+        self.address = address
+        self.name = address.name
+        self.addresses = (address,)
         self._known: tuple[tuple[int, ...], np.dtype[Any]] | None = None
 
     def __repr__(self) -> str:
-        return f"SharedVariable({self.place})"
+        return f"SharedVariable({self.address})"
 
     @property
     def parts(self) -> tuple[SharedVariable, ...]:
@@ -56,7 +56,7 @@ class SharedVariable(Operations[int]):
     @property
     def task(self) -> int:
         """Number of the task where the variable is."""
-        return self.place.task
+        return self.address.task
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -119,7 +119,7 @@ class PartitionedVariable(Operations[tuple[int | None, ...]]):
     ) -> None:
         self.service = parts[0].service
         self.parts = tuple(parts)
-        self.places = tuple(part.place for part in parts)
+        self.addresses = tuple(part.address for part in parts)
         self.name = name
         self.shape = tuple(shape)
         self.dtype = dtype

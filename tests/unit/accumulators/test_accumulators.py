@@ -61,8 +61,8 @@ def until(condition):
 def waiting(accumulator, services):
     """How many takes wait on an accumulator, wherever it is."""
     engine = accumulator.engine
-    if hasattr(engine, "place"):
-        engine = services[0]._containers.find(engine.place)[1]
+    if hasattr(engine, "address"):
+        engine = services[0]._containers.find(engine.address)[1]
     return len(engine._takes)
 
 
@@ -212,7 +212,7 @@ def test_wrong_shapes_and_dtypes_are_errors_and_change_nothing(make):
         ),
         (np.ones(2, np.float32), "does not fit"),
         (np.ones((2, 2)), "expected float32 of shape .*, got float64"),
-        ("text", "no array of float32"),
+        ("text", "not an array of float32"),
     ]:
         with pytest.raises(InvalidArgumentError, match=message):
             accumulator.apply_grad(wrong)

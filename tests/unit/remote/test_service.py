@@ -22,7 +22,7 @@ from strategies.errors import (
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import shared_queue
 from strategies.remote import message as protocol
-from strategies.remote.containers import Place, ResourceKind, register
+from strategies.remote.containers import Address, ResourceKind, register
 from strategies.remote.exchange import Exchange
 from strategies.remote.message import Kind
 from strategies.remote.outgoing import Requests
@@ -120,7 +120,7 @@ def test_rows_are_held_until_they_are_known_to_have_arrived(services):
             send(task, frames)
 
     assert there.dequeue_many(2).tolist() == [0, 1]
-    until(lambda: not services[0]._exchange._desk._open)  # confirmed
+    until(lambda: not services[0]._exchange._incoming._open)  # confirmed
     requests._send = hold_confirmations
     assert there.dequeue() == 2
     assert there.dequeue_many(2).tolist() == [3, 4]
@@ -267,17 +267,17 @@ def test_an_answer_that_cannot_be_sent_is_an_error(services, values, names, mess
 def test_rows_whose_answer_cannot_be_sent_go_back(services, monkeypatch):
     queue = queue_on_0(services[1])
     queue.enqueue_many((np.arange(3),))
-    desk = services[0]._exchange._desk
-    send = desk._send
+    incoming = services[0]._exchange._incoming
+    send = incoming._send
 
     def broken(task, frames):
-        monkeypatch.setattr(desk, "_send", send)
+        monkeypatch.setattr(incoming, "_send", send)
         raise OSError("broken for a test")
 
-    monkeypatch.setattr(desk, "_send", broken)
+    monkeypatch.setattr(incoming, "_send", broken)
     with pytest.raises(InternalError, match="broken for a test"):
         queue.dequeue_many(2)
-    assert not desk._open
+    assert not incoming._open
     assert queue.dequeue_many(3).tolist() == [0, 1, 2]
 
 
@@ -291,7 +291,7 @@ def test_nobody_waits_for_answers_when_nothing_can_be_sent(end):
 
     requests, answers = Requests(broken, 2, LIMIT), []
     for _ in range(2):
-        requests.start(Place(1, "", "thing"), "ask", {}, (), answers.append)
+        requests.start(Address(1, "", "thing"), "ask", {}, (), answers.append)
     with pytest.raises(OSError, match="broken for a test"):
         end(requests)
     assert [type(answer.error) for answer in answers] == [type(answers[0].error)] * 2

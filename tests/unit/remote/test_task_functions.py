@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import elsewhere
-from requirements import installed
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
