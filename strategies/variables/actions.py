@@ -51,7 +51,7 @@ def act(
     """Perform an action; a wrong argument is an `InvalidArgumentError` wherever the caller is."""
     try:
         if operation not in _RAW:
-            arrays = [widened(array, options, _dtype(thing)) for array in arrays]
+            arrays = [widened(array, options, thing.held.dtype) for array in arrays]
         return ACTIONS[operation](thing, arrays, options)
     except OpError:
         raise
@@ -89,11 +89,6 @@ def widened(array: Array, options: Mapping[str, Any], dtype: np.dtype[Any]) -> A
     out = np.empty(array.size, dtype)
     codec.unpack(np.ascontiguousarray(array).reshape(-1), out)
     return out.reshape(array.shape)
-
-
-def _dtype(thing: Stored) -> np.dtype[Any]:
-    assert thing.value is not None
-    return thing.value.dtype
 
 
 def rounded(array: Array, packed: str | None) -> Array:
@@ -137,18 +132,16 @@ def _assign(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) 
     return _changed(thing)
 
 
-def _assign_add(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
-    delta = _like("assign_add", thing, arrays[0])
-    value = thing.writable()
-    np.add(value, delta, out=value)
-    return _changed(thing)
+def _assign_sum(operation: str, combine: np.ufunc) -> Action:
+    """Return the action that adds to the value, or subtracts from it."""
 
+    def action(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+        delta = _like(operation, thing, arrays[0])
+        value = thing.writable()
+        combine(value, delta, out=value)
+        return _changed(thing)
 
-def _assign_sub(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
-    delta = _like("assign_sub", thing, arrays[0])
-    value = thing.writable()
-    np.subtract(value, delta, out=value)
-    return _changed(thing)
+    return action
 
 
 def _scatter_update(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
@@ -160,27 +153,21 @@ def _scatter_update(thing: Stored, arrays: Sequence[Array], options: Mapping[str
     return _changed(thing)
 
 
-def _scatter_add(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
-    return _scatter_sums("scatter_add", thing, arrays, np.add)
+def _scatter_sum(operation: str, combine: np.ufunc) -> Action:
+    """Return the action that adds or subtracts rows, those of one index summed."""
 
-
-def _scatter_sub(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
-    return _scatter_sums("scatter_sub", thing, arrays, np.subtract)
-
-
-def _scatter_sums(
-    operation: str, thing: Stored, arrays: Sequence[Array], combine: np.ufunc
-) -> Outcome:
-    """Add or subtract rows, those of one index summed."""
-    indices = _indices(operation, thing, arrays[0])
-    rows = _rows_like(operation, thing, indices, arrays[1])
-    if rows.dtype.name in COMPUTE:
-        summed = in_order(Rows(indices, rows), operation, f"variable {thing.name!r}")
+    def action(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+        indices = _indices(operation, thing, arrays[0])
+        rows = _rows_like(operation, thing, indices, arrays[1])
         value = thing.writable()
-        value[summed.indices] = combine(value[summed.indices], summed.values)
-    else:
-        combine.at(thing.writable(), indices, rows)
-    return _changed(thing)
+        if rows.dtype.name in COMPUTE:
+            summed = in_order(Rows(indices, rows), operation, f"variable {thing.name!r}")
+            value[summed.indices] = combine(value[summed.indices], summed.values)
+        else:
+            combine.at(value, indices, rows)
+        return _changed(thing)
+
+    return action
 
 
 def _apply_gradients(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
@@ -217,18 +204,16 @@ def _changed(thing: Stored) -> Outcome:
 
 def _like(operation: str, thing: Stored, array: Array) -> Array:
     """Return an array of the variable's shape and dtype."""
-    assert thing.value is not None
-    if array.shape != thing.value.shape:
+    if array.shape != thing.held.shape:
         raise InvalidArgumentError(
-            f"{operation}: the value has the wrong shape, expected {thing.value.shape}, got "
+            f"{operation}: the value has the wrong shape, expected {thing.held.shape}, got "
             f"{array.shape} (variable: {thing.name})"
         )
     return _like_dtype(operation, thing, array)
 
 
 def _like_dtype(operation: str, thing: Stored, array: Array) -> Array:
-    assert thing.value is not None
-    dtype = thing.value.dtype
+    dtype = thing.held.dtype
     if not np.can_cast(array.dtype, dtype, "same_kind"):
         raise InvalidArgumentError(
             f"{operation}: the value has the wrong dtype, expected {dtype}, got {array.dtype} "
@@ -239,13 +224,12 @@ def _like_dtype(operation: str, thing: Stored, array: Array) -> Array:
 
 def _indices(operation: str, thing: Stored, indices: Array) -> Array:
     """Return indices of rows as int64."""
-    assert thing.value is not None
-    if thing.value.ndim == 0 or (indices.size and indices.dtype.kind not in "iu"):
+    if thing.held.ndim == 0 or (indices.size and indices.dtype.kind not in "iu"):
         raise InvalidArgumentError(
             f"{operation}: expected integers that name rows, got {indices.dtype} for a variable of "
-            f"{thing.value.ndim} dimensions (variable: {thing.name})"
+            f"{thing.held.ndim} dimensions (variable: {thing.name})"
         )
-    length = len(thing.value)
+    length = len(thing.held)
     if indices.size and not 0 <= indices.min() <= indices.max() < length:
         raise InvalidArgumentError(
             f"{operation}: an index is out of range, expected 0 .. {length - 1}, got "
@@ -255,8 +239,7 @@ def _indices(operation: str, thing: Stored, indices: Array) -> Array:
 
 
 def _rows_like(operation: str, thing: Stored, indices: Array, rows: Array) -> Array:
-    assert thing.value is not None
-    expected = (*indices.shape, *thing.value.shape[1:])
+    expected = (*indices.shape, *thing.held.shape[1:])
     if indices.ndim != 1 or rows.shape != expected:
         raise InvalidArgumentError(
             f"{operation}: expected a row for every index, of shape {expected}, got {rows.shape} "
@@ -268,13 +251,13 @@ def _rows_like(operation: str, thing: Stored, indices: Array, rows: Array) -> Ar
 ACTIONS: dict[str, Action] = {
     "apply_gradients": _apply_gradients,
     "assign": _assign,
-    "assign_add": _assign_add,
-    "assign_sub": _assign_sub,
+    "assign_add": _assign_sum("assign_add", np.add),
+    "assign_sub": _assign_sum("assign_sub", np.subtract),
     "describe": _describe,
     "gather": _gather,
     "read": _read,
-    "scatter_add": _scatter_add,
-    "scatter_sub": _scatter_sub,
+    "scatter_add": _scatter_sum("scatter_add", np.add),
+    "scatter_sub": _scatter_sum("scatter_sub", np.subtract),
     "scatter_update": _scatter_update,
 }
 READS = frozenset({"describe", "gather", "read"})

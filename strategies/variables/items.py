@@ -175,23 +175,19 @@ def host_array(value: Any, operation: str, name: str) -> Array:
         TypeError: it is on a device, or of objects.
         InvalidArgumentError: it is not one of numbers.
     """
-    if hasattr(value, "__dlpack_device__"):
-        view = arrays.host(value)
-        if view is None:
-            raise TypeError(
-                f"{operation}: the array is on a device, expected one in host memory, got "
-                f"{type(value).__name__} (variable: {name})"
-            )
-        return view
-    array = np.asarray(value)
+    array = arrays.host(value) if hasattr(value, "__dlpack_device__") else np.asarray(value)
+    if array is None:
+        raise TypeError(
+            f"{operation}: the array is on a device, expected one in host memory, got "
+            f"{type(value).__name__} (variable: {name})"
+        )
     if array.dtype.hasobject:
         raise TypeError(
             f"{operation}: not an array of numbers, got {type(value).__name__} (variable: {name})"
         )
     if array.dtype.kind not in "biufcV" or array.dtype.names is not None:
         raise InvalidArgumentError(
-            f"{operation}: the array has the wrong dtype, expected numbers, got {array.dtype} "
-            f"(variable: {name})"
+            f"{operation}: not an array of numbers, got {array.dtype} (variable: {name})"
         )
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -203,8 +204,7 @@ def shared_partitioned_variable(
     def value() -> Array:
         if not whole:
             given = initial_value() if callable(initial_value) else initial_value
-            array = host_array(given, "shared_partitioned_variable", shared_name)
-            whole.append(array if dtype is None else array.astype(dtype, copy=False))
+            whole.append(array := _checked(given, dtype, shared_name))
             if shape is not None and array.shape != tuple(shape):
                 raise InvalidArgumentError(
                     f"shared_partitioned_variable: the initial value has another shape, expected "
@@ -226,7 +226,7 @@ def shared_partitioned_variable(
     for n, (low, high) in enumerate(itertools.pairwise(ends)):
         rows = tuple(slice(low, high) if at == axis else slice(None) for at in range(len(shape)))
         part = open_variable(
-            None if initial_value is None else _Part(value, rows),
+            None if initial_value is None else partial(_part, value, rows),
             service=service,
             shared_name=f"{shared_name}/part_{n}",
             task=tasks[n % len(tasks)] if tasks else None,
@@ -240,25 +240,18 @@ def shared_partitioned_variable(
     return PartitionedVariable(parts, shared_name, shape, dtype, cut)
 
 
-class _Part:
-    """The initial value of a part, which the whole is needed for if nobody was faster."""
-
-    def __init__(self, whole: Callable[[], Array], rows: tuple[slice, ...]) -> None:
-        self._whole = whole
-        self._rows = rows
-
-    def __call__(self) -> Array:
-        return self._whole()[self._rows]
+def _part(whole: Callable[[], Array], rows: tuple[slice, ...]) -> Array:
+    """Return the initial value of a part, which the whole is needed for if nobody was faster."""
+    return whole()[rows]
 
 
-def _checked(value: npt.ArrayLike, dtype: Any, name: str) -> Array:
-    array = host_array(value, "shared_variable", name)
-    if dtype is not None:
-        array = array.astype(dtype)
-    if array.dtype.kind not in "biufcV" or array.dtype.names is not None:
-        raise TypeError(
-            f"shared_variable: not an array of numbers, got {array.dtype} (variable: {name})"
-        )
+def _checked(value: Any, dtype: Any, name: str) -> Array:
+    try:
+        array = host_array(value, "shared_variable", name)
+        if dtype is not None:
+            array = host_array(array.astype(dtype), "shared_variable", name)
+    except InvalidArgumentError as error:
+        raise TypeError(str(error)) from error
     return np.ascontiguousarray(array).reshape(array.shape)
 
 

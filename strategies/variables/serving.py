@@ -141,15 +141,14 @@ class _Order:
         rows = self._operation == "gather"
         total = 0
         for thing, arrays, options in zip(self._things, self._arrays, self._options, strict=True):
-            assert thing.value is not None
             total += sum(array.nbytes for array in arrays)
             if self._operation in READS:
                 whole = "as" in options and not rows
             else:
                 whole = len(arrays) < 2 or thing.is_read
-            total += thing.value.nbytes if whole else 0
-            length = max(thing.value.shape[:1], default=1)
-            total += arrays[0].size * (thing.value.nbytes // max(length, 1)) if rows else 0
+            total += thing.held.nbytes if whole else 0
+            length = max(thing.held.shape[:1], default=1)
+            total += arrays[0].size * (thing.held.nbytes // max(length, 1)) if rows else 0
         return total
 
     def _divided(self) -> list[_Part]:

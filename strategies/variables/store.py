@@ -132,10 +132,15 @@ class Stored:
         self.value = np.array(value, order="C")  # last: who sees it may use everything
         return True
 
+    @property
+    def held(self) -> Array:
+        """The value, where it is known that there is one."""
+        assert self.value is not None
+        return self.value
+
     def view(self) -> Array:
         """Return the value, which will not change; with the lock held."""
-        assert self.value is not None
-        view: Array = self.value.view()
+        view: Array = self.held.view()
         view.flags.writeable = False
         return view
 

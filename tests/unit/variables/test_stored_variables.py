@@ -6,22 +6,26 @@ import gc
 import threading
 import time
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 
+import collectives as cc
 import elsewhere
 import strategies
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
     InternalError,
+    InvalidArgumentError,
     NotFoundError,
     UnavailableError,
 )
 from strategies.remote import Task, pool
 from strategies.variables import (
     actions,
+    partition,
     serving,
     shared_variable,
 )
@@ -244,6 +248,31 @@ def test_containers_are_reset_on_some_tasks_or_on_all(services):
         strategies.variables.reset_container("two", service=services[1])
     with pytest.raises(NotFoundError):
         here.read()
+
+
+@pytest.mark.parametrize("task", [0, 1])
+def test_values_that_are_not_numbers_are_refused(services, task):
+    make = partial(strategies.variables.shared_variable, service=services[1], task=task)
+    for wrong in (np.array(["a"]), np.array([b"a"]), np.array([None]), ["a"]):
+        with pytest.raises(TypeError, match="not an array of numbers"):
+            make(wrong, shared_name="w")
+    variable = make(np.zeros(2, np.float32), shared_name="v")
+    for wrong, kind in ((np.array(["a", "b"]), InvalidArgumentError), ([None, 1], TypeError)):
+        with pytest.raises(kind, match="not an array of numbers"):
+            variable.assign(wrong)
+    variable.assign(np.array([1, 2], ">f4"))
+    assert variable.read().value.tolist() == [1, 2]
+
+
+def test_parts_take_values_of_16_bits(services):
+    table = strategies.variables.shared_partitioned_variable(
+        np.zeros((4, 2), np.float32), partitioner=partition.fixed_size(2), service=services[1],
+        shared_name="table", tasks=[0, 1],
+    )  # fmt: skip
+    exact = 1 + 2**-20
+    table.assign(np.full((4, 2), exact, np.float32), compression=cc.FP16)
+    table.scatter_add([3], np.full((1, 2), exact, np.float32), compression=cc.FP16)
+    assert table.read().value[:, 0].tolist() == [1, 1, 1, 2]
 
 
 def test_threads_of_a_pool_end_by_themselves(monkeypatch):
