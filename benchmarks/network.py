@@ -232,7 +232,7 @@ def rows_of(comm, job: str):
     }
     if comm.local_size > 1:
         # As it is where ranks of a node do not share memory.
-        by_messages = hierarchical.levels(comm._transport, comm._leaders)
+        by_messages = comm.levels_by_messages
         rows |= {
             "hierarchical": call(algorithm="hierarchical"),
             "hierarchical, shared": call(algorithm="hierarchical"),

@@ -8,6 +8,7 @@ Example:
 
 from __future__ import annotations
 
+from collectives import world
 from collectives.arrays.reduction import MAX, MEAN, MIN, PRODUCT, SUM
 from collectives.buckets.buckets import Buckets
 from collectives.communicator import Communicator
@@ -23,45 +24,7 @@ from collectives.launch import launched_processes
 from collectives.operations.plan import Plan
 from collectives.operations.requests import Request
 from collectives.version import __version__ as __version__
-from collectives.world import (
-    allgather,
-    allgather_async,
-    allgather_object,
-    allreduce,
-    allreduce_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    barrier_async,
-    broadcast,
-    broadcast_async,
-    broadcast_object,
-    gather,
-    gather_async,
-    grouped_allreduce,
-    grouped_allreduce_async,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    node_rank,
-    num_nodes,
-    plan_allreduce,
-    plan_buckets,
-    rank,
-    recv,
-    reduce,
-    reduce_async,
-    reduce_scatter,
-    reduce_scatter_async,
-    scatter,
-    scatter_async,
-    send,
-    shared_empty,
-    shutdown,
-    size,
-    sparse_allreduce,
-)
+from collectives.world import *  # noqa: F403  # the operations of the world, listed there
 
 __all__ = [
     "BF16",
@@ -82,45 +45,9 @@ __all__ = [
     "PeerFailure",
     "Plan",
     "Request",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_async",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "barrier_async",
-    "broadcast",
-    "broadcast_async",
-    "broadcast_object",
-    "gather",
-    "gather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_async",
-    "init",
-    "is_initialized",
     "launched_processes",
-    "local_rank",
-    "local_size",
-    "node_rank",
-    "num_nodes",
-    "plan_allreduce",
-    "plan_buckets",
-    "rank",
-    "recv",
-    "reduce",
-    "reduce_async",
-    "reduce_scatter",
-    "reduce_scatter_async",
-    "scatter",
-    "scatter_async",
-    "send",
-    "shared_empty",
-    "shutdown",
-    "size",
-    "sparse_allreduce",
 ]
+__all__ += world.__all__
 
 
 def __dir__() -> list[str]:

@@ -15,19 +15,14 @@ import platform
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from collectives import links
-from collectives.arrays.host import Array
 from collectives.links import Link, Links, Machine
 from collectives.settings import Settings
-from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["agreed", "found", "path", "read", "write"]
+__all__ = ["found", "path", "read", "write"]
 
 _FORMAT, _VERSION = "unisono links", 1
 
@@ -129,47 +124,3 @@ def found(configuration: Settings, environ: Mapping[str, str] = os.environ) -> L
         known = links.overridden(known, measured, str(file))
     changes = {"node": configuration.node_link, "network": configuration.network_link}
     return links.overridden(known, changes, "UNISONO_{}_LINK")
-
-
-def agreed(
-    configuration: Settings, transport: Transport, environ: Mapping[str, str] = os.environ
-) -> Settings:
-    """Return the settings with the links that rank 0 finds; *collective*.
-
-    Raises:
-        ValueError: rank 0's file is damaged, or it cannot look for one; the same error on all
-            ranks, which would wait for it.
-    """
-    deadline = Deadline("init", configuration.timeout, configuration.stall_warning)
-    answer: dict[str, Any] = {}
-    if transport.rank == 0:
-        try:
-            answer["links"] = found(configuration, environ)
-        except ValueError as error:
-            answer["problem"] = str(error)
-        except Exception as error:
-            answer["problem"] = f"tuned: {type(error).__name__}: {error}"
-    answer = json.loads(_from_rank_0(transport, json.dumps(answer), deadline))
-    if "problem" in answer:
-        raise ValueError(answer["problem"])
-    machine, sources = answer["links"]
-    known = Links(Machine(*(Link(*numbers) for numbers in machine)), tuple(sources))
-    return replace(configuration, links=known)
-
-
-def _from_rank_0(transport: Transport, text: str, deadline: Deadline) -> str:
-    """Return rank 0's text on all ranks."""
-    data: Array = np.frombuffer(text.encode(), np.uint8)
-    length = np.array([data.size])
-    if transport.rank:
-        transport.receive(length, 0, deadline)
-        data = np.empty(length[0], np.uint8)
-        transport.receive(data, 0, deadline)
-        return data.tobytes().decode()
-    sends = [
-        transport.start_send(part, rank)
-        for rank in range(1, transport.size)
-        for part in (length, data)
-    ]
-    transport.wait(sends, deadline)
-    return text

@@ -19,23 +19,22 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from collectives import bucket_layout
-from collectives.arrays import host as arrays
-from collectives.arrays import reduction, views
+from collectives.arrays import host, reduction, views
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, Op
 from collectives.buckets.memory import Bucket, Places
 from collectives.compression import NONE, Compression, chosen
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.operations import groups
+from collectives.operations.broadcast import broadcast
+from collectives.operations.call import enter
+from collectives.operations.group import Group
 from collectives.operations.requests import Progress, Request
-
-if TYPE_CHECKING:
-    from collectives.communicator import Communicator
 
 __all__ = ["Buckets", "plan_buckets"]
 
@@ -54,7 +53,7 @@ _numbers = itertools.count()
 
 
 def plan_buckets(
-    self: Communicator,
+    group: Group,
     like: Sequence[Any],
     *,
     op: Op = MEAN,
@@ -96,7 +95,7 @@ def plan_buckets(
         ...     bool((weight == 1).all()), bias.tolist()
         (True, [0.0, 0.0, 0.0])
     """
-    with self._calls.enter("plan_buckets", timeout) as call:
+    with enter(group, "plan_buckets", timeout) as call:
         compression = chosen(compression, call.operation)
         kinds = [views.kind_of(x, operation=call.operation) for x in like]
         for dtype in {kind.dtype for kind in kinds}:
@@ -118,12 +117,12 @@ def plan_buckets(
             arrays=bucket_layout.shortened([(kind.dtype.name, kind.shape) for kind in kinds]),
         )  # fmt: skip
         call.agree()
-    comm = groups.duplicate(self)
+    ranks = groups.duplicate(group)
     places = Places(
-        comm, kinds, op=op, compression=compression, limits=limits, timeout=timeout,
+        ranks, kinds, op=op, compression=compression, limits=limits, timeout=timeout,
         name=name or f"buckets {next(_numbers)}", in_memory=in_memory,
     )  # fmt: skip
-    return Buckets(comm, places, names or [str(i) for i in range(len(kinds))])
+    return Buckets(ranks, places, names or [str(i) for i in range(len(kinds))])
 
 
 class _Step:
@@ -151,14 +150,14 @@ class Buckets:
     until something else is written there.
 
     Args:
-        comm: the ranks; belongs to the buckets alone.
+        group: the ranks; belongs to the buckets alone.
         places: where the arrays lie.
         names: of the arrays.
     """
 
-    def __init__(self, comm: Communicator, places: Places, names: Sequence[str]) -> None:
-        self._comm = comm
-        self._progress = Progress(lambda: comm)
+    def __init__(self, group: Group, places: Places, names: Sequence[str]) -> None:
+        self._group = group
+        self._progress = Progress(lambda: group)
         self._places = places
         self._views = places.views
         self._names = names
@@ -312,7 +311,7 @@ class Buckets:
         self._closed = True
         self._step = None
         self._progress.close()
-        self._comm.close()
+        self._group.close()
 
     def __enter__(self) -> Buckets:
         return self
@@ -343,22 +342,22 @@ class Buckets:
 
     def _host(self, operation: str, index: int, value: Any) -> Array:
         kind = self._places.kinds[index]
-        host: Array = value
+        array: Array = value
         if type(value) is not np.ndarray:
-            host = arrays.borrow(value, operation=operation).host
-        if host.dtype != kind.dtype or host.shape != kind.shape:
-            error = TypeError if host.dtype != kind.dtype else ValueError
+            array = host.borrow(value, operation=operation).host
+        if array.dtype != kind.dtype or array.shape != kind.shape:
+            error = TypeError if array.dtype != kind.dtype else ValueError
             raise error(
                 f"{operation}: the array does not fit, expected {kind.dtype} of shape "
-                f"{kind.shape}, got {host.dtype} of shape {host.shape} "
+                f"{kind.shape}, got {array.dtype} of shape {array.shape} "
                 f"(array: {self._names[index]})"
             )
-        return host
+        return array
 
     def _begun(self, operation: str) -> _Step:
         """Begin a step."""
         self._check_open(operation)
-        groups.check_threads(self._comm, operation)
+        groups.check_threads(self._group, operation)
         self._step = _Step(self._buckets)
         return self._step
 
@@ -401,7 +400,7 @@ class Buckets:
 
     def _refuse(self, error: Exception) -> None:
         """Make the next call one that this rank refuses, and raise the error."""
-        with self._comm._calls.enter("buckets", self._places.timeout):
+        with enter(self._group, "buckets", self._places.timeout):
             raise error
 
     def _finish(self, step: _Step, timeout: float | None) -> None:
@@ -420,7 +419,7 @@ class Buckets:
     def _learn(self, order: Sequence[int]) -> None:
         """Let the buckets follow the order in which rank 0's arrays became ready."""
         own = np.array(order, np.int64)
-        first: list[int] = self._comm.broadcast(own, timeout=self._places.timeout).tolist()
+        first: list[int] = broadcast(self._group, own, timeout=self._places.timeout).tolist()
         self._use(self._places.buckets(first))
         self._learned = True
 

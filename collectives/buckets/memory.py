@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,9 +14,9 @@ from collectives.arrays.host import Array
 from collectives.arrays.reduction import Op
 from collectives.arrays.views import Kind
 from collectives.compression import Compression
-
-if TYPE_CHECKING:
-    from collectives.communicator import Communicator
+from collectives.operations.group import Group
+from collectives.operations.reduce import allreduce, plan_allreduce
+from collectives.operations.shared import shared_empty
 
 __all__ = ["Bucket", "Places"]
 
@@ -39,7 +39,7 @@ class Places:
     """Memory of several arrays, laid out once, from the last array to the first.
 
     Args:
-        comm: the ranks.
+        group: the ranks.
         kinds: of the arrays.
         op: how to combine.
         compression: how buckets travel.
@@ -50,13 +50,13 @@ class Places:
     """
 
     def __init__(
-        self, comm: Communicator, kinds: Sequence[Kind], *, op: Op, compression: Compression,
+        self, group: Group, kinds: Sequence[Kind], *, op: Op, compression: Compression,
         limits: tuple[int, int], timeout: float | None, name: str, in_memory: bool,
     ) -> None:  # fmt: skip
         self.kinds = kinds
         self.timeout = timeout
         self.name = name
-        self._comm = comm
+        self._group = group
         self._op = op
         self._compression = compression
         self._limits = limits
@@ -64,7 +64,7 @@ class Places:
         self._sizes = [kind.nbytes for kind in kinds]
         last_first = [i for group in self._groups(range(len(kinds) - 1, -1, -1)) for i in group]
         self._starts, total = bucket_layout.places(self._sizes, last_first)
-        self._memory = comm.shared_empty(total, np.uint8, timeout=timeout)
+        self._memory = shared_empty(group, total, np.uint8, timeout=timeout)
         self.views = [
             views.show(self._memory[start : start + kind.nbytes], kind)
             for start, kind in zip(self._starts, kinds, strict=True)
@@ -100,7 +100,7 @@ class Places:
     def _planned(self, parts: Sequence[Array], _: str) -> Callable[[], None]:
         """Make a function that reduces stretches of shared memory in place."""
         plans = [
-            self._comm.plan_allreduce(part, op=self._op, timeout=self.timeout) for part in parts
+            plan_allreduce(self._group, part, op=self._op, timeout=self.timeout) for part in parts
         ]
 
         def reduce() -> None:
@@ -117,9 +117,9 @@ class Places:
             if not parts:
                 return
             whole = np.concatenate(parts) if cuts else parts[0]
-            self._comm.allreduce(
-                whole, op=self._op, out=whole, compression=self._compression, name=name,
-                timeout=self.timeout,
+            allreduce(
+                self._group, whole, op=self._op, out=whole, compression=self._compression,
+                name=name, timeout=self.timeout,
             )  # fmt: skip
             if cuts:
                 for part, reduced in zip(parts, np.split(whole, cuts), strict=True):

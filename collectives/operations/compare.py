@@ -23,18 +23,14 @@ nodes two meetings on the node, and the messages between one rank of every node.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn, get_args
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from collectives import settings
 from collectives.algorithms import halving, hierarchical
-from collectives.arrays import reduction
 from collectives.arrays.host import Array
 from collectives.errors import MismatchError, in_turn
 from collectives.operations import recorder
@@ -50,14 +46,11 @@ __all__ = [
     "Ranks",
     "agree",
     "agree_on_rows",
-    "agreed",
     "differences",
     "digest",
     "raise_mismatch",
     "union",
 ]
-
-log = logging.getLogger(__name__)
 
 Description = dict[str, object]
 
@@ -80,26 +73,6 @@ _SITE_CHARACTERS = 64
 
 # How many different values, or refusals, an error lists.
 _VALUES = 8
-
-
-def agreed(configuration: settings.Settings, transport: Transport) -> settings.Settings:
-    """Return the settings with the strictest level of checking of any rank; *collective*.
-
-    The environment of one node may lack what another one has, and ranks of which only some compare
-    would take each other's letters for data.
-    """
-    levels = get_args(settings.Check)
-    own = levels.index(configuration.check)
-    strictest = np.array([own], np.int64)
-    deadline = Deadline("init", configuration.timeout, configuration.stall_warning)
-    halving.allreduce(transport, strictest, reduction.MAX, deadline)
-    check: settings.Check = levels[strictest[0]]
-    if check != configuration.check:
-        log.warning(
-            "[%d/%d] UNISONO_CHECK is %s on another rank, so this one, with %s, compares as much",
-            transport.rank, transport.size, check, configuration.check,
-        )  # fmt: skip
-    return dataclasses.replace(configuration, check=check)
 
 
 class Ranks(NamedTuple):

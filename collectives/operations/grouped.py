@@ -20,25 +20,27 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
 
 import numpy as np
 
 from collectives import bucket_layout
-from collectives.arrays import host as arrays
-from collectives.arrays import reduction
+from collectives.arrays import host, reduction
 from collectives.arrays.host import Array, Borrowed
 from collectives.arrays.reduction import MEAN, Op
 from collectives.bucket_layout import Stage
 from collectives.compression import NONE, Compression, chosen
-from collectives.operations.call import Call
+from collectives.node.engine import Engine, Work
+from collectives.operations.call import Call, enter
+from collectives.operations.group import Group
+from collectives.operations.reduce import allreduce
+from collectives.operations.shared import shared_empty
 from collectives.signatures import A, Detachable, Numbers
 
 if TYPE_CHECKING:
-    from collectives.communicator import Communicator
-    from collectives.node.engine import Engine, Work
+    from typing_extensions import Unpack
 
-__all__ = ["Groupings", "grouped_allreduce"]
+__all__ = ["Grouping", "Groupings", "grouped_allreduce"]
 
 # Bytes of a stage in shared memory; the second where ranks outnumber the cores, so that a meeting
 # costs a change of process. `benchmarks/gradients.py --model resnet50`, 2 ranks on 2 cores, ms,
@@ -51,6 +53,9 @@ _MOST = 16
 
 
 _Kind = tuple[tuple[int, ...], "np.dtype[Any]"]
+
+# The memory of a stage, and what reduces it there.
+_Planned = tuple[Array, Work]
 
 
 class _Grouping(NamedTuple):
@@ -68,32 +73,42 @@ class _Grouping(NamedTuple):
     stages: list[Stage]
     starts: list[int]
     nbytes: int
-    work: list[tuple[Array, Work]]
+    work: list[_Planned]
 
 
 class Groupings:
-    """What `grouped_allreduce` keeps of its calls on one communicator."""
+    """What `grouped_allreduce` keeps of its calls in one group.
 
-    def __init__(self) -> None:
-        self._known: OrderedDict[tuple[object, ...], _Grouping] = OrderedDict()
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._stage = np.empty(0, np.uint8)
+        self.known: OrderedDict[tuple[object, ...], _Grouping] = OrderedDict()
         self._results = np.empty(0, np.uint8)
         self._holders = 0  # of the results, when nobody else knows them
-
-    def get(self, key: tuple[object, ...]) -> _Grouping | None:
-        """Return what is known of such a call."""
-        return self._known.get(key)
 
     def made(self, key: tuple[object, ...], grouping: _Grouping) -> None:
         """Remember a call, once the ranks have agreed, and forget the one made longest ago.
 
         All ranks know the same calls: one that knows a call does not meet one that plans it.
         """
-        self._known[key] = grouping
-        self._known.move_to_end(key)
-        if len(self._known) > _MOST:
-            self._known.popitem(last=False)
+        self.known[key] = grouping
+        self.known.move_to_end(key)
+        if len(self.known) > _MOST:
+            self.known.popitem(last=False)
 
-    def memory(self, nbytes: int) -> Array:
+    def plan(self, call: Call, engine: Engine, stages: Sequence[Stage], op: Op) -> list[_Planned]:
+        """Make what reduces each stage in shared memory; *collective*."""
+        nbytes = _stage_bytes(engine)
+        if not self._stage.size:
+            self._stage = shared_empty(self._group, nbytes, np.uint8)
+        views = [self._stage[: stage.nbytes].view(stage.dtype) for stage in stages]
+        return [(view, engine.plan_allreduce(view, view, op, call.digest)) for view in views]
+
+    def results(self, nbytes: int) -> Array:
         """Return memory for results: that of earlier ones which the caller has dropped, or new.
 
         New memory of many megabytes costs more than the reduction, since the system clears it.
@@ -107,35 +122,26 @@ class Groupings:
         return results
 
 
+class Grouping(TypedDict, total=False):
+    """Options of `grouped_allreduce`, for type checkers."""
+
+    op: Op
+    compression: Compression | None
+    timeout: float | None
+
+
 @overload
 def grouped_allreduce(
-    self: Communicator,
-    xs: Sequence[Numbers],
-    *,
-    op: Op = MEAN,
-    compression: Compression | None = NONE,
-    timeout: float | None = None,
+    group: Group, xs: Sequence[Numbers], **options: Unpack[Grouping]
 ) -> list[Array]: ...
 @overload
 def grouped_allreduce(
-    self: Communicator,
-    xs: Sequence[Detachable[A]],
-    *,
-    op: Op = MEAN,
-    compression: Compression | None = NONE,
-    timeout: float | None = None,
+    group: Group, xs: Sequence[Detachable[A]], **options: Unpack[Grouping]
 ) -> list[A]: ...
 @overload
+def grouped_allreduce(group: Group, xs: Sequence[A], **options: Unpack[Grouping]) -> list[A]: ...
 def grouped_allreduce(
-    self: Communicator,
-    xs: Sequence[A],
-    *,
-    op: Op = MEAN,
-    compression: Compression | None = NONE,
-    timeout: float | None = None,
-) -> list[A]: ...
-def grouped_allreduce(
-    self: Communicator,
+    group: Group,
     xs: Sequence[Any],
     *,
     op: Op = MEAN,
@@ -164,37 +170,38 @@ def grouped_allreduce(
     Cost: two copies of all arrays beside the reduction, in shared memory through the cache; memory
         for one list of results is kept.
     """
-    with self._calls.enter("grouped_allreduce", timeout) as call:
+    with enter(group, "grouped_allreduce", timeout) as call:
         compression = chosen(compression, call.operation)
         loans = [_lent(x, call.operation) for x in xs]
         hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
-        kinds = tuple([(host.shape, host.dtype) for host in hosts])
+        kinds = tuple([(array.shape, array.dtype) for array in hosts])
         key = op, str(compression), kinds
-        known = self._groupings.get(key)
+        groupings = group.kept(Groupings)
+        known = groupings.known.get(key)
         if known is None:
             known = _new(kinds, op, compression, call)
             call.agree()
             if call.engine is not None:
                 known.facts["planned"] = True  # what is driven below is not what was agreed by
                 call.describe(**known.facts)
-                known.work.extend(_planned(self, call.engine, call.digest, known.stages, op))
+                known.work.extend(groupings.plan(call, call.engine, known.stages, op))
         else:
             call.describe(**known.facts)
             if call.engine is None or not known.stages:
                 call.agree()
-        results = self._groupings.memory(known.nbytes)
+        results = groupings.results(known.nbytes)
         engine = call.engine
         if engine is not None:
             for stage, (shared, work) in zip(known.stages, known.work, strict=True):
                 _pack(stage, hosts, shared)
-                call.met(engine.drive(work, call.deadline))
+                call.drive(work)
                 _part(stage, results)[...] = shared
-        self._groupings.made(key, known)
+        groupings.made(key, known)
     if engine is None:
         for stage in known.stages:
             part = _part(stage, results)
             _pack(stage, hosts, part)
-            self.allreduce(part, op=op, out=part, compression=compression, timeout=timeout)
+            allreduce(group, part, op=op, out=part, compression=compression, timeout=timeout)
     return [
         _result(kind, results, start)
         if loan is None
@@ -207,14 +214,14 @@ def _lent(x: Any, operation: str) -> Borrowed | None:
     """Borrow an array, unless it is as NumPy has them."""
     if type(x) is np.ndarray and x.dtype.isnative:
         return None
-    return arrays.borrow(x, operation=operation)
+    return host.borrow(x, operation=operation)
 
 
 def _new(kinds: tuple[_Kind, ...], op: Op, compression: Compression, call: Call) -> _Grouping:
     """Check and describe a call with arrays of these shapes and dtypes."""
     dtypes = [dtype for _, dtype in kinds]
     for dtype in dict.fromkeys(dtypes):
-        arrays.borrow(np.empty(0, dtype), operation=call.operation)  # refuses what is no number
+        host.borrow(np.empty(0, dtype), operation=call.operation)  # refuses what is no number
         reduction.check(op, dtype, operation=call.operation)
         compression.codec(dtype, op, network=True)
     facts: dict[str, object] = {
@@ -229,15 +236,6 @@ def _new(kinds: tuple[_Kind, ...], op: Op, compression: Compression, call: Call)
     return _Grouping(facts, *bucket_layout.stages(counts, dtypes, limit), [])
 
 
-def _planned(
-    self: Communicator, engine: Engine, digest: int, stages: Sequence[Stage], op: Op
-) -> list[tuple[Array, Work]]:
-    """Make what reduces each stage in shared memory; *collective*."""
-    memory = self._bucket(_stage_bytes(engine))
-    views = [memory[: stage.nbytes].view(stage.dtype) for stage in stages]
-    return [(view, engine.plan_allreduce(view, view, op, digest)) for view in views]
-
-
 def _stage_bytes(engine: Engine) -> int:
     return STAGE_BYTES_CROWDED if engine.size > (os.cpu_count() or 1) else STAGE_BYTES
 
@@ -248,7 +246,7 @@ def _pack(stage: Stage, hosts: Sequence[Array], into: Array) -> None:
     for at in (0, -1):  # only the first and the last can be a part of an array
         array, start, stop = stage.pieces[at]
         if stop - start < hosts[array].size:
-            pieces[at] = arrays.flat(hosts[array])[start:stop]
+            pieces[at] = host.flat(hosts[array])[start:stop]
     np.concatenate(pieces, axis=None, out=into, casting="no")
 
 

@@ -1,22 +1,25 @@
-"""Communicators made of others, as methods of `Communicator`."""
+"""Groups made of others."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import numpy as np
 
 from collectives.errors import LaunchError
-
-if TYPE_CHECKING:
-    from collectives.communicator import Communicator
+from collectives.operations.broadcast import barrier
+from collectives.operations.call import enter
+from collectives.operations.group import Group
+from collectives.operations.rows import allgather
 
 __all__ = ["background", "check_threads", "duplicate", "group", "split"]
 
+G = TypeVar("G", bound=Group)
 
-def split(self: Communicator, color: int | None, key: int = 0) -> Communicator | None:
+
+def split(group: G, color: int | None, key: int = 0) -> G | None:
     """Make communicators of the ranks that name the same color.
 
     Args:
@@ -27,10 +30,10 @@ def split(self: Communicator, color: int | None, key: int = 0) -> Communicator |
         The new group's communicator, None where color is None.
 
     Raises:
-        TypeError: color or key is no integer; MismatchError on the other ranks.
+        TypeError: color or key is not an integer; MismatchError on the other ranks.
         ValueError: color or key is out of range; MismatchError on the other ranks.
     """
-    with self._calls.enter("split", None) as call:
+    with enter(group, "split") as call:
         wish = (-1 if color is None else operator.index(color), operator.index(key))
         if color is not None and color < 0:
             raise ValueError(f"split: color is negative, expected None or >= 0, got {color}")
@@ -40,24 +43,24 @@ def split(self: Communicator, color: int | None, key: int = 0) -> Communicator |
             )
         call.describe()
         call.agree()
-    chosen = self.allgather(np.array([wish], np.int64)).tolist()
-    members = [r for r in range(self.size) if chosen[r][0] == wish[0]]
+    chosen = allgather(group, np.array([wish], np.int64)).tolist()
+    members = [r for r in range(group.size) if chosen[r][0] == wish[0]]
     members.sort(key=lambda r: (chosen[r][1], r))
     # MPI takes numbers of 32 bits: the group goes by its first rank, and its ranks by their place.
-    part = self._transport.split(None if color is None else members[0], members.index(self.rank))
-    self._splits_made += 1
+    transport = group.transport
+    part = transport.split(None if color is None else members[0], members.index(group.rank))
+    group.splits_made += 1
     if part is None:
         return None
-    world = self._transport.world
-    if world is not None or members != list(range(self.size)):
+    world = transport.world
+    if world is not None or members != list(range(group.size)):
         part.world = [r if world is None else world[r] for r in members]
-    leaders = [self._leaders[r] for r in members]
-    return type(self)(
-        part, leaders, self._calls.settings, f"{self._calls.name}.{self._splits_made}"
-    )
+    leaders = [group.leaders[r] for r in members]
+    name = f"{group.recorder.name}.{group.splits_made}"
+    return type(group)(part, leaders, group.settings, name)
 
 
-def group(self: Communicator, ranks: Sequence[int]) -> Communicator | None:
+def group(whole: G, ranks: Sequence[int]) -> G | None:
     """Make a communicator of some ranks, numbered in the order given.
 
     *Collective*: all ranks of this communicator, also those that are not listed.
@@ -71,26 +74,26 @@ def group(self: Communicator, ranks: Sequence[int]) -> Communicator | None:
     Raises:
         ValueError: a rank does not exist, or is listed twice.
     """
-    with self._calls.enter("group", None) as call:
+    with enter(whole, "group") as call:
         listed = [operator.index(r) for r in ranks]
-        if len(set(listed)) != len(listed) or not set(listed) <= set(range(self.size)):
+        if len(set(listed)) != len(listed) or not set(listed) <= set(range(whole.size)):
             raise ValueError(
-                f"group: expected ranks 0 .. {self.size - 1}, each at most once, got {listed}"
+                f"group: expected ranks 0 .. {whole.size - 1}, each at most once, got {listed}"
             )
         call.describe(ranks=tuple(listed))
         call.agree()
-    member = self.rank in listed
-    return self.split(0 if member else None, listed.index(self.rank) if member else 0)
+    member = whole.rank in listed
+    return split(whole, 0 if member else None, listed.index(whole.rank) if member else 0)
 
 
-def background(self: Communicator) -> Communicator:
-    """Make the private communicator of the asynchronous operations; *collective*.
+def background(group: G) -> G:
+    """Make the private group of the asynchronous operations; *collective*.
 
     Raises:
         LaunchError: it would send messages from a thread, and MPI does not allow that.
     """
-    private = duplicate(self)
-    private.barrier()  # the ranks meet, which takes messages, before another thread takes over
+    private = duplicate(group)
+    barrier(private)  # the ranks meet, which takes messages, before another thread takes over
     try:
         check_threads(private, "asynchronous operation")
     except LaunchError:
@@ -99,18 +102,18 @@ def background(self: Communicator) -> Communicator:
     return private
 
 
-def check_threads(self: Communicator, operation: str) -> None:
+def check_threads(group: Group, operation: str) -> None:
     """Refuse to go on where operations of another thread would send messages that MPI forbids.
 
     Raises:
         LaunchError: they would.
     """
-    if self._calls.by_messages:
-        self._transport.check_threads(operation)
+    if group.sends_messages:
+        group.transport.check_threads(operation)
 
 
-def duplicate(self: Communicator) -> Communicator:
-    """Make a communicator of the same ranks; *collective*."""
-    duplicate = self.split(0, self.rank)
+def duplicate(group: G) -> G:
+    """Make a group of the same ranks; *collective*."""
+    duplicate = split(group, 0, group.rank)
     assert duplicate is not None
     return duplicate

@@ -17,12 +17,11 @@ With feedback, or between nodes only, they are packed where the host's are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.algorithms import compressed, hierarchical, selection
+from collectives.algorithms import compressed, selection
 from collectives.arrays import foreign, reduction, staging
 from collectives.arrays.device import DeviceBuffer
 from collectives.arrays.foreign import Resident
@@ -30,13 +29,15 @@ from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
 from collectives.compression import Codec
 from collectives.kernels import cuda
-from collectives.operations import ways
-from collectives.operations.call import Call, Calls
+from collectives.operations import messages, shared
+from collectives.operations import plan as plans
+from collectives.operations.call import Call
+from collectives.operations.group import Group
 
-__all__ = ["Loan", "OnDevices"]
+__all__ = ["BorrowedOnDevice", "OnDevices"]
 
 
-class Loan(NamedTuple):
+class BorrowedOnDevice(NamedTuple):
     """A device array for the time of one call.
 
     Attributes:
@@ -63,25 +64,25 @@ class Loan(NamedTuple):
 
 
 class OnDevices:
-    """How the calls of one communicator treat device arrays.
+    """How the calls of one group treat device arrays.
 
     Args:
-        calls: those of the communicator.
-        leaders: for every rank an integer that is the same exactly for the ranks of one node.
+        group: the ranks.
+
+    Attributes:
+        aware: whether MPI takes device memory.
     """
 
-    def __init__(self, calls: Calls, leaders: Sequence[int]) -> None:
-        self._calls = calls
-        self._aware = calls.settings.cuda_aware == "on"
-        self._levels = hierarchical.levels(calls.transport, leaders)
-        size = calls.transport.size
-        self._slice = staging.slice_bytes(size, by_messages=calls.layout.num_nodes > 1)
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.aware = group.settings.cuda_aware == "on"
+        self._slice = staging.slice_bytes(group.size, by_messages=group.num_nodes > 1)
         self._windows: staging.Windows | None = None
         self._lanes: dict[int, staging.Lanes] = {}
 
-    def lend(self, x: Any, out: Any) -> Loan | None:
+    def borrow(self, x: Any, out: Any) -> BorrowedOnDevice | None:
         """Borrow an array that these operations are for; None for every other one."""
-        if type(x) is np.ndarray or self._calls.transport.size == 1:
+        if type(x) is np.ndarray or self._group.size == 1:
             return None
         try:
             found = foreign.resident(x, self._slice + 1)
@@ -90,7 +91,7 @@ class OnDevices:
             memory, own = found
             if out is None:
                 result, target = own.new()
-                return Loan(own.shape, own.dtype, own.buffer, target, result, None)
+                return BorrowedOnDevice(own.shape, own.dtype, own.buffer, target, result, None)
             other = found if out is x else foreign.resident(out, self._slice + 1)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return None  # the other way says what is wrong
@@ -101,50 +102,47 @@ class OnDevices:
             return None
         source, target = own.buffer, there.buffer
         if out is x:
-            return Loan(own.shape, own.dtype, source, source, out, there)
+            return BorrowedOnDevice(own.shape, own.dtype, source, source, out, there)
         if source.view.device.id != target.view.device.id:
             return None
         if not there.is_own or _overlap(source, target):
             target = source.empty(source.size)
-        return Loan(own.shape, own.dtype, source, target, out, there)
+        return BorrowedOnDevice(own.shape, own.dtype, source, target, out, there)
 
     def goes_to_mpi(self, algorithm: str) -> bool:
         """Tell whether messages are made of device memory."""
-        return self._aware and algorithm not in ("node", "native")
+        return self.aware and algorithm not in ("node", "native")
 
     def allreduce(
-        self, call: Call, loan: Loan, op: Op, algorithm: str, codec: Codec | None
+        self, call: Call, there: BorrowedOnDevice, op: Op, algorithm: str, codec: Codec | None
     ) -> None:
         """Reduce a lent array over all ranks; the call has been described."""
-        if codec is not None:
-            codec.claim(loan.source.size, loan.dtype)
         call.agree()
-        if codec is not None and (packed := self._pack(call, loan, op, algorithm, codec)):
+        if codec is not None and (packed := self._pack(call, there, op, algorithm, codec)):
             self._allreduce_packed(call, packed, op, algorithm, codec)
-            cuda.widen(packed, loan.target)
+            cuda.widen(packed, there.target)
         elif codec is None and self.goes_to_mpi(algorithm):
-            self._allreduce_there(call, loan, op, algorithm)
+            self._allreduce_there(call, there, op, algorithm)
         else:
-            self._allreduce_staged(call, loan.source, loan.target, op, algorithm, codec)
+            self._allreduce_staged(call, there.source, there.target, op, algorithm, codec)
 
-    def broadcast(self, call: Call, loan: Loan, root: int, algorithm: str) -> None:
+    def broadcast(self, call: Call, there: BorrowedOnDevice, root: int, algorithm: str) -> None:
         """Replace the target by the root's source; the call has been described."""
         call.agree()
-        transport = self._calls.transport
-        is_root = transport.rank == root
-        if is_root and loan.target is not loan.source:
-            loan.target.copy_from(loan.source)
+        is_root = self._group.rank == root
+        if is_root and there.target is not there.source:
+            there.target.copy_from(there.source)
         if self.goes_to_mpi(algorithm):
-            self._by_messages(call, "broadcast", algorithm, loan.target.nbytes)(
-                loan.target, root, call.deadline
+            self._by_messages(call, "broadcast", algorithm, there.target.nbytes)(
+                there.target, root, call.deadline
             )
             return
 
         def work(part: Array, number: int) -> None:
-            ways.broadcast_agreed(transport, call, part, root, algorithm)
+            plans.broadcast_part(call, part, root, algorithm)
 
-        source, target = (loan.target, None) if is_root else (None, loan.target)
-        self._pass(call, source, target, work, loan.target)
+        source, target = (there.target, None) if is_root else (None, there.target)
+        self._pass(call, source, target, work, there.target)
 
     def close(self) -> None:
         """Give back what is pinned."""
@@ -152,26 +150,27 @@ class OnDevices:
             self._windows.release()
             self._windows = None
 
-    def _allreduce_there(self, call: Call, loan: Loan, op: Op, algorithm: str) -> None:
+    def _allreduce_there(self, call: Call, there: BorrowedOnDevice, op: Op, algorithm: str) -> None:
         """Reduce by messages of device memory."""
-        work_dtype = reduction.work_dtype(loan.dtype)
-        buffer = loan.target
-        if work_dtype != loan.dtype:
-            buffer = loan.source.empty(loan.source.size, work_dtype)
-            cuda.widen(loan.source, buffer)
-        elif loan.target is not loan.source:
-            buffer.copy_from(loan.source)
+        work_dtype = reduction.work_dtype(there.dtype)
+        buffer = there.target
+        if work_dtype != there.dtype:
+            buffer = there.source.empty(there.source.size, work_dtype)
+            cuda.widen(there.source, buffer)
+        elif there.target is not there.source:
+            buffer.copy_from(there.source)
         if op is MEAN:
-            buffer.divide(self._calls.transport.size)
+            buffer.divide(self._group.size)
         run = self._by_messages(call, "allreduce", algorithm, buffer.nbytes)
         run(buffer, op, call.deadline)
-        if buffer is not loan.target:
-            loan.target.copy_from(cuda.narrow(buffer, loan.dtype))
+        if buffer is not there.target:
+            there.target.copy_from(cuda.narrow(buffer, there.dtype))
 
     def _by_messages(self, call: Call, operation: str, algorithm: str, nbytes: int) -> Any:
         """Return an algorithm that only sends messages, also inside a node."""
         name = call.picks(operation, algorithm, nbytes)
-        ranks = self._levels if name == "hierarchical" else self._calls.transport
+        group = self._group
+        ranks = group.levels_by_messages if name == "hierarchical" else group.transport
         run = selection.ALGORITHMS[operation][name]
         return lambda *arguments: run(ranks, *arguments)
 
@@ -182,16 +181,19 @@ class OnDevices:
         """Reduce slice by slice on the host."""
 
         def work(part: Array, number: int) -> None:
-            own = _of_slice(codec, number)
-            ways.allreduce_agreed(self._calls.transport, call, part, part, op, algorithm, own)
+            if engine := call.engine_for(algorithm):
+                call.drive(engine.plan_allreduce(part, part, op, call.digest))
+            else:
+                own = _of_slice(codec, number)
+                messages.allreduce_compared(call, part, part, op=op, algorithm=algorithm, codec=own)
 
         self._pass(call, source, target, work, source)
 
     def _pack(
-        self, call: Call, loan: Loan, op: Op, algorithm: str, codec: Codec
+        self, call: Call, there: BorrowedOnDevice, op: Op, algorithm: str, codec: Codec
     ) -> DeviceBuffer | None:
         """Round a contribution to 16 bits on the device, where these go all the way."""
-        engine = selection.engine_for(call.engine, algorithm)
+        engine = call.engine_for(algorithm)
         if engine is not None and codec.residuals is not None:
             return None  # nothing would keep the errors of the results
         if engine is None and call.levels is not None and algorithm in ("auto", "hierarchical"):
@@ -199,26 +201,25 @@ class OnDevices:
         residual = None
         if codec.residuals is not None:
             residual = codec.residuals.array(
-                codec.name, "contribution on a device", loan.source.size, loan.dtype,
-                make=lambda count, dtype: _zeros(loan.source, count),
+                codec.name, "contribution on a device", there.source.size, there.dtype,
+                make=lambda count, dtype: _zeros(there.source, count),
             )  # fmt: skip
-        divisor = self._calls.transport.size if op is MEAN else 1
-        return cuda.narrow(loan.source, codec.dtype, divisor=divisor, residual=residual)
+        divisor = self._group.size if op is MEAN else 1
+        return cuda.narrow(there.source, codec.dtype, divisor=divisor, residual=residual)
 
     def _allreduce_packed(
         self, call: Call, packed: DeviceBuffer, op: Op, algorithm: str, codec: Codec
     ) -> None:
         """Reduce what is packed, slice by slice on the host, in place."""
         kind = SUM if op is MEAN else op  # what is packed has been divided
-        engine = selection.engine_for(call.engine, algorithm)
-        transport = self._calls.transport
+        ranks = self._group.transport
 
         def work(part: Array, number: int) -> None:
-            if engine is not None:
-                call.met(engine.allreduce(part, part, kind, call.digest, call.deadline))
+            if engine := call.engine_for(algorithm):
+                call.drive(engine.plan_allreduce(part, part, kind, call.digest))
             else:
                 own = _of_slice(codec, number)
-                compressed.allreduce_16(transport, part, kind, call.deadline, codec=own)
+                compressed.allreduce_16(ranks, part, kind, call.deadline, codec=own)
 
         self._pass(call, packed, packed, work, packed)
 
@@ -229,7 +230,7 @@ class OnDevices:
         """Pass an array through this communicator's windows."""
         cupy, context = like.device.cupy, like.device.context
         if self._windows is None:  # on all ranks at the same call, since all agree on it
-            memory = call.shared_empty(staging.WINDOWS * self._slice)
+            memory = shared.allocate(call, staging.WINDOWS * self._slice)
             self._windows = (
                 staging.pinned(cupy, self._slice)
                 if memory is None

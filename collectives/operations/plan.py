@@ -1,18 +1,300 @@
-"""A reduction in place that is resolved once and called at every step."""
+"""Plans: what a call needs but for its arrays, made in the first such call and run in later ones.
+
+What a call needs follows from its operation, op, dtype, shape, root and algorithm, its *key*. The
+first call looks at its arguments, describes itself, makes a plan of what it found, and runs that;
+the group keeps it. Later calls with contiguous NumPy arrays find it by the key, and run it.
+
+| plan | ranks meet | what is kept |
+| --- | --- | --- |
+| `NodePlan` | in shared memory | description and its hash, kernel, loops, bounds and tables |
+| `MessagePlan` | by messages | description, and the function that moves the arrays |
+
+Ranks that find a plan and ranks that make one meet in the same rounds, or messages, and compare the
+same hashes, so that it does not matter who found one.
+
+Cost: 2 to 3 us of Python per call in shared memory; at most 256 plans, without arrays.
+"""
 
 from __future__ import annotations
 
-from typing import Generic
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic
+
+import numpy as np
 
 from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
+from collectives.compression import Codec
 from collectives.errors import MismatchError
-from collectives.operations import compare, ways
-from collectives.operations.call import Call, Calls
-from collectives.operations.resolved import Resolved
+from collectives.node.engine import Rows, Work
+from collectives.operations import compare, messages
+from collectives.operations.call import Call, enter
+from collectives.operations.group import Group
 from collectives.signatures import A
 
-__all__ = ["Plan"]
+__all__ = [
+    "LATER",
+    "PLANNED",
+    "MessagePlan",
+    "NodePlan",
+    "Plan",
+    "allreduce",
+    "broadcast",
+    "broadcast_part",
+    "find",
+    "keep",
+]
+
+Key = tuple[object, ...]
+
+# How the calls of a `Plan` describe themselves.
+PLANNED = "planned allreduce"
+
+# How many plans a group keeps; a training step makes a few dozen different calls.
+_MOST = 256
+
+# In place of an array: the caller finds one for the result, perhaps as the ranks meet.
+LATER: Any = object()
+
+# What goes wrong in a look-up and is for the long way, which tells the other ranks of it: an
+# unknown call, arguments that cannot be looked for or compared, no memory for the result.
+_NOT_FOUND = (KeyError, TypeError, ValueError, MemoryError)
+
+
+def find(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
+    """Find the plan of a call that is like an earlier one.
+
+    Args as the caller's; plans are found for contiguous arrays of NumPy. `out` may be `LATER`.
+
+    Returns:
+        (plan, where the result goes, what `run` takes for `x`, and for the result), or None where
+        no plan is known, or something needs a closer look. Nothing has happened yet.
+    """
+    if type(x) is not np.ndarray:
+        return None
+    try:
+        if not x.flags.c_contiguous or not (timeout is None or timeout > 0):
+            return None
+        start, target, place = address(x), 0, None
+        if out is not None and out is not LATER:
+            if out is not x and (
+                type(out) is not np.ndarray or out.dtype != x.dtype or out.shape != x.shape
+            ):
+                return None
+            flags = out.flags
+            if not flags.c_contiguous or not flags.writeable:
+                return None
+            target = start if out is x else address(out)
+            if target == start:
+                engine = group.node_engine  # its place in shared memory is a part of the key
+                place = None if engine is None else engine.shared.place_at(start, x.nbytes)
+            elif -x.nbytes < target - start < x.nbytes:  # what is written would be read again
+                return None
+        plan = group.plans[key, x.dtype, x.shape, place]
+        if out is None:
+            out = np.empty(x.shape if plan.shape is None else plan.shape, x.dtype)
+            target = address(out)
+        if plan.by_messages:
+            return plan, out, x.reshape(-1), None if out is LATER else out.reshape(-1)
+        return plan, out, start, target
+    except _NOT_FOUND:
+        return None
+
+
+def keep(group: Group, key: Key, x: Any, result: Any, plan: object) -> None:
+    """Keep the plan of a call with `x` and its result, if later ones can find it."""
+    if type(x) is np.ndarray and x.flags.c_contiguous and x.dtype.isnative:
+        engine, place = group.node_engine, None
+        if engine is not None and isinstance(result, np.ndarray):
+            place = engine.shared.place_of(x, result)
+        if len(group.plans) >= _MOST:
+            group.plans.clear()
+        group.plans[key, x.dtype, x.shape, place] = plan
+
+
+class NodePlan:
+    """A call in the node engine that is ready but for the addresses of its arrays.
+
+    Args:
+        call: that makes it, and has been described.
+        work: kernel, block and tables.
+        shape: of the result; that of the array if None.
+        before: how many bytes before the result the whole array would begin, of which it is a part.
+    """
+
+    __slots__ = (
+        "_before", "_description", "_engine", "_fields", "_operation", "_out", "_send", "_words",
+        "_work", "block", "group", "kernel", "shape",
+    )  # fmt: skip
+
+    by_messages = False
+
+    def __init__(
+        self,
+        call: Call,
+        work: Work,
+        shape: tuple[int, ...] | None = None,
+        before: int = 0,
+    ) -> None:
+        from collectives.node import rounds
+
+        assert call.engine is not None
+        self.shape = shape
+        self.group = call.group
+        self._engine = call.engine
+        self._description = call.description
+        self._fields = dict(self._description)
+        self._operation = str(self._fields.pop("operation"))
+        self._send, self._out = rounds.SEND, rounds.OUT
+        self._before = before
+        self._use(work)
+
+    def _use(self, work: Work) -> None:
+        self._work = work
+        self._words = work.block.data
+        self.kernel = work.kernel
+        self.block = address(work.block)
+
+    def like(self, nbytes: int, table: Rows, longest: int) -> NodePlan:
+        """Plan another meeting of the same call; arguments as `Engine.plan_publish`."""
+        other = copy.copy(self)
+        digest = compare.digest(self._description)
+        other._use(self._engine.plan_publish(nbytes, table, digest, longest))
+        return other
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan; raises what `Call.met` does."""
+        self._words[self._send] = 0 if send is None else address(send)
+        self._words[self._out] = 0 if out is None else address(out) - self._before
+        call.drive(self._work)
+
+    def run(
+        self, send: int, out: int, timeout: float | None, then: Callable[[], None] | None = None
+    ) -> None:
+        """Make the call once more.
+
+        Args:
+            send: address of this rank's array.
+            out: address of the result.
+            timeout: seconds, None for the setting.
+            then: does the rest of the call.
+
+        Raises:
+            CollectiveError: an earlier call failed.
+            MismatchError: the ranks do not make the same call; on all ranks.
+            CollectiveTimeout: some rank did not come within `timeout` seconds.
+        """
+        group = self.group
+        if group.unusable is not None:
+            group.check_usable(self._operation)
+        record = None
+        try:
+            group.number += 1
+            record = group.begin(self._operation, self._fields)
+            self.meet(send, out, timeout)
+            if then is not None:
+                then()
+        except BaseException as error:
+            if not isinstance(error, MismatchError):
+                group.failed(self._operation, error)  # also after Ctrl-C
+            if record is not None:
+                group.end(record, error)
+            raise
+        group.end(record, None)
+
+    def meet(self, send: int, out: int, timeout: float | None) -> None:
+        """Call the kernel until it is done; arguments and errors as `run`."""
+        words = self._words
+        words[self._send] = send
+        words[self._out] = out - self._before
+        if status := self.kernel(self.block):
+            self.go_on(status, timeout)
+
+    def go_on(self, status: int, timeout: float | None) -> None:
+        """Wait for the others, or say in what they differ; errors as `run`.
+
+        Args:
+            status: what the kernel has returned.
+            timeout: seconds, None for the setting.
+        """
+        deadline = self.group.deadline(self._operation, timeout)
+        if not self._engine.drive(self._work, deadline, status):
+            compare.raise_mismatch(self.group.transport, self._description, deadline)
+
+
+class MessagePlan:
+    """A call by messages whose arguments have been looked at.
+
+    Args:
+        call: that makes it, and has been described.
+        move: compares the call, and moves flat arrays.
+        shape: of the result; that of the array if None.
+    """
+
+    __slots__ = ("_fields", "_move", "_operation", "group", "shape")
+
+    by_messages = True
+
+    def __init__(
+        self, call: Call, move: Callable[..., None], shape: tuple[int, ...] | None = None
+    ) -> None:
+        self.shape = shape
+        self.group = call.group
+        self._fields = call.description
+        self._operation = str(self._fields.pop("operation"))
+        self._fields.pop(compare.NUMBER, None)  # of which later calls have their own
+        self._move = move
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan."""
+        self._move(call, send, out)
+
+    def run(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
+        """Make the call once more, with flat arrays; errors as `NodePlan.run`."""
+        with enter(self.group, self._operation, timeout) as call:
+            call.describe(**self._fields)
+            self._move(call, send, out)
+
+
+def allreduce(
+    call: Call,
+    send: Array,
+    out: Array,
+    op: Op,
+    algorithm: str = "auto",
+    codec: Codec | None = None,
+) -> NodePlan | MessagePlan:
+    """Plan the all-reduce of flat arrays that a call has described."""
+    engine = call.engine_for(algorithm)
+    if engine is None:
+        move = partial(messages.allreduce, op=op, algorithm=algorithm, codec=codec)
+        return MessagePlan(call, move)
+    if place := engine.shared.place_of(send, out):  # which is reduced by another kernel
+        call.add(memory=f"shared array {place.number} + {place.offset} bytes")
+    return NodePlan(call, engine.plan_allreduce(send, out, op, call.digest))
+
+
+def broadcast(
+    call: Call, buffer: Array, root: int, algorithm: str = "auto"
+) -> NodePlan | MessagePlan:
+    """Plan the broadcast of arrays like a flat one, in a call that has been described."""
+    engine = call.engine_for(algorithm)
+    if engine is None:
+        return MessagePlan(call, partial(messages.broadcast, root=root, algorithm=algorithm))
+    own, nbytes = call.group.rank == root, buffer.nbytes
+    wanted = [] if own or not nbytes else [(root, 0, nbytes, 0)]
+    work = engine.plan_publish(nbytes if own else 0, wanted, call.digest, nbytes)
+    return NodePlan(call, work)
+
+
+def broadcast_part(call: Call, buffer: Array, root: int, algorithm: str = "auto") -> None:
+    """Broadcast a part of what the ranks have agreed on, or will as they meet."""
+    if call.engine_for(algorithm) is None:
+        messages.broadcast_compared(call, buffer, root=root, algorithm=algorithm)
+    else:
+        broadcast(call, buffer, root, algorithm).first(call, buffer, buffer)
 
 
 class Plan(Generic[A]):
@@ -23,11 +305,9 @@ class Plan(Generic[A]):
     costs little more than the exchange itself.
 
     Args:
-        calls: those of the communicator.
-        call: the one that made the plan.
         array: what the caller gave, and gets back.
         flat: its memory, shape (n,).
-        op: how to combine.
+        plan: of its reduction.
         timeout: seconds, None for the setting.
 
     Raises (when called):
@@ -35,58 +315,46 @@ class Plan(Generic[A]):
         CollectiveTimeout: as `Communicator.allreduce`.
     """
 
-    __slots__ = ("_address", "_calls", "_facts", "_flat", "_kernel", "_op", "_resolved", "_timeout",
-                 "array")  # fmt: skip
+    __slots__ = ("_address", "_flat", "_group", "_kernel", "_plan", "_timeout", "array")
 
     def __init__(
-        self, calls: Calls, call: Call, array: A, flat: Array, op: Op, timeout: float | None
+        self, array: A, flat: Array, plan: NodePlan | MessagePlan, timeout: float | None
     ) -> None:
         self.array = array
         self._flat = flat
-        self._calls = calls
-        self._op = op
+        self._plan = plan
+        self._group = plan.group
         self._timeout = timeout
-        self._facts = {**call.description, "operation": "planned allreduce"}
         self._kernel = None
-        if call.engine is not None:
-            if place := call.engine.shared.place_of(flat):
-                self._facts["memory"] = f"shared array {place.number} + {place.offset} bytes"
-            work = call.engine.plan_allreduce(flat, flat, op, compare.digest(self._facts))
-            self._resolved = Resolved(calls, call.engine, "allreduce", self._facts, work)
-            self._kernel = work.kernel
-            self._address = address(work.block)
+        if isinstance(plan, NodePlan):  # whose block knows the array
+            self._kernel, self._address = plan.kernel, plan.block
 
     def __call__(self) -> A:
         """Reduce the array over all ranks, in place, and return it."""
         if self._kernel is None:
-            return self._by_messages()
-        if self._calls.unusable is not None:
-            self._calls.check_usable("allreduce")
+            assert isinstance(self._plan, MessagePlan)
+            self._plan.run(self._flat, self._flat, self._timeout)
+            return self.array
+        if self._group.unusable is not None:
+            self._group.check_usable(PLANNED)
         try:
             if status := self._kernel(self._address):
                 self._go_on(status)
         except BaseException as error:
             if not isinstance(error, MismatchError):
-                self._calls.failed("allreduce", error)  # also after Ctrl-C
+                self._group.failed(PLANNED, error)  # also after Ctrl-C
             raise
         return self.array
 
     def _go_on(self, status: int) -> None:
         """Wait for the others, and record that."""
-        record = self._calls.begin("planned allreduce")
+        record = self._group.begin(PLANNED)
         failure = None
         try:
-            self._resolved.go_on(status, self._timeout)
+            assert isinstance(self._plan, NodePlan)
+            self._plan.go_on(status, self._timeout)
         except BaseException as error:
             failure = error
             raise
         finally:
-            self._calls.end(record, failure)
-
-    def _by_messages(self) -> A:
-        flat = self._flat
-        with self._calls.enter("allreduce", self._timeout) as call:
-            facts = {k: v for k, v in self._facts.items() if k not in ("operation", compare.NUMBER)}
-            call.describe(**facts, planned=True)
-            ways.allreduce(self._calls.transport, call, flat, flat, self._op, "auto")
-        return self.array
+            self._group.end(record, failure)

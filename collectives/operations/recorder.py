@@ -131,9 +131,13 @@ def _entry(frame: FrameType) -> str:
     return name if function.startswith("_") else f"{name}.{function}"
 
 
-def _caller(depth: int = 1) -> tuple[CodeType, int]:
-    """Find the first frame outside of our packages; the innermost `depth` ones are ours."""
-    frame = sys._getframe(depth)
+def _caller(ours: int) -> tuple[CodeType, int]:
+    """Find the first frame outside of our packages.
+
+    Args:
+        ours: how many frames above the function that asks need no look.
+    """
+    frame = sys._getframe(2 + ours)
     while frame.f_globals.get("__name__", "").startswith(_OURS) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code, frame.f_lasti
@@ -147,20 +151,15 @@ class Record:
 
     __slots__ = ("began", "caller", "ended", "fields", "number", "operation", "state")
 
+    number: int
+    operation: str
+    caller: tuple[CodeType, int]
+    began: float
+
     def __init__(self) -> None:
         self.fields = _NO_FIELDS
         self.ended: float | None = None
         self.state = "not begun"
-
-    def begin(self, number: int, operation: str, fields: Mapping[str, object], depth: int) -> None:
-        """Write over what was recorded here before."""
-        self.state = "running"
-        self.ended = None
-        self.number = number
-        self.operation = operation
-        self.fields = fields
-        self.caller = given.site or _caller(depth + 1)
-        self.began = time.monotonic()
 
     @property
     def site(self) -> Site:
@@ -219,7 +218,7 @@ class Recorder:
         number: int,
         operation: str,
         fields: Mapping[str, object] = _NO_FIELDS,
-        depth: int = 1,
+        ours: int = 0,
     ) -> Record:
         """Note that an operation begins.
 
@@ -227,13 +226,19 @@ class Recorder:
             number: of the operation.
             operation: its name.
             fields: what else is known; the caller may fill in `fields` of the record later.
-            depth: how many frames at least belong to our packages.
+            ours: how many callers are known to belong to our packages, and need no look.
 
         Returns:
             The record, which is the operation's until `CAPACITY` others have begun.
         """
         record = self._ring[self._begun % CAPACITY]
-        record.begin(number, operation, fields, depth + 1)
+        record.state = "running"
+        record.ended = None
+        record.number = number
+        record.operation = operation
+        record.fields = fields
+        record.caller = given.site or _caller(ours)
+        record.began = time.monotonic()
         self._begun += 1
         return record
 

@@ -54,11 +54,7 @@ class _Closes(Protocol):
 
 
 class _HasProgress(Protocol):
-    @property
-    def _progress(self) -> Progress: ...
-
-
-C = TypeVar("C", bound=_HasProgress)
+    progress: Progress
 
 
 class _Job:
@@ -307,32 +303,32 @@ def _finish_all() -> None:
 
 
 def asynchronous(
-    method: Callable[Concatenate[C, P], T],
-) -> Callable[Concatenate[C, P], Request[T]]:
-    """Make the twin of a blocking method that returns a `Request` at once.
+    operation: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[_HasProgress, P], Request[T]]:
+    """Make the twin of a blocking operation that returns a `Request` at once.
 
-    The method is called with the same arguments on the private communicator; `timeout` begins when
-    it is its turn.
+    The operation is called with the same arguments on the private communicator; `timeout` begins
+    when it is its turn.
     """
-    name = f"{method.__name__}_async"
+    name = f"{operation.__name__}_async"
 
-    @functools.wraps(method)
-    def start(self: C, /, *args: P.args, **kwargs: P.kwargs) -> Request[T]:
+    @functools.wraps(operation)
+    def start(self: _HasProgress, /, *args: P.args, **kwargs: P.kwargs) -> Request[T]:
         ordered = streams.order((*args, *kwargs.values()))
 
-        def run(private: C) -> T:
+        def run(private: Any) -> T:
             ordered()  # after what this thread's streams still do for the arrays
-            return method(private, *args, **kwargs)
+            return operation(private, *args, **kwargs)
 
-        return self._progress.submit(name, run)
+        return self.progress.submit(name, run)
 
     start.__name__ = name
-    start.__qualname__ = f"{method.__qualname__}_async"
-    start.__doc__ = f"""Start `{method.__name__}`, and return a `Request` for its result.
+    start.__qualname__ = f"{operation.__qualname__}_async"
+    start.__doc__ = f"""Start `{operation.__name__}`, and return a `Request` for its result.
 
-        *Collective*: all ranks start the same requests in the same order; blocking operations may
-        be called between them in any order. Arguments, result and errors as `{method.__name__}`;
-        `timeout` begins when the requests issued before are done. The array must not change before
-        the request is done.
-        """
+    *Collective*: all ranks start the same requests in the same order; blocking operations may be
+    called between them in any order. Arguments, result and errors as `{operation.__name__}`;
+    `timeout` begins when the requests issued before are done. The array must not change before the
+    request is done.
+    """
     return start

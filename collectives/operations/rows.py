@@ -1,4 +1,4 @@
-"""Operations that join and share rows of arrays, as methods of `Communicator`."""
+"""Rows of arrays, joined and shared: `gather`, `allgather`, `scatter`, `alltoall`."""
 
 from __future__ import annotations
 
@@ -12,31 +12,29 @@ import numpy as np
 from collectives import topology
 from collectives.arrays import host
 from collectives.arrays.host import Array
-from collectives.operations import objects, ways
-from collectives.operations.call import Call
-from collectives.operations.repeats import NEW
+from collectives.operations import joins, objects
+from collectives.operations import plan as plans
+from collectives.operations.call import Call, enter
+from collectives.operations.group import Group
+from collectives.operations.joins import JoinPlan
 from collectives.signatures import A, Detachable, Numbers, Splits, Splitting, Waiting
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from collectives.communicator import Communicator
-
 __all__ = ["allgather", "alltoall", "gather", "scatter"]
 
 
 @overload
-def gather(
-    self: Communicator, x: Numbers, root: int = 0, **options: Unpack[Waiting]
-) -> Array | None: ...
+def gather(group: Group, x: Numbers, root: int = 0, **options: Unpack[Waiting]) -> Array | None: ...
 @overload
 def gather(
-    self: Communicator, x: Detachable[A], root: int = 0, **options: Unpack[Waiting]
+    group: Group, x: Detachable[A], root: int = 0, **options: Unpack[Waiting]
 ) -> A | None: ...
 @overload
-def gather(self: Communicator, x: A, root: int = 0, **options: Unpack[Waiting]) -> A | None: ...
+def gather(group: Group, x: A, root: int = 0, **options: Unpack[Waiting]) -> A | None: ...
 def gather(
-    self: Communicator,
+    group: Group,
     x: Any,
     root: int = 0,
     *,
@@ -60,26 +58,26 @@ def gather(
             ranks.
         CollectiveTimeout: as `allreduce`.
     """
-    with self._calls.enter("gather", timeout) as call:
+    with enter(group, "gather", timeout) as call:
         loan = host.borrow(x, operation="gather")
         array = np.atleast_1d(loan.host)
-        self._check_root(call, root)
+        call.check_root(root)
         row = array.shape[1:]
-        self._describe(call, algorithm, dtype=array.dtype, row=row, root=root)
+        call.describe(dtype=array.dtype, row=row, root=root, algorithm=algorithm)
         rows = call.agree_on_rows(array.shape[0])
         counts = [n * math.prod(row) for n in rows]
-        result = ways.gather(self._transport, call, host.flat(array), counts, root, algorithm)
+        result = joins.gather(call, host.flat(array), counts, root, algorithm)
     return None if result is None else loan.give_back(result.reshape(sum(rows), *row))
 
 
 @overload
-def allgather(self: Communicator, x: Numbers, **options: Unpack[Waiting]) -> Array: ...
+def allgather(group: Group, x: Numbers, **options: Unpack[Waiting]) -> Array: ...
 @overload
-def allgather(self: Communicator, x: Detachable[A], **options: Unpack[Waiting]) -> A: ...
+def allgather(group: Group, x: Detachable[A], **options: Unpack[Waiting]) -> A: ...
 @overload
-def allgather(self: Communicator, x: A, **options: Unpack[Waiting]) -> A: ...
+def allgather(group: Group, x: A, **options: Unpack[Waiting]) -> A: ...
 def allgather(
-    self: Communicator, x: Any, *, algorithm: str = "auto", timeout: float | None = None
+    group: Group, x: Any, *, algorithm: str = "auto", timeout: float | None = None
 ) -> Any:
     """Join the arrays of all ranks along their first axis on every rank.
 
@@ -91,36 +89,42 @@ def allgather(
 
     Cost: "ring" P - 1 messages per rank, (P - 1)/P of the result's bytes.
     """
-    done = self._repeats.allgather(x, algorithm, timeout)
-    if done is not NEW:
-        return done
-    with self._calls.enter("allgather", timeout) as call:
+    key = ("allgather", algorithm)
+    if found := plans.find(group, key, x, plans.LATER, timeout):
+        known, _, send, _ = found
+        return known.run(x, send, timeout)
+    with enter(group, "allgather", timeout) as call:
         loan = host.borrow(x, operation="allgather")
         array = np.atleast_1d(loan.host)
         row = array.shape[1:]
-        self._describe(call, algorithm, dtype=array.dtype, row=row)
-        rows = call.agree_on_rows(array.shape[0])
-        counts = [n * math.prod(row) for n in rows]
-        result = ways.allgather(self._transport, call, host.flat(array), counts, algorithm)
-        self._repeats.note_allgather(call, x, algorithm)
-    return loan.give_back(result.reshape(sum(rows), *row))
+        call.describe(dtype=array.dtype, row=row, algorithm=algorithm)
+        if engine := call.engine_for(algorithm):
+            plan = JoinPlan(call, engine, array)
+            joined = plan.first(call, host.flat(array))
+            plans.keep(group, key, x, None, plan)
+        else:
+            rows = call.agree_on_rows(array.shape[0])
+            counts = [n * math.prod(row) for n in rows]
+            flat = joins.allgather(call, host.flat(array), counts, algorithm)
+            joined = flat.reshape(sum(rows), *row)
+    return loan.give_back(joined)
 
 
 @overload
 def scatter(
-    self: Communicator,
+    group: Group,
     x: Numbers | Array | None,
     root: int = 0,
     **options: Unpack[Splitting],
 ) -> Array: ...
 @overload
 def scatter(
-    self: Communicator, x: Detachable[A], root: int = 0, **options: Unpack[Splitting]
+    group: Group, x: Detachable[A], root: int = 0, **options: Unpack[Splitting]
 ) -> A | Array: ...
 @overload
-def scatter(self: Communicator, x: A, root: int = 0, **options: Unpack[Splitting]) -> A | Array: ...
+def scatter(group: Group, x: A, root: int = 0, **options: Unpack[Splitting]) -> A | Array: ...
 def scatter(
-    self: Communicator,
+    group: Group,
     x: Any,
     root: int = 0,
     *,
@@ -146,30 +150,30 @@ def scatter(
         ValueError: no such root; on the root, a scalar, or splits that do not add up.
         CollectiveTimeout: as `allreduce`.
     """
-    with self._calls.enter("scatter", timeout) as call:
-        self._check_root(call, root)
-        loan = host.borrow(x, operation="scatter") if self.rank == root else None
-        rows = [] if loan is None else _splits(self, call, loan.host, splits)
-        self._describe(call, algorithm, root=root)
+    with enter(group, "scatter", timeout) as call:
+        call.check_root(root)
+        loan = host.borrow(x, operation="scatter") if group.rank == root else None
+        rows = [] if loan is None else _splits(call, loan.host, splits)
+        call.describe(root=root, algorithm=algorithm)
         # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
         facts = None if loan is None else (loan.host.dtype.name, loan.host.shape[1:], rows)
-        dtype, row, rows = objects.from_root(self, call, facts, root)
+        dtype, row, rows = objects.from_root(call, facts, root)
         counts = [n * math.prod(row) for n in rows]
-        result = np.empty((rows[self.rank], *row), np.dtype(dtype))
+        result = np.empty((rows[group.rank], *row), np.dtype(dtype))
         send = None if loan is None else host.flat(loan.host)
         out = result.reshape(-1)
-        ways.scatter(self._transport, call, send, counts, root, out, algorithm)
+        joins.scatter(call, send, counts, root, out, algorithm)
     return result if loan is None else loan.give_back(result)
 
 
 @overload
-def alltoall(self: Communicator, x: Numbers, **options: Unpack[Splitting]) -> Array: ...
+def alltoall(group: Group, x: Numbers, **options: Unpack[Splitting]) -> Array: ...
 @overload
-def alltoall(self: Communicator, x: Detachable[A], **options: Unpack[Splitting]) -> A: ...
+def alltoall(group: Group, x: Detachable[A], **options: Unpack[Splitting]) -> A: ...
 @overload
-def alltoall(self: Communicator, x: A, **options: Unpack[Splitting]) -> A: ...
+def alltoall(group: Group, x: A, **options: Unpack[Splitting]) -> A: ...
 def alltoall(
-    self: Communicator,
+    group: Group,
     x: Any,
     *,
     splits: Splits | None = None,
@@ -196,28 +200,28 @@ def alltoall(
 
     Cost: P - 1 messages and (P - 1)/P S bytes sent per rank.
     """
-    with self._calls.enter("alltoall", timeout) as call:
+    with enter(group, "alltoall", timeout) as call:
         loan = host.borrow(x, operation="alltoall")
-        rows = _splits(self, call, loan.host, splits)
+        rows = _splits(call, loan.host, splits)
         row = loan.host.shape[1:]
-        self._describe(call, algorithm, dtype=loan.host.dtype, row=row)
-        joined, received = ways.alltoall(
-            self._transport, call, host.flat(loan.host), rows, math.prod(row), algorithm
-        )
+        call.describe(dtype=loan.host.dtype, row=row, algorithm=algorithm)
+        send = host.flat(loan.host)
+        joined, received = joins.alltoall(call, send, rows, math.prod(row), algorithm)
     return loan.give_back(joined.reshape(received, *row))
 
 
-def _splits(self: Communicator, call: Call, array: Array, splits: Splits | None) -> list[int]:
+def _splits(call: Call, array: Array, splits: Splits | None) -> list[int]:
     """Return the rows of an array for every rank."""
+    size = call.group.size
     if array.ndim == 0:
         raise ValueError(f"{call.operation}: a scalar has no rows, expected shape (n, ...)")
     if splits is None:
-        bounds = topology.chunk_bounds(array.shape[0], self.size)
+        bounds = topology.chunk_bounds(array.shape[0], size)
         return [stop - start for start, stop in itertools.pairwise(bounds)]
     rows = [operator.index(n) for n in splits]
-    if len(rows) != self.size or min(rows) < 0 or sum(rows) != array.shape[0]:
+    if len(rows) != size or min(rows) < 0 or sum(rows) != array.shape[0]:
         raise ValueError(
-            f"{call.operation}: splits do not fit, expected {self.size} numbers >= 0 that add "
+            f"{call.operation}: splits do not fit, expected {size} numbers >= 0 that add "
             f"up to {array.shape[0]} rows, got {rows}"
         )
     return rows

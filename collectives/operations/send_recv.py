@@ -1,4 +1,4 @@
-"""Arrays from one rank to another, as methods of `Communicator`.
+"""Arrays from one rank to another.
 
 An array is announced by a head of fixed length, in which a small one travels along:
 
@@ -22,19 +22,16 @@ import operator
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from collectives.arrays import host as arrays
+from collectives.arrays import host
 from collectives.arrays.host import Array
 from collectives.errors import CollectiveError, CollectiveTimeout
-from collectives.operations.call import Calls
+from collectives.operations.group import Group
 from collectives.signatures import A
 from collectives.transport.transport import Deadline, Message, Transport
-
-if TYPE_CHECKING:
-    from collectives.communicator import Communicator
 
 __all__ = ["PointToPoint", "recv", "send"]
 
@@ -61,7 +58,7 @@ _KEPT_BUFFERS = 4
 _DRAIN = 5.0
 
 
-def send(self: Communicator, x: Any, dest: int, *, timeout: float | None = None) -> None:
+def send(group: Group, x: Any, dest: int, *, timeout: float | None = None) -> None:
     """Send an array to another rank, which calls `recv`.
 
     Returns at once, and `x` may change: what the other rank has not received is kept in a copy.
@@ -89,17 +86,16 @@ def send(self: Communicator, x: Any, dest: int, *, timeout: float | None = None)
         ...     comm.send([1.0, 2.0], 0)
         >>> parts = [comm.recv(source) for source in range(1, comm.size) if comm.rank == 0]
     """
-    with self._direct.enter("send", dest, timeout) as deadline:
-        self._direct.send(arrays.borrow(x, operation="send").host, dest, deadline)
+    direct = group.kept(PointToPoint)
+    with direct.enter("send", dest, timeout) as deadline:
+        direct.send(host.borrow(x, operation="send").host, dest, deadline)
 
 
 @overload
-def recv(
-    self: Communicator, source: int, *, out: None = None, timeout: float | None = None
-) -> Array: ...
+def recv(group: Group, source: int, *, out: None = None, timeout: float | None = None) -> Array: ...
 @overload
-def recv(self: Communicator, source: int, *, out: A, timeout: float | None = None) -> A: ...
-def recv(self: Communicator, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
+def recv(group: Group, source: int, *, out: A, timeout: float | None = None) -> A: ...
+def recv(group: Group, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
     """Receive the next array that another rank sends to this one.
 
     Args:
@@ -116,8 +112,9 @@ def recv(self: Communicator, source: int, *, out: Any = None, timeout: float | N
         CollectiveTimeout: nothing came in time.
         PeerFailure: a rank is dead.
     """
-    with self._direct.enter("recv", source, timeout) as deadline:
-        return self._direct.recv(source, out, deadline)
+    direct = group.kept(PointToPoint)
+    with direct.enter("recv", source, timeout) as deadline:
+        return direct.recv(source, out, deadline)
 
 
 class _Sent(NamedTuple):
@@ -148,16 +145,14 @@ class _Awaited(NamedTuple):
 
 
 class PointToPoint:
-    """What one communicator's `send` and `recv` share.
+    """What the `send` and `recv` of one group share.
 
     Args:
-        transport: between the ranks.
-        calls: of the communicator: its settings, its records, and whether it is usable.
+        group: the ranks.
     """
 
-    def __init__(self, transport: Transport, calls: Calls) -> None:
-        self._transport = transport
-        self._calls = calls
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._lane: Transport | None = None
         self._sent: list[_Sent] = []  # not known to have arrived
         self._halfway = False  # of an array, a part was sent or received, or is being received
@@ -166,29 +161,29 @@ class PointToPoint:
     @contextmanager
     def enter(self, operation: str, peer: int, timeout: float | None) -> Iterator[Deadline]:
         """Check the arguments, look after what was sent before, and note how the call ends."""
-        calls = self._calls
-        calls.check_usable(operation)
-        limit = calls.settings.timeout if timeout is None else timeout
+        group = self._group
+        group.check_usable(operation)
+        limit = group.settings.timeout if timeout is None else timeout
         self._check(operation, peer, limit)
         # Only two ranks make this call, so it gets no number of its own.
-        record = calls.begin(operation)
+        record = group.begin(operation)
         record.fields = {_PEER[operation]: peer}
         failure: BaseException | None = None
         try:
             self._forget(operation)
             for sent in self._sent:
-                sent.deadline.check(calls.transport, [sent.message])
-            yield Deadline(operation, limit, calls.settings.stall_warning)
+                sent.deadline.check(group.transport, [sent.message])
+            yield Deadline(operation, limit, group.settings.stall_warning)
         except BaseException as error:
             failure = error
             own = isinstance(error, Exception) and not isinstance(error, CollectiveError)
             if self._halfway or not own:
-                calls.failed(operation, error)
+                group.failed(operation, error)
             raise
         finally:
-            calls.end(record, failure)
+            group.end(record, failure)
 
-    def send(self, host: Array, dest: int, deadline: Deadline) -> None:
+    def send(self, array: Array, dest: int, deadline: Deadline) -> None:
         """Start sending a copy of an array."""
         while behind := [sent for sent in self._sent if sent.dest == dest]:
             if sum(sent.memory.nbytes for sent in behind) <= AHEAD_BYTES:
@@ -196,16 +191,16 @@ class PointToPoint:
             self._open().wait([behind[0].message], deadline)
             self._forget(deadline.operation)
         head = np.empty(_HEAD_BYTES, np.uint8)
-        shape = np.array(host.shape, np.int64).view(np.uint8)
+        shape = np.array(array.shape, np.int64).view(np.uint8)
         start = _HEAD.size + shape.size
-        _HEAD.pack_into(head.data, 0, _MAGIC, host.ndim, host.dtype.name.encode())
+        _HEAD.pack_into(head.data, 0, _MAGIC, array.ndim, array.dtype.name.encode())
         head[_HEAD.size : start] = shape
-        fits = start + host.nbytes <= _HEAD_BYTES
-        elements = head[start : start + host.nbytes] if fits else self._memory(host.nbytes)
-        if host.flags.c_contiguous:
-            elements[...] = arrays.raw_bytes(host)
+        fits = start + array.nbytes <= _HEAD_BYTES
+        elements = head[start : start + array.nbytes] if fits else self._memory(array.nbytes)
+        if array.flags.c_contiguous:
+            elements[...] = host.raw_bytes(array)
         else:
-            elements[...] = arrays.raw_bytes(np.ascontiguousarray(host))
+            elements[...] = host.raw_bytes(np.ascontiguousarray(array))
         self._halfway = True
         for memory in [head] if fits else [head, elements]:
             message = self._open().start_send(memory, dest)
@@ -225,26 +220,26 @@ class PointToPoint:
         target, give_back = None, None
         try:
             if out is not None:
-                target, give_back = arrays.borrow_out(out, shape, dtype, operation="recv")
+                target, give_back = host.borrow_out(out, shape, dtype, operation="recv")
         except (TypeError, ValueError):
             if not inside:  # so that the next array can be received
                 lane.receive(np.empty(nbytes, np.uint8), source, deadline)
             self._halfway = False
             raise
         result = np.empty(shape, dtype) if target is None else target
-        flat = arrays.flat_target(result)
+        flat = host.flat_target(result)
         if inside:
-            arrays.raw_bytes(flat)[...] = head[start : start + nbytes]
+            host.raw_bytes(flat)[...] = head[start : start + nbytes]
         else:
             lane.receive(flat, source, deadline)
         self._halfway = False
-        arrays.stored(flat, result)
+        host.stored(flat, result)
         return result if give_back is None else give_back(result)
 
     def close(self) -> None:
         """Wait a moment for ranks that have not received everything; harmless when repeated."""
         rest, self._sent = self._sent, []
-        if not rest or self._calls.unusable is not None:
+        if not rest or self._group.unusable is not None:
             return
         try:
             self._open().wait([sent.message for sent in rest], Deadline("close", _DRAIN))
@@ -253,7 +248,7 @@ class PointToPoint:
 
     def _check(self, operation: str, peer: int, limit: float) -> None:
         """Look at the arguments that both operations have."""
-        rank, size = self._calls.transport.rank, self._calls.transport.size
+        rank, size = self._group.rank, self._group.size
         if not limit > 0:
             raise ValueError(f"{operation}: timeout is no time, expected seconds > 0, got {limit}")
         if not 0 <= operator.index(peer) < size or peer == rank:
@@ -265,7 +260,7 @@ class PointToPoint:
     def _open(self) -> Transport:
         """Return the lane."""
         if self._lane is None:
-            self._lane = self._transport.lane()
+            self._lane = self._group.transport.lane()
         return self._lane
 
     def _forget(self, operation: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from collectives import launch, links
 from collectives.communicator import Communicator
-from collectives.operations import cuda_aware
+from collectives.operations import settle
 from collectives.version import __version__
 
 __all__ = ["gather_facts", "library_name", "machine", "table", "thread_level", "versions"]
@@ -46,11 +46,11 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
         "mpi_library": _library(),
         "mpi_standard": ".".join(map(str, MPI.Get_version())),
         "thread_level": thread_level(),
-        "cuda_aware": cuda_aware.library_says(),
-        "device_arrays": _ROUTES[comm._calls.settings.cuda_aware],
+        "cuda_aware": settle.library_takes_device_memory(),
+        "device_arrays": _ROUTES[comm.settings.cuda_aware],
         "fault_tolerance": launch.is_fault_tolerant(),
         "mpi_settings": mpi_set,
-        "links": _links(comm._calls.settings.links),
+        "links": _links(comm.settings.links),
         "ranks": comm.size,
         "nodes": {
             f"{node} {name}": sum(1 for other in names if other[0] == node)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives import topology
-from collectives.algorithms import halving, hierarchical, ring, selection, tree
+from collectives.algorithms import halving, ring, selection, tree
 from collectives.arrays import reduction
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MAX
@@ -63,13 +63,12 @@ class Clock:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.transport = comm._transport
+        self.transport = comm.transport
         self.noise: list[float] = []  # median over first quartile of every case so far
 
     def deadline(self) -> Deadline:
         """Return a deadline that begins now."""
-        calls = self.comm._calls
-        return calls.deadline("tune", calls.settings.timeout)
+        return self.comm.deadline("tune")
 
     def times(self, cases: Mapping[str, Case], seconds: float) -> dict[str, float]:
         """Return the seconds of a step of every case, of the slowest rank.
@@ -126,7 +125,7 @@ def measure(clock: Clock, seconds: float) -> dict[str, Link]:
         Name of a link -> its numbers, the same on all ranks.
     """
     comm = clock.comm
-    levels = hierarchical.levels(clock.transport, comm._leaders)
+    levels = comm.levels_by_messages
     share = seconds / 4
     gamma = _gamma(clock, share)
     found = {}
@@ -247,14 +246,14 @@ def algorithms(clock: Clock, operation: str, nbytes: int) -> dict[str, Case]:
     Returns:
         Name -> case; "hierarchical" and "native" only where they make sense.
     """
-    calls, transport = clock.comm._calls, clock.transport
+    comm, transport = clock.comm, clock.transport
     cases = {}
     for name, function in selection.ALGORITHMS[operation].items():
-        if name == "hierarchical" and not calls.layout.is_hierarchical:
+        if name == "hierarchical" and not comm.layout.is_hierarchical:
             continue
         if name == "native" and not isinstance(transport, MpiTransport):
             continue
-        ranks = calls.levels if name == "hierarchical" else transport
+        ranks = comm.levels if name == "hierarchical" else transport
         # Roots at both ends in turns: from one alone, the next call would begin before the last
         # rank has got anything of this one.
         each = [_arguments(operation, nbytes, transport, root) for root in (0, transport.size - 1)]

@@ -22,13 +22,13 @@ OPERATIONS = {
 
 def start(comm, name, *args, **kwargs):
     """Start an operation by the name of its blocking form."""
-    if not hasattr(comm, "_progress"):
-        comm._progress = Progress(lambda: comm.split(0, comm.rank))
+    if not hasattr(comm, "progress"):
+        comm.progress = Progress(lambda: comm.split(0, comm.rank))
     return asynchronous(getattr(type(comm), name))(comm, *args, **kwargs)
 
 
 def finish(comm):
-    comm._progress.close()
+    comm.progress.close()
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

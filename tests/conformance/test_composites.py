@@ -11,6 +11,7 @@ import pytest
 
 import collectives as cc
 import oracle
+from collectives.operations.grouped import Groupings
 from requirements import installed
 
 HUGE = np.array([2**63 + 1], np.uint64)  # would be negative as int64
@@ -123,8 +124,8 @@ def test_a_list_of_shapes_that_one_rank_has_forgotten_is_no_deadlock(world):
         reduce = functools.partial(comm.grouped_allreduce, [np.ones(3)], op=cc.SUM)
         reduce()
         if comm.rank == 0:
-            comm._groupings._known.clear()
-        if comm.size > 1 and not comm._calls.by_messages:
+            comm.kept(Groupings).known.clear()
+        if comm.size > 1 and not comm.sends_messages:
             with pytest.raises(cc.MismatchError, match="planned is"):
                 reduce()
         else:

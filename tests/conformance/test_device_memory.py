@@ -17,6 +17,7 @@ import fakecupy
 import inprocess
 import oracle
 from collectives.arrays import staging
+from collectives.operations.on_devices import OnDevices
 from collectives.settings import Settings
 
 # Bytes of a slice in these tests.
@@ -36,7 +37,7 @@ def cupy(monkeypatch):
 
 def on(comm, route):
     """The communicator, as it is where MPI does or does not take device memory."""
-    comm._on_devices._aware = route == "aware"
+    comm.kept(OnDevices).aware = route == "aware"
     return comm
 
 

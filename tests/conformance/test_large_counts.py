@@ -39,8 +39,8 @@ def why_not():
 def check_two_ranks(comm):
     """Reduce to all, reduce to one and broadcast in place, so that there are but two arrays."""
     x = comm.shared_empty(COUNT, np.uint8, timeout=60)
-    assert comm._calls.node_engine is not None
-    engine = comm._calls.node_engine
+    assert comm.node_engine is not None
+    engine = comm.node_engine
     assert engine.shared.place_of(x) is not None, "there was no room for the shared arrays"
 
     def fill(base):

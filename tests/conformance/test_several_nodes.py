@@ -106,7 +106,7 @@ def test_private_and_shared_arrays_have_the_same_sums(nodes, op):
 def test_a_node_with_company_has_an_engine_and_the_others_need_none(nodes):
     def check(comm):
         comm.barrier()
-        assert (comm._calls.node_engine is not None) == (comm.local_size > 1)
+        assert (comm.node_engine is not None) == (comm.local_size > 1)
         with pytest.raises(ValueError, match="'node' needs two or more ranks, all on one node"):
             comm.barrier(algorithm="node")
 
@@ -303,7 +303,7 @@ def test_a_node_without_shared_memory_sends_messages_and_says_so_once(caplog, mo
                 x[...] = arrays[comm.rank]
                 comm.allreduce(x, op=cc.SUM, out=x, algorithm="hierarchical")
                 oracle.assert_close(x, arrays, cc.SUM)
-        return comm._calls.node_engine is not None
+        return comm.node_engine is not None
 
     with caplog.at_level(logging.WARNING):
         engines = inprocess.run_ranks(4, check, leaders=[0, 0, 2, 2], settings=SETTINGS)
@@ -344,7 +344,7 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
     def check(comm):
         comm.barrier()
         if comm.rank == 0:
-            engine = comm._calls.node_engine
+            engine = comm.node_engine
             assert pauses(engine, range(50)) == [1] * 50
             assert pauses(engine, [1] * 50) == [50]
         comm.barrier()
@@ -359,7 +359,7 @@ def test_shared_arrays_go_through_no_slot(monkeypatch):
     def check(comm):
         x = comm.shared_empty(100_000, np.float64)
         comm.barrier()
-        engine = comm._calls.node_engine
+        engine = comm.node_engine
         publish = engine.publish
         monkeypatch.setattr(
             engine, "publish",
@@ -367,9 +367,9 @@ def test_shared_arrays_go_through_no_slot(monkeypatch):
             or publish(stream, *rest),
         )  # fmt: skip
         monkeypatch.setattr(engine, "reduce_scatter", None)
-        levels = comm._calls.levels
+        levels = comm.levels
         x[...] = 1
-        limit = comm._calls.deadline("allreduce", 20)
+        limit = comm.deadline("allreduce", 20)
         hierarchical.allreduce(levels, x, cc.SUM, limit)
         np.testing.assert_array_equal(x, 4)
 

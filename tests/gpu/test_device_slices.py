@@ -12,7 +12,7 @@ import collectives as cc
 import inprocess
 from collectives.arrays import staging
 from collectives.kernels import convert
-from collectives.operations import cuda_aware
+from collectives.operations.settle import library_takes_device_memory
 from collectives.settings import Settings
 from launcher import mpirun
 
@@ -120,7 +120,7 @@ def test_tensors_of_torch_pass_in_slices(torch, dtype):
 
 @pytest.mark.parametrize("aware", ["off", "on"])
 def test_ranks_of_a_job_share_the_devices_there_are(cupy, aware):
-    if aware == "on" and not cuda_aware.library_says():
+    if aware == "on" and not library_takes_device_memory():
         pytest.skip("this MPI library does not take device memory")
     for size in (2, 3):
         done = mpirun(size, PROGRAM, timeout=110, UNISONO_CUDA_AWARE=aware)

@@ -16,11 +16,11 @@ from collectives.arrays import reduction
 from collectives.transport.transport import Deadline
 
 comm = cc.init()
-transport = comm._transport
+transport = comm.transport
 leaders = comm.allgather(comm.node_rank).tolist()
 levels = hierarchical.levels(transport, leaders)
-in_memory = comm._calls.levels  # the same where ranks of a machine meet in shared memory
-assert (comm._calls.node_engine is None) == (comm.local_size == 1)
+in_memory = comm.levels  # the same where ranks of a machine meet in shared memory
+assert (comm.node_engine is None) == (comm.local_size == 1)
 SIZE = comm.size
 
 

@@ -11,6 +11,7 @@ import pytest
 import inprocess
 from collectives import links, settings, tuned
 from collectives.links import DEFAULT, Link, Machine
+from collectives.operations.settle import settle
 from collectives.settings import Settings
 
 NODE = Link(alpha=1e-6, beta=2e-11, gamma=3e-11)
@@ -236,7 +237,7 @@ def test_all_ranks_take_what_rank_0_finds(tmp_path, size, mode):
             network_link={"alpha": 1e-6 * (comm.rank + 1)},
             timeout=20,
         )
-        return tuned.agreed(own, comm._transport).links
+        return settle(own, comm.transport).links
 
     found = inprocess.run_ranks(size, check, mode)
     network = DEFAULT.network._replace(alpha=1e-6)
@@ -252,7 +253,7 @@ def test_a_damaged_file_is_the_same_error_on_every_rank(tmp_path):
         with pytest.raises(
             ValueError, match="is not what `python -m collectives tune` writes"
         ) as e:
-            tuned.agreed(Settings(tuned=str(file), timeout=20), comm._transport)
+            settle(Settings(tuned=str(file), timeout=20), comm.transport)
         comm.barrier()  # nothing is left under way
         return str(e.value)
 
@@ -267,7 +268,7 @@ def test_whatever_rank_0_meets_is_an_error_on_every_rank(monkeypatch):
 
     def check(comm):
         with pytest.raises(ValueError, match="^tuned: MemoryError: no more$"):
-            tuned.agreed(Settings(timeout=20), comm._transport)
+            settle(Settings(timeout=20), comm.transport)
         comm.barrier()  # nothing is left under way
 
     monkeypatch.setattr(tuned, "found", found)

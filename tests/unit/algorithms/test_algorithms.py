@@ -33,7 +33,7 @@ def deadline():
 
 def on_ranks(size, function, mode="synchronous"):
     """Call `function(transport)` on every rank; returns the results in rank order."""
-    return inprocess.run_ranks(size, lambda comm: function(comm._transport), mode)
+    return inprocess.run_ranks(size, lambda comm: function(comm.transport), mode)
 
 
 def prepared(rank, count, op, size, dtype=np.float32):

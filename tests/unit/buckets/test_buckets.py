@@ -108,29 +108,29 @@ def test_a_short_description_tells_arrays_apart_also_when_it_is_cut():
 
 @pytest.mark.parametrize("part", [lambda x: x[:8], lambda x: x.view("f4").reshape(2, -1)[:, ::2]])
 def test_memory_of_results_is_used_again_when_all_of_them_are_gone(part):
-    groupings = Groupings()
+    groupings = Groupings(None)
 
     def address():
-        return groupings.memory(64).__array_interface__["data"][0]
+        return groupings.results(64).__array_interface__["data"][0]
 
     first = address()
     assert address() == first
-    held = part(groupings.memory(64))
+    held = part(groupings.results(64))
     second = address()
     assert second != first
-    assert not np.shares_memory(held, groupings.memory(64))
+    assert not np.shares_memory(held, groupings.results(64))
     del held
     assert address() == second
-    assert groupings.memory(128).size == 128
+    assert groupings.results(128).size == 128
 
 
 def test_the_layouts_that_were_used_last_are_kept():
-    groupings = Groupings()
+    groupings = Groupings(None)
     for number in range(100):
         groupings.made((number,), number)
-        groupings.get((1,))  # which is no call yet
-        groupings.made((0,), groupings.get((0,)))  # is made all the time
-    known = [number for number in range(100) if groupings.get((number,)) is not None]
+        groupings.known.get((1,))  # which is no call yet
+        groupings.made((0,), groupings.known.get((0,)))  # is made all the time
+    known = [number for number in range(100) if groupings.known.get((number,)) is not None]
     assert known == [0, *range(85, 100)]
 
 

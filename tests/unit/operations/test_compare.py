@@ -8,6 +8,7 @@ import pytest
 import collectives as cc
 import inprocess
 from collectives.operations import compare
+from collectives.operations.settle import settle
 from collectives.settings import Settings
 from collectives.transport.transport import named
 
@@ -53,8 +54,8 @@ def sent_messages(check, calls, call, size=2):
     def count(comm):
         comm.barrier()
         sent = []
-        start = comm._transport.start_send
-        comm._transport.start_send = lambda *a: (sent.append(a), start(*a))[1]
+        start = comm.transport.start_send
+        comm.transport.start_send = lambda *a: (sent.append(a), start(*a))[1]
         for _ in range(calls):
             call(comm)
         return len(sent)
@@ -135,7 +136,7 @@ def test_many_ranks_bring_their_rows_after_the_comparison(monkeypatch):
 def test_all_ranks_compare_as_much_as_the_strictest(caplog, levels):
     def ask(comm):
         own = Settings(timeout=10, check=levels[comm.rank])
-        return compare.agreed(own, comm._transport).check
+        return settle(own, comm.transport).check
 
     strictest = max(levels, key=["off", "sample", "always"].index)
     assert inprocess.run_ranks(3, ask) == [strictest] * 3

@@ -7,16 +7,16 @@ import itertools
 import pytest
 
 import inprocess
-from collectives.operations import cuda_aware
+from collectives.operations import settle
 from collectives.settings import Settings
 
 
 def answers(wishes, monkeypatch, says=False):
-    monkeypatch.setattr(cuda_aware, "library_says", lambda: says)
+    monkeypatch.setattr(settle, "library_takes_device_memory", lambda: says)
 
     def ask(comm):
         wish = Settings(timeout=10, cuda_aware=wishes[comm.rank])
-        return cuda_aware.agreed(wish, comm._transport).cuda_aware
+        return settle.settle(wish, comm.transport).cuda_aware
 
     return inprocess.run_ranks(len(wishes), ask)
 

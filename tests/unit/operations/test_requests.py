@@ -41,7 +41,7 @@ class Owner:
     def __init__(self):
         self.private = Private()
         self.duplicates = 0
-        self._progress = Progress(self._duplicate)
+        self.progress = Progress(self._duplicate)
 
     def _duplicate(self):
         self.duplicates += 1
@@ -58,7 +58,7 @@ class Owner:
 def owner():
     owner = Owner()
     yield owner
-    owner._progress.close()
+    owner.progress.close()
 
 
 @pytest.fixture
@@ -93,28 +93,28 @@ def test_nothing_is_started_before_the_first_request():
     owner = Owner()
     before = threading.active_count()
     assert (owner.duplicates, threading.active_count()) == (0, before)
-    owner._progress.close()
+    owner.progress.close()
     assert owner.private.closed == 0
 
 
 def test_the_private_communicator_is_made_once_by_the_calling_thread_and_closed_once(owner):
     makers = []
-    owner._progress = Progress(lambda: makers.append(threading.current_thread()) or owner.private)
+    owner.progress = Progress(lambda: makers.append(threading.current_thread()) or owner.private)
     for _ in range(3):
         owner.work_async(lambda: 1).wait(LIMIT)
-    owner._progress.close()
-    owner._progress.close()
+    owner.progress.close()
+    owner.progress.close()
     assert makers == [threading.current_thread()]
     assert owner.private.closed == 1
 
 
 def test_the_thread_ends_with_close_and_sleeps_while_idle(owner):
     owner.work_async(lambda: 1).wait(LIMIT)
-    thread = owner._progress._thread
+    thread = owner.progress._thread
     used = time.process_time()
     thread.join(0.5)
     assert time.process_time() - used < 0.05
-    owner._progress.close()
+    owner.progress.close()
     assert not thread.is_alive()
 
 
@@ -226,7 +226,7 @@ def test_a_request_that_nobody_waits_for_is_named_once_when_it_is_dropped(owner,
     (told,) = names(caplog)
     assert told.startswith(f"nobody waited for work_async at test_requests.py:{line}, which is ")
     gate.set()
-    owner._progress.close()
+    owner.progress.close()
     assert len(names(caplog)) == 1
 
 
@@ -247,7 +247,7 @@ def test_a_request_that_was_waited_for_is_not_named(owner, caplog):
 def test_closing_waits_for_what_is_under_way(owner):
     began = threading.Event()
     request = owner.work_async(lambda: began.set() or time.sleep(0.2) or 3)
-    owner._progress.close()
+    owner.progress.close()
     assert request.done()
     assert request.wait() == 3
 
@@ -255,7 +255,7 @@ def test_closing_waits_for_what_is_under_way(owner):
 def test_closing_names_what_does_not_end_in_one_warning(owner, gate, caplog, monkeypatch):
     monkeypatch.setattr(requests, "_DRAIN", 0.1)
     held = [owner.work_async(lambda: gate.wait(LIMIT)) for _ in range(12)]
-    owner._progress.close()
+    owner.progress.close()
     (told,) = names(caplog)
     assert told.startswith("12 requests not done when their communicator was closed: work_")
     assert told.count("work_async at test_requests.py:") == 10
@@ -280,8 +280,8 @@ def test_closing_stops_an_operation_that_waits_for_another_rank(owner, caplog, m
             time.sleep(0.001)
 
     request = owner.work_async(waits)
-    thread = owner._progress._thread
-    owner._progress.close()
+    thread = owner.progress._thread
+    owner.progress.close()
     assert not thread.is_alive()
     with pytest.raises(CollectiveError, match="was closed before it was done"):
         request.wait()
@@ -290,7 +290,7 @@ def test_closing_stops_an_operation_that_waits_for_another_rank(owner, caplog, m
 
 
 def test_no_request_after_close(owner):
-    owner._progress.close()
+    owner.progress.close()
     with pytest.raises(CollectiveError, match="work_async at .*: the communicator was closed"):
         owner.work_async(lambda: 1)
 
@@ -314,7 +314,7 @@ def test_a_forked_child_starts_and_waits_for_nothing(owner, gate):
             for action in (lambda: owner.work_async(lambda: 1), lambda: request.wait()):
                 with pytest.raises(CollectiveError, match="child"):
                     action()
-            owner._progress.close()
+            owner.progress.close()
             status = 0
         finally:
             os._exit(status)
@@ -329,7 +329,7 @@ HANGS_AT_EXIT = """
     requests._DRAIN = 0.2
     class Owner:
         def __init__(self):
-            self._progress = requests.Progress(lambda: self)
+            self.progress = requests.Progress(lambda: self)
         def close(self):
             pass
         def work(self, function):

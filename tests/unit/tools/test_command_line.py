@@ -357,7 +357,7 @@ def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     program = tmp_path / "pick.py"
     program.write_text(
         "import collectives as cc\n"
-        "layout = cc.init()._calls.layout\n"
+        "layout = cc.init().layout\n"
         "print(cc.rank(), layout.machine, layout.pick('allreduce', 1 << 20), flush=True)\n"
     )
     where = {"UNISONO_TUNED": str(file), "UNISONO_NODE_LINK": "alpha=50us"}

@@ -1,0 +1,133 @@
+"""From one rank to all, and all at once: `broadcast` and `barrier`.
+
+The steps are those of `docs/how-a-call-goes.md`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from collectives.arrays import host
+from collectives.arrays.host import Array, Borrowed
+from collectives.operations import messages
+from collectives.operations import plan as plans
+from collectives.operations.call import enter
+from collectives.operations.group import Group
+from collectives.operations.on_devices import OnDevices
+from collectives.operations.plan import MessagePlan, NodePlan
+from collectives.signatures import A, Detachable, Numbers, Waiting
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["barrier", "broadcast"]
+
+
+@overload
+def broadcast(
+    group: Group, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+) -> Array: ...
+@overload
+def broadcast(
+    group: Group, x: Detachable[A], root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+) -> A: ...
+@overload
+def broadcast(
+    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+) -> A: ...
+@overload
+def broadcast(
+    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[Waiting]
+) -> A: ...
+def broadcast(
+    group: Group,
+    x: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Any:
+    """Give every rank the root's array.
+
+    Args:
+        x: shape (...); on the other ranks any array of the same shape and dtype, such as
+            `np.empty(shape, dtype)`.
+        root: whose array.
+        out: where to put the result, may be `x` itself; shape and dtype of `x`.
+        algorithm: "auto", "node", "tree", "ring", "hierarchical" or "native".
+        timeout: seconds.
+
+    Returns:
+        `out`, or a new array; the root's bits.
+
+    Raises:
+        TypeError: `x` is None. What only the root knows is for `broadcast_object`.
+        ValueError: no such root, or `out` does not fit.
+        CollectiveTimeout: as `allreduce`.
+
+    Cost: ceil(log2 P) messages of S bytes sent by the root.
+    """
+    own = group.rank == root
+    key = ("broadcast", root, algorithm)
+    later = plans.LATER if own and out is None else out
+    if found := plans.find(group, key, x, later, timeout):  # step 1
+        known, result, send, target = found
+        known.run(send, target, timeout)
+        if result is plans.LATER:
+            return x.copy()
+        if own and result is not x:
+            np.copyto(result, x)
+        return result
+    with enter(group, "broadcast", timeout) as call:  # step 2
+        if x is None:  # what users of mpi4py pass on the other ranks
+            raise TypeError(
+                "broadcast: x is None, expected an array on every rank. Where the root's is "
+                "to go, pass one of its shape and dtype, such as np.empty(shape, dtype), or "
+                "use broadcast_object, which sends what only the root knows"
+            )
+        on_devices = group.kept(OnDevices)
+        loan = on_devices.borrow(x, out) or host.borrow(x, out, operation=call.operation)  # step 3
+        array = loan.host if isinstance(loan, Borrowed) else loan
+        call.check_root(root)
+        memory = {} if isinstance(loan, Borrowed) else {"memory": "device"}
+        call.describe(  # step 4
+            dtype=array.dtype, shape=array.shape, root=root, **memory, algorithm=algorithm
+        )
+        if not isinstance(loan, Borrowed):
+            on_devices.broadcast(call, loan, root, algorithm)
+            return loan.finish()
+        if loan.target is None:
+            buffer = host.flat_copy(loan.host, None, loan.host.dtype)
+        else:
+            buffer = host.flat(loan.host) if own else host.flat_target(loan.target)
+        plan = plans.broadcast(call, buffer, root, algorithm)  # step 5
+        plan.first(call, buffer, buffer)  # step 6
+        plans.keep(group, key, x, loan.target, plan)  # step 7
+    return loan.give_back(host.store(buffer, array.shape, array.dtype, loan.target))
+
+
+def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = None) -> None:
+    """Return when every rank of the group has called this.
+
+    Args:
+        algorithm: "auto", "node", "tree", "hierarchical" or "native".
+        timeout: seconds.
+    """
+    known = group.plans.get("barrier") if algorithm == "auto" else None
+    if known is not None and (timeout is None or (isinstance(timeout, float) and timeout > 0)):
+        known.run(0, 0, timeout)
+        return
+    with enter(group, "barrier", timeout) as call:
+        call.describe(algorithm=algorithm)
+        plan: NodePlan | MessagePlan
+        if engine := call.engine_for(algorithm):
+            plan = NodePlan(call, engine.plan_publish(0, [], call.digest, 0))
+        else:
+            plan = MessagePlan(call, partial(messages.barrier, algorithm=algorithm))
+        plan.first(call)
+        if algorithm == "auto":
+            group.plans["barrier"] = plan

@@ -1,0 +1,208 @@
+"""What the ranks of a group share: transport, nodes, settings, engine, plans, records.
+
+Operations are functions of a group. It knows none of them: what one keeps between its calls, the
+group holds for it (`kept`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from collectives import settings, topology
+from collectives.algorithms import hierarchical, stages
+from collectives.algorithms.selection import Layout
+from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailure
+from collectives.node import engine
+from collectives.operations import recorder, status
+from collectives.transport import liveness
+from collectives.transport.transport import Deadline, Transport
+
+__all__ = ["Group"]
+
+# UNISONO_CHECK=sample compares the first calls, where programs are wrong from the start, and then
+# every so many, where ranks drift apart. Counted per group, so that all ranks choose alike.
+_SAMPLE_FIRST = 64
+_SAMPLE_EVERY = 64
+
+# After a failure MPI may take as long to end as an operation may wait, but not less than this: a
+# short limit of operations says nothing about how long the other ranks' programs go on.
+_LEAST_EXIT_SECONDS = 60.0
+
+_NO_FIELDS: Mapping[str, object] = {}
+
+T = TypeVar("T")
+
+
+class Group:
+    """The ranks that call operations together, one call after the other.
+
+    Args:
+        transport: moves arrays between the ranks.
+        leaders: for every rank an integer that is the same exactly for the ranks of one node.
+        configuration: the settings, from the environment if None.
+        name: in flight records.
+
+    Attributes:
+        nodes: where this rank stands among the nodes.
+        layout: what "auto" goes by.
+        levels_by_messages: the stages in and between nodes, all of them by messages.
+        levels: the same, in shared memory inside this rank's node where the ranks meet there.
+        node_engine: where the ranks of this node meet; None before the first call, and where they
+            share no memory.
+        plans: what calls need that are like earlier ones (`collectives.operations.plan`).
+        number: of the last call.
+        splits_made: how many groups were made of this one.
+        unusable: why there can be no more calls; None if there can.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        leaders: Sequence[int],
+        configuration: settings.Settings | None = None,
+        name: str = "world",
+    ) -> None:
+        self.transport = transport
+        self.leaders = list(leaders)
+        self.nodes = topology.nodes(self.leaders, transport.rank)
+        self.settings = configuration or settings.from_environment()
+        self.recorder = recorder.Recorder(name, transport.rank, transport.size)
+        self.status: status.Board | None = None
+        machine = self.settings.links.machine
+        self.layout = Layout(transport.size, self.nodes.num_nodes, machine)
+        self.levels_by_messages = hierarchical.levels(transport, self.leaders)
+        self.levels = self.levels_by_messages
+        self.node_engine: engine.Engine | None = None
+        self.plans: dict[object, Any] = {}
+        self.number = 0
+        self.splits_made = 0
+        self.unusable: str | None = None
+        self._met = False  # whether the ranks of a node have tried to make an engine
+        self._kept: dict[Callable[..., Any], Any] = {}
+
+    @property
+    def rank(self) -> int:
+        """Number of this process in the group, `0 .. size - 1`."""
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        """Number of processes in the group."""
+        return self.transport.size
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process among those of its node."""
+        return self.nodes.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of the group's processes on this node."""
+        return self.nodes.local_size
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this node, in the order of the nodes' lowest ranks."""
+        return self.nodes.node_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes that the group spans."""
+        return self.nodes.num_nodes
+
+    def kept(self, make: Callable[[Group], T]) -> T:
+        """Return what an operation keeps between its calls, made when it is first asked for."""
+        if make not in self._kept:
+            self._kept.setdefault(make, make(self))  # by one of two threads
+        return cast(T, self._kept[make])
+
+    def deadline(self, operation: str, timeout: float | None = None) -> Deadline:
+        """Return a deadline that begins now; the timeout of the settings if None."""
+        limit = self.settings.timeout if timeout is None else timeout
+        return Deadline(operation, limit, self.settings.stall_warning, self._missing)
+
+    def begin(self, operation: str, fields: Mapping[str, object] = _NO_FIELDS) -> recorder.Record:
+        """Record that an operation begins, where other ranks of the node can see it."""
+        # This method, its caller, and that one's: a look at each would cost 0.2 us.
+        record = self.recorder.begin(self.number, operation, fields, ours=3)
+        if self.status is not None:
+            self.status.enter(record)
+        return record
+
+    def end(self, record: recorder.Record, error: BaseException | None) -> None:
+        """Record that it ends; write all records to a file if a rank was missing or dead."""
+        record.end(error)
+        if self.status is not None:
+            self.status.leave(record)
+        if error is not None and isinstance(error, (CollectiveTimeout, PeerFailure)):
+            recorder.write(f"{record.operation}: {type(error).__name__}")
+
+    def close(self) -> None:
+        """Refuse later calls, and give back what the ranks share."""
+        self.unusable = "it was closed"
+        if self.node_engine is not None:
+            self.node_engine.close()
+        self.transport.close()
+
+    def dead_here(self) -> list[int]:
+        """Return the ranks of this node that have died, as far as shared memory tells."""
+        return [] if self.node_engine is None else self.node_engine.dead()
+
+    def _missing(self) -> str:
+        """Say what the ranks that have not come did last, where that is known."""
+        return "" if self.status is None else self.status.missing()
+
+    def check_usable(self, operation: str) -> None:
+        """Refuse to go on after a failure."""
+        if self.unusable is not None:
+            raise CollectiveError(
+                f"{operation}: this communicator is not usable any more, since {self.unusable} "
+                f"({self.transport.where})"
+            )
+
+    def meeting(self, deadline: Deadline) -> engine.Engine | None:
+        """Return the node engine if all ranks meet there, None where messages have to serve.
+
+        It is made in the first call, in which all ranks take part, however it ends. Where there are
+        several nodes, each has its own, for the stages inside it.
+        """
+        if not self._met:
+            try:
+                self._meet(deadline)
+            except BaseException as error:
+                self.failed(deadline.operation, error)
+                raise
+            self._met = True
+        return self.node_engine if self.num_nodes == 1 else None
+
+    def _meet(self, deadline: Deadline) -> None:
+        """Make the engine of this rank's node, where it has company and memory to share."""
+        ranks = self.transport if self.num_nodes == 1 else self.levels.node
+        made = engine.start(ranks, self.settings.shared_memory, deadline)
+        if made is not None:
+            names = [self.transport.name([ranks.number(rank)]) for rank in range(ranks.size)]
+            self.node_engine = made
+            self.status = status.Board(made.notes, ranks.rank, names)
+            made.last_call = self.status.last
+            self.levels = stages.in_shared_memory(self.levels, made)
+
+    @property
+    def sends_messages(self) -> bool:
+        """Whether the ranks send messages in their operations; known after the first call."""
+        return self.size > 1 and not (self.num_nodes == 1 and self.node_engine)
+
+    @property
+    def checked(self) -> bool:
+        """Whether the ranks compare their descriptions of the current call by messages."""
+        if self.settings.check == "sample":
+            return self.number <= _SAMPLE_FIRST or self.number % _SAMPLE_EVERY == 0
+        return self.settings.check == "always"
+
+    def failed(self, operation: str, error: BaseException) -> None:
+        """Refuse later calls, which would meet what is left of this one.
+
+        The end of MPI is one more wait for the others, and gets a limit, too.
+        """
+        self.unusable = f"{operation} failed: {type(error).__name__}: {error}"
+        liveness.limit_exit(max(self.settings.timeout, _LEAST_EXIT_SECONDS))

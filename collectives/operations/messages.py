@@ -1,0 +1,155 @@
+"""Operations by messages: what travels with the comparison, as 16 bits, or by an algorithm.
+
+The call is compared first, the array copied to where the algorithm works, and the algorithm chosen
+by name and size; a small array travels with the comparison. Arrays are flat and contiguous here,
+and the call has been described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from collectives.algorithms import compressed, hierarchical
+from collectives.arrays import host, reduction
+from collectives.arrays.host import Array
+from collectives.arrays.reduction import MEAN, Op
+from collectives.compression import Codec
+from collectives.operations import compare
+from collectives.operations.call import Call
+
+__all__ = [
+    "allreduce",
+    "allreduce_compared",
+    "barrier",
+    "broadcast",
+    "broadcast_compared",
+    "reduce",
+    "reduce_scatter",
+]
+
+
+def allreduce(
+    call: Call, send: Array, out: Array, *, op: Op, algorithm: str, codec: Codec | None = None
+) -> None:
+    """Reduce `send` over all ranks into `out`, which may be `send`."""
+    if codec is None and _is_carried(call, algorithm, send):
+        host.store(_carry(call, send, op), out.shape, out.dtype, out)
+        return
+    call.agree()
+    allreduce_compared(call, send, out, op=op, algorithm=algorithm, codec=codec)
+
+
+def allreduce_compared(
+    call: Call, send: Array, out: Array, *, op: Op, algorithm: str, codec: Codec | None = None
+) -> None:
+    """As `allreduce`, of what the ranks have agreed on, or of a slice of it."""
+    if codec is not None:
+        _allreduce_packed(call, send, out, op, algorithm, codec)
+        return
+    on_ring = algorithm == "auto" and call.picks("allreduce", algorithm, send.nbytes) == "ring"
+    if on_ring and reduction.work_dtype(send.dtype) != send.dtype:
+        # 16 bits travel as they are, half of what a ring of float32 would send, and add up wider.
+        buffer = host.flat_copy(send, out, send.dtype)
+        divisor = call.group.size if op is MEAN else 1
+        compressed.allreduce_16(call.group.transport, buffer, op, call.deadline, divisor=divisor)
+    else:
+        buffer = _contribution(call, send, out, op)
+        call.algorithm("allreduce", algorithm, send.nbytes)(buffer, op, call.deadline)
+    host.store(buffer, out.shape, out.dtype, out)
+
+
+def _allreduce_packed(
+    call: Call, send: Array, out: Array, op: Op, algorithm: str, codec: Codec
+) -> None:
+    """Reduce by messages of 16 bits: all of them, or those between nodes."""
+    if call.levels is None or algorithm not in ("auto", "hierarchical"):
+        divisor = call.group.size if op is MEAN else 1
+        compressed.allreduce(
+            call.group.transport, out, op, call.deadline,
+            codec=codec, contribution=send, divisor=divisor,
+        )  # fmt: skip
+        return
+    buffer = _contribution(call, send, out, op)
+    levels = compressed.between_nodes(call.levels, codec)  # between two levels without a codec
+    hierarchical.allreduce(levels, buffer, op, call.deadline)
+    host.store(buffer, out.shape, out.dtype, out)
+
+
+def reduce(
+    call: Call, send: Array, out: Array | None, *, op: Op, root: int, algorithm: str
+) -> None:
+    """Reduce `send` over all ranks into the root's `out`, which is not used elsewhere."""
+    out = out if call.group.rank == root else None
+    if _is_carried(call, algorithm, send):
+        buffer = _carry(call, send, op)
+    else:
+        call.agree()
+        buffer = _contribution(call, send, out, op)
+        call.algorithm("reduce", algorithm, send.nbytes)(buffer, op, root, call.deadline)
+    if out is not None:
+        host.store(buffer, out.shape, out.dtype, out)
+
+
+def reduce_scatter(
+    call: Call, send: Array, out: Array, *, bounds: Sequence[int], op: Op, algorithm: str
+) -> None:
+    """Reduce `send` over all ranks, of which this one takes chunk `rank` into `out`."""
+    if _is_carried(call, algorithm, send):
+        buffer = _carry(call, send, op)
+    else:
+        call.agree()
+        buffer = _contribution(call, send, None, op)
+        run = call.algorithm("reduce_scatter", algorithm, send.nbytes)
+        run(buffer, bounds, op, call.deadline)
+    own = buffer[bounds[call.group.rank] : bounds[call.group.rank + 1]]
+    host.store(own, out.shape, out.dtype, out)
+
+
+def broadcast(
+    call: Call, send: Array | None, out: Array | None, *, root: int, algorithm: str
+) -> None:
+    """Replace `out` by the root's `send`; each is used on one side only."""
+    own = call.group.rank == root
+    buffer = send if own else out
+    assert buffer is not None
+    if call.carries(algorithm, buffer.nbytes):
+        bits = buffer.view(np.uint8)
+        joined = call.carry(bits if own else np.zeros(bits.size, np.uint8), compare.union)
+        if not own:
+            bits[:] = joined
+        return
+    call.agree()
+    broadcast_compared(call, buffer, root=root, algorithm=algorithm)
+
+
+def broadcast_compared(call: Call, buffer: Array, *, root: int, algorithm: str) -> None:
+    """As `broadcast`, of what the ranks have agreed on, or of a slice of it."""
+    call.algorithm("broadcast", algorithm, buffer.nbytes)(buffer, root, call.deadline)
+
+
+def barrier(call: Call, send: None = None, out: None = None, *, algorithm: str) -> None:
+    """Wait for all ranks."""
+    if call.carries(algorithm, 0):
+        call.carry(*compare.NOTHING)
+        return
+    call.agree()
+    call.algorithm("barrier", algorithm, 0)(call.deadline)
+
+
+def _is_carried(call: Call, algorithm: str, send: Array) -> bool:
+    """Tell whether a reduction travels with the comparison of the call."""
+    return call.carries(algorithm, send.size * reduction.work_dtype(send.dtype).itemsize)
+
+
+def _carry(call: Call, send: Array, op: Op) -> Array:
+    """Reduce `send` over all ranks on the way of the comparison, in the dtype of sums."""
+    return call.carry(_contribution(call, send, None, op), reduction.combine(op))
+
+
+def _contribution(call: Call, send: Array, out: Array | None, op: Op) -> Array:
+    """Copy a rank's array to where messages are made of it."""
+    buffer = host.flat_copy(send, out, reduction.work_dtype(send.dtype))
+    reduction.prepare(buffer, op, call.group.size)
+    return buffer

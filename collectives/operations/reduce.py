@@ -1,0 +1,297 @@
+"""Reductions: `allreduce`, `reduce`, `reduce_scatter`, `plan_allreduce`.
+
+Each finds the plan of an earlier call like this one and runs it; or it looks at its arguments,
+describes itself, makes a plan, runs it, and keeps it. `docs/how-a-call-goes.md` has the steps.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from collectives import topology
+from collectives.arrays import host, reduction
+from collectives.arrays.host import Array, Borrowed
+from collectives.arrays.reduction import MEAN, Op
+from collectives.compression import NONE, Compression, chosen
+from collectives.operations import messages
+from collectives.operations import plan as plans
+from collectives.operations.call import enter
+from collectives.operations.group import Group
+from collectives.operations.on_devices import OnDevices
+from collectives.operations.plan import MessagePlan, NodePlan, Plan
+from collectives.signatures import A, Compressing, Detachable, Numbers, Reducing
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["allreduce", "plan_allreduce", "reduce", "reduce_scatter"]
+
+
+@overload
+def allreduce(
+    group: Group, x: Numbers, *, out: None = None, **options: Unpack[Compressing]
+) -> Array: ...
+@overload
+def allreduce(
+    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[Compressing]
+) -> A: ...
+@overload
+def allreduce(group: Group, x: A, *, out: None = None, **options: Unpack[Compressing]) -> A: ...
+@overload
+def allreduce(group: Group, x: object, *, out: A, **options: Unpack[Compressing]) -> A: ...
+def allreduce(
+    group: Group,
+    x: Any,
+    *,
+    op: Op = MEAN,
+    out: Any = None,
+    algorithm: str = "auto",
+    compression: Compression | None = NONE,
+    name: str | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Reduce the arrays of all ranks, and give every rank the result.
+
+    As if all arrays were gathered and combined in a fixed order of ranks.
+
+    Args:
+        x: shape (...), any dtype of the table in `collectives.arrays.reduction`; any strides. A
+            NumPy, PyTorch, JAX or CuPy array, a number or a nested list of numbers.
+        op: how to combine; the default divides by the number of ranks.
+        out: where to put the result, may be `x` itself; an array of the shape and dtype of `x`
+            that can be written, of NumPy, PyTorch, CuPy or another library with DLPack.
+        algorithm: "auto", "node", "ring", "tree", "halving", "hierarchical" or "native".
+        compression: `FP16` or `BF16` let float32 and float64 arrays travel as 16 bits wherever
+            they travel as messages: rounded once, summed in float32, and the result rounded
+            once, however many ranks there are. `on("network")` is for those between nodes. None
+            is `NONE`.
+        name: of the array, for compression with feedback.
+        timeout: seconds.
+
+    Returns:
+        `out`, or a new array of the kind, shape and dtype of `x`, on its device; the same bits
+        on all ranks (with "native" as far as the MPI library does so).
+
+    Raises:
+        TypeError: the op is not defined for the dtype, or this is not a compression.
+        ValueError: unknown algorithm, or `out` does not fit.
+        MismatchError: ranks differ in operation, op, dtype, shape or options; on all ranks. Or
+            another rank's arguments are wrong.
+        CollectiveTimeout: some rank did not come in time, on the ranks that waited.
+        PeerFailure: a rank has died, on the ranks that waited for it.
+
+    Cost: "ring" 2 (P - 1) messages and 2 (P - 1)/P S bytes sent per rank; "tree" at most
+        2 ceil(log2 P) messages of S bytes.
+    Order: fixed by algorithm, P and size; reproducible.
+
+    Example:
+        >>> import collectives as cc
+        >>> comm = cc.init()
+        >>> comm.allreduce([1.0, 2.0], op=cc.SUM).tolist() == [comm.size, 2.0 * comm.size]
+        True
+    """
+    key = ("allreduce", op, algorithm)
+    plain = compression is NONE or compression is None
+    if plain and (found := plans.find(group, key, x, out, timeout)):  # step 1
+        known, result, send, target = found
+        known.run(send, target, timeout)
+        return result
+    with enter(group, "allreduce", timeout) as call:  # step 2
+        compression = chosen(compression, call.operation)
+        on_devices = group.kept(OnDevices)
+        loan = on_devices.borrow(x, out) or host.borrow(x, out, operation=call.operation)  # step 3
+        array = loan.host if isinstance(loan, Borrowed) else loan
+        reduction.check(op, array.dtype, operation=call.operation)
+        codec = compression.codec(array.dtype, op, network=group.num_nodes > 1, name=name)
+        if codec is not None:
+            codec.claim(math.prod(array.shape), array.dtype)
+        memory = {} if isinstance(loan, Borrowed) else {"memory": "device"}
+        call.describe(  # step 4
+            op=op.value, dtype=array.dtype, shape=array.shape, compression=compression, **memory,
+            algorithm=algorithm,
+        )  # fmt: skip
+        if not isinstance(loan, Borrowed):
+            on_devices.allreduce(call, loan, op, algorithm, codec)
+            return loan.finish()
+        send, flat, result = _memory(loan)
+        plan = plans.allreduce(call, send, flat, op, algorithm, codec)  # step 5
+        plan.first(call, send, flat)  # step 6
+        if plain:
+            plans.keep(group, key, x, result, plan)  # step 7
+    return loan.give_back(host.stored(flat, result))
+
+
+@overload
+def reduce(
+    group: Group, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[Reducing]
+) -> Array | None: ...
+@overload
+def reduce(
+    group: Group, x: Detachable[A], root: int = 0, *, out: None = None, **options: Unpack[Reducing]
+) -> A | None: ...
+@overload
+def reduce(
+    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[Reducing]
+) -> A | None: ...
+@overload
+def reduce(
+    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[Reducing]
+) -> A | None: ...
+def reduce(
+    group: Group,
+    x: Any,
+    root: int = 0,
+    *,
+    op: Op = MEAN,
+    out: Any = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Any:
+    """Reduce the arrays of all ranks, and give the result to one.
+
+    Arguments and errors as `allreduce`; `out` is used on the root only, and algorithms are
+    "auto", "node", "tree" and "native".
+
+    Returns:
+        On the root `out` or a new array of the shape and dtype of `x`, elsewhere None.
+
+    Cost: one message of S bytes per rank, ceil(log2 P) received by the root.
+    """
+    own = group.rank == root
+    key = ("reduce", op, algorithm, root)
+    if found := plans.find(group, key, x, out if own else x, timeout):
+        known, result, send, target = found
+        known.run(send, target, timeout)
+        return result if own else None
+    with enter(group, "reduce", timeout) as call:
+        loan = host.borrow(x, out if own else None, operation=call.operation)
+        array = loan.host
+        reduction.check(op, array.dtype, operation=call.operation)
+        call.check_root(root)
+        call.describe(
+            op=op.value, dtype=array.dtype, shape=array.shape, root=root, algorithm=algorithm
+        )
+        send, flat, result = _memory(loan)
+        target = flat if own else None
+        plan: NodePlan | MessagePlan
+        if engine := call.engine_for(algorithm):
+            plan = NodePlan(call, engine.plan_reduce(send, target, op, root, call.digest))
+        else:
+            move = partial(messages.reduce, op=op, root=root, algorithm=algorithm)
+            plan = MessagePlan(call, move)
+        plan.first(call, send, target)
+        plans.keep(group, key, x, result if own else x, plan)
+    return None if target is None else loan.give_back(host.stored(flat, result))
+
+
+@overload
+def reduce_scatter(group: Group, x: Numbers, **options: Unpack[Reducing]) -> Array: ...
+@overload
+def reduce_scatter(group: Group, x: Detachable[A], **options: Unpack[Reducing]) -> A: ...
+@overload
+def reduce_scatter(group: Group, x: A, **options: Unpack[Reducing]) -> A: ...
+def reduce_scatter(
+    group: Group,
+    x: Any,
+    *,
+    op: Op = MEAN,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Any:
+    """Reduce the arrays of all ranks, and give each rank its share of the rows.
+
+    Args:
+        x: shape (n, ...), the same on all ranks; n need not be a multiple of the size: the
+            first `n % size` ranks get one row more.
+        op: how to combine.
+        algorithm: "auto", "node", "ring", "halving" or "native".
+        timeout: seconds.
+
+    Returns:
+        A new array of shape (own rows, ...) and the dtype of `x`.
+
+    Raises:
+        ValueError: `x` has no dimension.
+        TypeError, CollectiveTimeout: as `allreduce`.
+
+    Cost: "ring" P - 1 messages and (P - 1)/P S bytes sent per rank.
+    """
+    key = ("reduce_scatter", op, algorithm)
+    if found := plans.find(group, key, x, None, timeout):
+        known, result, send, target = found
+        known.run(send, target, timeout)
+        return result
+    with enter(group, "reduce_scatter", timeout) as call:
+        loan = host.borrow(x, operation=call.operation)
+        array = loan.host
+        reduction.check(op, array.dtype, operation=call.operation)
+        if array.ndim == 0:
+            raise ValueError("reduce_scatter: a scalar has no rows, expected shape (n, ...)")
+        call.describe(op=op.value, dtype=array.dtype, shape=array.shape, algorithm=algorithm)
+        rows = topology.chunk_bounds(array.shape[0], group.size)
+        own = rows[group.rank + 1] - rows[group.rank]
+        result = np.empty((own, *array.shape[1:]), array.dtype)
+        bounds = [row * math.prod(array.shape[1:]) for row in rows]
+        send = host.flat(array)
+        plan: NodePlan | MessagePlan
+        if engine := call.engine_for(algorithm):
+            work = engine.plan_reduce_scatter(send, bounds, op, call.digest)
+            before = bounds[group.rank] * array.itemsize  # the kernel counts from the whole's begin
+            plan = NodePlan(call, work, result.shape, before)
+        else:
+            move = partial(messages.reduce_scatter, bounds=bounds, op=op, algorithm=algorithm)
+            plan = MessagePlan(call, move, result.shape)
+        plan.first(call, send, result.reshape(-1))
+        plans.keep(group, key, x, None, plan)
+    return loan.give_back(result)
+
+
+def plan_allreduce(group: Group, x: A, *, op: Op = MEAN, timeout: float | None = None) -> Plan[A]:
+    """Resolve an all-reduce in place once, for a call that is made at every step.
+
+    *Collective*: all ranks, as `allreduce`. Arguments and errors as `allreduce(x, out=x)`.
+
+    Args:
+        x: shape (...), contiguous, writable; best from `shared_empty`.
+        op: how to combine.
+        timeout: seconds, of every later call.
+
+    Returns:
+        A function without arguments that reduces `x` in place and returns it.
+
+    Example:
+        >>> import collectives as cc
+        >>> comm = cc.init()
+        >>> gradient = comm.shared_empty(4, "float32")
+        >>> average = comm.plan_allreduce(gradient)
+        >>> gradient[:] = comm.rank
+        >>> average().tolist() == [(comm.size - 1) / 2] * 4
+        True
+    """
+    with enter(group, "plan_allreduce", timeout) as call:
+        like = host.borrow(x, operation=call.operation).host
+        reduction.check(op, like.dtype, operation=call.operation)
+        array, _ = host.borrow_out(x, like.shape, like.dtype, operation=call.operation)
+        if array is None:
+            raise TypeError(
+                "plan_allreduce: the array is not in host memory, where it could be reduced in "
+                f"place, got {type(x).__module__}.{type(x).__name__}"
+            )
+        if not array.flags.c_contiguous:
+            raise ValueError("plan_allreduce: the array is not contiguous")
+        call.describe(op=op.value, dtype=array.dtype, shape=array.shape)
+        call.agree()
+        flat = array.reshape(-1)
+        call.add(operation=plans.PLANNED)
+        return Plan(x, flat, plans.allreduce(call, flat, flat, op), timeout)
+
+
+def _memory(loan: Borrowed) -> tuple[Array, Array, Array]:
+    """Return flat memory of what is sent and of the result, and the result in its own shape."""
+    array = loan.host
+    result = np.empty(array.shape, array.dtype) if loan.target is None else loan.target
+    return host.flat(array), host.flat_target(result, array), result

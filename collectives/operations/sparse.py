@@ -1,0 +1,120 @@
+"""Rows of large arrays of which each rank has only a few."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, TypedDict, overload
+
+import numpy as np
+
+from collectives.arrays import host, reduction
+from collectives.arrays.host import Array
+from collectives.arrays.reduction import MEAN, SUM, Op
+from collectives.operations.call import enter
+from collectives.operations.group import Group
+from collectives.operations.reduce import allreduce
+from collectives.operations.rows import allgather
+from collectives.signatures import A, Detachable, Numbers
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Summing", "sparse_allreduce"]
+
+
+class Summing(TypedDict, total=False):
+    """Options of `sparse_allreduce`, for type checkers."""
+
+    num_rows: int | None
+    op: Op
+    timeout: float | None
+
+
+@overload
+def sparse_allreduce(
+    group: Group, indices: Any, values: Numbers, **options: Unpack[Summing]
+) -> tuple[Array, Array]: ...
+@overload
+def sparse_allreduce(
+    group: Group, indices: Any, values: Detachable[A], **options: Unpack[Summing]
+) -> tuple[Array, A]: ...
+@overload
+def sparse_allreduce(
+    group: Group, indices: Any, values: A, **options: Unpack[Summing]
+) -> tuple[Array, A]: ...
+def sparse_allreduce(
+    group: Group,
+    indices: Any,
+    values: Any,
+    *,
+    num_rows: int | None = None,
+    op: Op = MEAN,
+    timeout: float | None = None,
+) -> tuple[Array, Any]:
+    """Reduce rows of a large array of which each rank has only a few.
+
+    As if every rank put its rows into an array of zeros, rows of one index added up, and these
+    arrays were reduced; of the result, the rows that any rank named are returned.
+
+    Args:
+        indices: shape (k,), integers >= 0; k may differ between ranks, an index may be repeated.
+        values: shape (k, ...), the rows, float or complex for MEAN.
+        num_rows: rows of the large array. If given, it is reduced as a whole where that moves fewer
+            bytes.
+        op: SUM or MEAN, which divides by the number of ranks.
+        timeout: seconds.
+
+    Returns:
+        (indices, rows): the sorted indices without repetition, int64, and the rows, of the kind of
+        `values`; the same on all ranks.
+
+    Raises:
+        ValueError: shapes do not fit, or an index is out of range; on all ranks.
+        TypeError: the indices are not integers, or the op is another.
+
+    Cost: the rows of all ranks on each rank, or 2 (P - 1)/P bytes of the large array.
+    """
+    with enter(group, "sparse_allreduce", timeout) as call:
+        loan = host.borrow(values, operation=call.operation)
+        rows = loan.host
+        where = host.as_array(indices, operation=call.operation)
+        if op not in (SUM, MEAN):
+            raise TypeError(f"sparse_allreduce: expected SUM or MEAN, got {op}")
+        reduction.check(op, rows.dtype, operation=call.operation)
+        if where.dtype.kind not in "iu" and where.size:
+            raise TypeError(f"sparse_allreduce: indices are no integers, got {where.dtype}")
+        if where.ndim != 1 or rows.ndim < 1 or len(where) != len(rows):
+            raise ValueError(
+                f"sparse_allreduce: expected an index for every row, got shapes {where.shape} and "
+                f"{rows.shape}"
+            )
+        last = np.iinfo(np.int64).max if num_rows is None else num_rows - 1
+        if where.size and (where.min() < 0 or where.max() > last):
+            raise ValueError(
+                f"sparse_allreduce: an index is out of range, expected 0 .. {last}, got "
+                f"{where.min()} .. {where.max()}"
+            )
+        call.describe(op=op.value, dtype=rows.dtype, row=rows.shape[1:], num_rows=num_rows)
+        total = sum(call.agree_on_rows(len(where)))
+    where = where.astype(np.int64)
+    row_bytes = rows.dtype.itemsize * max(1, math.prod(rows.shape[1:]))
+    if num_rows is not None and total * (row_bytes + 8) > 2 * num_rows * row_bytes:
+        named = np.zeros(num_rows, bool)
+        named[where] = True
+        large = np.zeros((num_rows, *rows.shape[1:]), reduction.work_dtype(rows.dtype))
+        with reduction.quiet():
+            np.add.at(large, where, rows)
+        named = allreduce(group, named, op=reduction.MAX, timeout=timeout)
+        large = allreduce(group, large, op=op, out=large, timeout=timeout)
+        found = np.flatnonzero(named)
+        with reduction.quiet():
+            return found, loan.give_back(large[found].astype(rows.dtype, copy=False))
+    all_indices = allgather(group, where, timeout=timeout)
+    all_rows = allgather(group, np.ascontiguousarray(rows), timeout=timeout)
+    found, place = np.unique(all_indices, return_inverse=True)
+    summed = np.zeros((len(found), *rows.shape[1:]), reduction.work_dtype(rows.dtype))
+    with reduction.quiet():
+        np.add.at(summed, place, all_rows)  # in the order of the ranks
+        if op is MEAN:
+            summed /= group.size
+        return found, loan.give_back(summed.astype(rows.dtype))
