@@ -75,15 +75,17 @@ class MpiMessage:
     def start(self, begin: Callable[..., MPI.Request], tag: int) -> MpiMessage:
         """Send or receive the memory by `Isend` or `Irecv`; returns the message."""
         array: Array = self._memory
-        self._left = array.nbytes
-        parts: Sequence[Array] = (array,)
-        if array.nbytes > _MESSAGE_BYTES:
-            flat = raw_bytes(array)
-            parts = [flat[at:][:_MESSAGE_BYTES] for at in range(0, flat.size, _MESSAGE_BYTES)]
-        byte = self._owner.endpoint.byte
+        endpoint = self._owner.endpoint
+        self._left = nbytes = array.nbytes
         try:
-            for part in parts:
-                self.add(begin((part, part.nbytes, byte), self._peer, tag))
+            if nbytes <= _MESSAGE_BYTES:  # nearly always: a microsecond here is one per message
+                self._requests.append(begin((array, nbytes, endpoint.byte), self._peer, tag))
+                endpoint.live.add(self)
+                return self
+            flat = raw_bytes(array)
+            for at in range(0, nbytes, _MESSAGE_BYTES):
+                part = flat[at:][:_MESSAGE_BYTES]
+                self.add(begin((part, part.nbytes, endpoint.byte), self._peer, tag))
         except RuntimeError as error:
             self._owner.lost(self, error)
         return self
@@ -95,7 +97,10 @@ class MpiMessage:
 
     def done(self) -> bool:
         """Make progress and tell whether the memory may be used again."""
-        owner, requests = self._owner, self._requests
+        requests = self._requests
+        if not requests:
+            return True
+        owner = self._owner
         status = owner.status
         while requests:
             try:
@@ -106,8 +111,8 @@ class MpiMessage:
             del requests[0]
             if not requests:
                 owner.endpoint.live.discard(self)
-            if self.verb == "send" and status is not None:
-                expected = min(self._left, _MESSAGE_BYTES)
+            if status is not None and self.verb == "send":
+                expected = self._left if self._left < _MESSAGE_BYTES else _MESSAGE_BYTES
                 self._left -= expected
                 if status.count != expected:
                     raise self._wrong_length(expected, status.count)

@@ -62,7 +62,7 @@ class MpiTransport(Transport):
         return self._start(self.mpi.Irecv, into, source, "send")
 
     def _start(self, begin: Any, array: Array, peer: int, verb: str) -> Message:
-        if not self._may_call_mpi:
+        if not self._any_thread and not self._may_call_mpi:
             self.check_threads(f"message to or from {self.name([peer])}")
         try:
             return MpiMessage(self, array, peer, verb).start(begin, self._tag)

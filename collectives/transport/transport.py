@@ -10,6 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
 from collectives.arrays import device
 from collectives.arrays.host import Array
 from collectives.transport.mailbox import Mailbox
@@ -116,12 +118,14 @@ class Transport(Ranks, ABC):
 
     def start_send(self, data: Array, dest: int) -> Message:
         """Start sending `data`; it must not change until the message is done."""
-        device.settle(data)
+        if type(data) is not np.ndarray:  # whose memory needs no look: 0.1 us
+            device.settle(data)
         return self._start_send(data, dest) if data.size else _NOTHING
 
     def start_receive(self, into: Array, source: int) -> Message:
         """Start receiving exactly `into.nbytes` bytes; `into` is undefined until done."""
-        device.settle(into)
+        if type(into) is not np.ndarray:
+            device.settle(into)
         return self._start_receive(into, source) if into.size else _NOTHING
 
     def poll(self, message: Message, operation: str) -> bool:
