@@ -96,7 +96,7 @@ def test_settings_describe_links():
         ("alpha=2us,", "expected some of alpha, beta, gamma"),
         ("alpha=8GB/s", "alpha: not a time, expected"),
         ("beta=8GB", "beta: not a rate or a time of a byte, expected"),
-        ("beta=0", "beta: no rate"),
+        ("beta=0", "beta: not a rate"),
     ],
 )
 def test_a_link_that_cannot_be_understood_is_named(variable, value, expected):
