@@ -13,11 +13,11 @@ from strategies.queues.engine import Dequeue
 from strategies.queues.remote import RemoteEngine, shared_queue
 from strategies.remote.service import Service
 
-__all__ = ["Dequeue", "Settling", "maker", "two_tasks"]
+__all__ = ["Dequeue", "Settling", "leave", "maker", "two_tasks"]
 
 
 @contextmanager
-def two_tasks():
+def two_tasks(timeout=60.0):
     """The services of two tasks that are threads; the second one is the caller's."""
     group = inprocess.ThreadGroup(2, "eager")
     services = [None, None]
@@ -26,7 +26,7 @@ def two_tasks():
         comm = Communicator(
             inprocess.ThreadTransport(group, rank), [0, 0], Settings(timeout=20, shared_memory=None)
         )
-        services[rank] = Service(comm)
+        services[rank] = Service(comm, timeout=timeout)
 
     def together(function):
         threads = [threading.Thread(target=function, args=(rank,)) for rank in range(2)]
@@ -41,6 +41,11 @@ def two_tasks():
         yield services
     finally:
         together(lambda rank: services[rank].close())
+
+
+def leave(service):
+    """Leave a service's block because of an error, which does not wait for the others."""
+    service.__exit__(RuntimeError, RuntimeError("of a test"), None)
 
 
 class Settling(RemoteEngine):

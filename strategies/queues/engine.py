@@ -116,6 +116,11 @@ class Engine:
     def __len__(self) -> int:
         return self._store.size
 
+    def waiting(self) -> tuple[list[Attempt], list[Attempt]]:
+        """Return the attempts that wait on the enqueue side and on the dequeue side, in line."""
+        with self._lock:
+            return list(self._enqueues), list(self._dequeues)
+
     def submit(self, attempt: Attempt) -> None:
         """Let a new attempt run, now or when its turn comes."""
         with self._lock:

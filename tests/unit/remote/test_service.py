@@ -47,24 +47,24 @@ def until(condition):
         time.sleep(0.001)
 
 
-def test_a_silent_task_is_given_up_and_what_it_does_later_is_undone(services):
-    queue = queue_on_0(services[1])
-    queue.enqueue_many((np.arange(5),))
-    services[1]._exchange.requests._timeout = 0.3
-    with Silence(services[0]):
-        began = time.monotonic()
-        with pytest.raises(UnavailableError, match="task 0 has given no sign of life for 0.3 s"):
-            queue.dequeue_many(3)
-        assert 0.25 < time.monotonic() - began < 5
-    until(lambda: queue.size() == 5)
-    assert queue.dequeue_many(5).tolist() == [0, 1, 2, 3, 4]
+def test_a_silent_task_is_given_up_and_what_it_does_later_is_undone():
+    with elsewhere.two_tasks(timeout=1) as services:
+        queue = queue_on_0(services[1])
+        queue.enqueue_many((np.arange(5),))
+        with Silence(services[0]):
+            began = time.monotonic()
+            with pytest.raises(UnavailableError, match="task 0 has given no sign of life for 1 s"):
+                queue.dequeue_many(3)
+            assert 0.9 < time.monotonic() - began < 6
+        until(lambda: queue.size() == 5)
+        assert queue.dequeue_many(5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_waiting_for_a_task_that_lives_has_no_end(services):
-    queue = queue_on_0(services[1])
-    services[1]._exchange.requests._timeout = 0.2
-    threading.Timer(1.0, queue_on_0(services[0]).enqueue, (7,)).start()
-    assert queue.dequeue() == 7
+def test_waiting_for_a_task_that_lives_has_no_end():
+    with elsewhere.two_tasks(timeout=0.5) as services:
+        queue = queue_on_0(services[1])
+        threading.Timer(1.5, queue_on_0(services[0]).enqueue, (7,)).start()
+        assert queue.dequeue() == 7
 
 
 def test_a_decision_that_does_not_come_is_an_error_and_loses_nothing(services, monkeypatch):
@@ -98,7 +98,7 @@ def test_an_answer_that_comes_after_the_interrupt_goes_back(services, monkeypatc
     here, there = queue_on_0(services[0]), queue_on_0(services[1])
     attempt = elsewhere.Dequeue()
     there.engine.submit(attempt)
-    until(lambda: here.engine._dequeues)
+    until(lambda: here.engine.waiting()[1])
     # As if the answer had been taken from the line, but not handed over yet.
     monkeypatch.setattr(services[1], "disown", lambda number: False)
     there.engine.abandon(attempt)
@@ -126,7 +126,7 @@ def test_rows_are_held_until_they_are_known_to_have_arrived(services):
     assert there.dequeue_many(2).tolist() == [3, 4]
     until(lambda: len(held) == 2)
     assert here.size() == 1
-    services[1]._exchange.abandon("of a test")
+    elsewhere.leave(services[1])
     until(lambda: here.size() == 4)
     assert sorted(here.dequeue_many(4)) == [2, 3, 4, 5]
 
@@ -134,15 +134,15 @@ def test_rows_are_held_until_they_are_known_to_have_arrived(services):
 def test_one_that_gives_up_is_reported_and_its_attempts_end(services):
     here, there = queue_on_0(services[0]), queue_on_0(services[1])
     there.engine.submit(elsewhere.Dequeue())
-    until(lambda: len(here.engine._dequeues) == 1)
-    services[1]._exchange.abandon("of a test")
-    until(lambda: not here.engine._dequeues)
+    until(lambda: len(here.engine.waiting()[1]) == 1)
+    elsewhere.leave(services[1])
+    until(lambda: not here.engine.waiting()[1])
     here.enqueue(1)
     assert here.size() == 1
     with pytest.raises(CancelledError, match="the service was given up"):
         there.size()
     for _ in range(2):
-        with pytest.raises(UnavailableError, match=r"task 1 has left \(of a test\)"):
+        with pytest.raises(UnavailableError, match=r"task 1 has left \(RuntimeError: of a test\)"):
             shared_queue(FIFOQueue, 1, "int8", [()], service=services[0], shared_name="x", task=1)
 
 
@@ -155,7 +155,7 @@ def test_what_a_dead_task_has_asked_for_last_takes_nothing(services):
     exchange._handle = lambda source, message: handled.append(handle(source, message))
     attempt = elsewhere.Dequeue()
     there.engine.submit(attempt)
-    services[1]._exchange.abandon("of a test")
+    elsewhere.leave(services[1])
     until(lambda: len(handled) >= 3)  # the dequeue, that nobody wants it any more, the farewell
     assert here.size() == 1
     assert attempt.error is not None

@@ -171,7 +171,7 @@ def test_a_task_that_leaves_is_an_error_for_those_that_wait(services):
     task = Task(services[1], 0)
     future = task.submit(wait_for_gate, 1)
     until(lambda: calls == [1])
-    services[0]._exchange.abandon("of a test")
+    elsewhere.leave(services[0])
     with pytest.raises(UnavailableError, match="task 0 has left"):
         future.result(LIMIT)
     with pytest.raises(UnavailableError, match="task 0 has left"):
@@ -182,7 +182,7 @@ def test_a_task_that_leaves_is_an_error_for_those_that_wait(services):
 def test_a_service_that_is_closed_cancels_what_waits(services):
     future = Task(services[1], 0).submit(wait_for_gate, 1)
     until(lambda: calls == [1])
-    services[1]._exchange.abandon("of a test")
+    elsewhere.leave(services[1])
     with pytest.raises(CancelledError, match="the service was given up"):
         future.result(LIMIT)
     gate.set()

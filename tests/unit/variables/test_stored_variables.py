@@ -242,7 +242,7 @@ def test_containers_are_reset_on_some_tasks_or_on_all(services):
         with pytest.raises(NotFoundError):
             variable.assign(1.0)
     assert other.read() == (0, 0)
-    services[0]._exchange.abandon("of a test")
+    elsewhere.leave(services[0])
     here = made("two", 1)
     with pytest.raises(UnavailableError, match="task 0 has left"):
         strategies.variables.reset_container("two", service=services[1])
