@@ -373,9 +373,9 @@ def test_gradients_that_are_withdrawn_before_their_turn_do_not_wait(strategy, se
     w = strategy.variable(np.zeros(1))
     comm, workers = server.cluster.comm, server.cluster.workers
     if not training(server):
-        desk = server.service._exchange._desk
-        withdraw, busy, heard = desk.withdraw, threading.Event(), threading.Event()
-        desk.withdraw = lambda *given: (withdraw(*given), heard.set())
+        incoming = server.service._exchange._incoming
+        withdraw, busy, heard = incoming.withdraw, threading.Event(), threading.Event()
+        incoming.withdraw = lambda *given: (withdraw(*given), heard.set())
         strategy._shard._line.submit(busy.wait, LIMIT)
         comm.barrier()
         assert heard.wait(LIMIT)
