@@ -77,15 +77,10 @@ def modules(package: str) -> dict[str, Path]:
     return names
 
 
-def imported(file: Path, known: dict[str, Path], *, for_types: bool = True) -> set[str]:
-    """Names of the modules that a file imports, wherever the import stands.
-
-    Without `for_types`, those under `if TYPE_CHECKING`, which never run, are left out.
-    """
+def imported(file: Path, known: dict[str, Path]) -> set[str]:
+    """Names of the modules that a file imports, wherever the import stands: for types, too."""
     found = set()
     tree = ast.parse(file.read_text())
-    if not for_types:
-        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from strategies.parameter_server.layout import Part
 
-if TYPE_CHECKING:
-    from strategies.parameter_server.strategy import ParameterServerStrategy
-
-__all__ = ["ServedVariable"]
+__all__ = ["Owner", "ServedVariable"]
 
 Array = npt.NDArray[Any]
+
+
+class Owner(Protocol):
+    """What a variable asks of the strategy that made it."""
+
+    def assign(self, variable: ServedVariable, value: npt.ArrayLike) -> None:
+        """Let a variable take another value on its ps tasks, and in the copy here."""
 
 
 class ServedVariable:
@@ -42,7 +46,7 @@ class ServedVariable:
         name: str,
         value: Array,
         parts: Sequence[Part],
-        strategy: ParameterServerStrategy,
+        strategy: Owner,
         resident: bool,
     ) -> None:
         self.name = name
