@@ -7,6 +7,8 @@ is said here once more, apart from the product's own table.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 import collectives as cc
@@ -34,6 +36,12 @@ def is_defined(op, dtype):
 
 def data(rank, shape, dtype):
     """The array that a rank brings; every rank and every element has its own value."""
+    return _data(rank, tuple(shape), dtype).copy()
+
+
+# Every rank makes the arrays of all ranks, most of them again for each root and each call.
+@functools.lru_cache(maxsize=256)
+def _data(rank, shape, dtype):
     random = np.random.default_rng([rank, *shape])
     if dtype == BOOL:
         return np.asarray(random.integers(0, 2, shape)).astype(bool)
