@@ -8,7 +8,7 @@ import pytest
 import collectives as cc
 import strategies
 from strategies.errors import InvalidArgumentError
-from strategies.input import sharding
+from strategies.input import in_step, split
 
 
 def make_variables(strategy, seed):
@@ -137,7 +137,7 @@ def test_ranks_that_run_out_of_data_stay_in_step(world):
         batches = [
             {"x": np.full((2, 3), comm.rank, np.float32), "y": np.zeros(2, np.int64)}
         ] * comm.rank  # rank 0 never has any, and learns the structure from the others
-        seen = list(sharding.in_step(batches, comm))
+        seen = list(in_step(batches, comm))
         assert len(seen) == comm.size - 1
         for number, batch in enumerate(seen):
             rows = 2 if number < comm.rank else 0
@@ -161,7 +161,7 @@ def test_an_error_in_one_ranks_input_is_raised_on_all_in_the_same_step(world, ki
         yield np.zeros((1, 2))
 
     def check(comm):
-        iterator = sharding.in_step(batches(comm), comm)
+        iterator = in_step(batches(comm), comm)
         next(iterator)
         expected = kind if comm.rank == comm.size - 1 or kind is not OSError else RuntimeError
         with pytest.raises(expected, match=r"shard-3\.csv:17: a field is no number") as caught:
@@ -200,7 +200,7 @@ def test_global_batches_are_shared_without_loss(world):
             np.testing.assert_array_equal(comm.allgather(ours), x)
             np.testing.assert_array_equal(comm.allgather(double), y)
         with pytest.raises(ValueError, match="no common number of rows"):
-            sharding.cut((np.zeros(2), np.zeros(3)), [1, 1])
+            split.cut((np.zeros(2), np.zeros(3)), [1, 1])
 
     world.run(check)
 
