@@ -7,7 +7,7 @@ import ast
 from launcher import ROOT
 
 # How many there may be. Lower it with each one that goes; a test that needs another needs a door.
-MOST = 182
+MOST = 113
 
 # Public in spite of their underscore: of named tuples, and of the standard library.
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_current_frames"}

@@ -50,6 +50,9 @@ class Op(Enum):
     MAX = "MAX"
     PRODUCT = "PRODUCT"
 
+    # By identity: Enum's own is Python code, 0.1 us of every call that looks for its plan.
+    __hash__ = object.__hash__
+
 
 SUM, MEAN, MIN, MAX, PRODUCT = Op.SUM, Op.MEAN, Op.MIN, Op.MAX, Op.PRODUCT
 
