@@ -223,12 +223,11 @@ class Engine:
         alike = self.publish(own, wanted, digest, deadline, own.nbytes)
         return numbers.tolist() if alike else None
 
-    def allreduce(self, send: Array, out: Array, op: Op, digest: int, deadline: Deadline) -> bool:
-        """Reduce flat arrays into `out`, which may be `send`; False if the ranks disagree."""
-        return self.drive(self.plan_allreduce(send, out, op, digest), deadline)
-
     def plan_allreduce(self, send: Array, out: Array, op: Op, digest: int) -> Work:
-        """Prepare an all-reduce; the work may be driven again and again while the arrays live."""
+        """Prepare to reduce flat arrays into `out`, which may be `send`.
+
+        The work may be driven again and again while the arrays live.
+        """
         k = self._rounds
         place = self.shared.place_of(send, out)
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
@@ -242,14 +241,8 @@ class Engine:
         kernel = k.one_shot if send.nbytes <= self._one_shot_bytes else k.pipelined
         return Work(kernel, block, (bounds,))
 
-    def reduce(
-        self, send: Array, out: Array | None, op: Op, root: int, digest: int, deadline: Deadline
-    ) -> bool:
-        """As `allreduce`, with the result on the root only; `out` is None elsewhere."""
-        return self.drive(self.plan_reduce(send, out, op, root, digest), deadline)
-
     def plan_reduce(self, send: Array, out: Array | None, op: Op, root: int, digest: int) -> Work:
-        """Prepare a reduction; as `plan_allreduce`."""
+        """As `plan_allreduce`, with the result on the root only; `out` is None elsewhere."""
         k = self._rounds
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         block = self._block(digest, send, out, op)
