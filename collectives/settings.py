@@ -157,5 +157,5 @@ def _one_of(env: Mapping[str, str], name: str, words: Sequence[W], default: W) -
         if text == word:
             return word
     if text:
-        raise ValueError(f"settings: {name}: expected one of {' '.join(words)}, got {text!r}")
+        raise ValueError(f"settings: {name} must be one of {' '.join(words)}, got {text!r}")
     return default

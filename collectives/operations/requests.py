@@ -166,7 +166,7 @@ class Request(Generic[T]):
         job = self._job
         if not job.settled and job.process == os.getpid():
             job.settled = True
-            log.warning("nobody waited for %s, which is %s", job, self._state())
+            log.warning("nobody waited for %s (%s)", job, self._state())
 
 
 class Progress:

@@ -40,9 +40,9 @@ def test_every_variable_is_read():
         ("UNISONO_TIMEOUT", "0", "expected seconds > 0"),
         ("UNISONO_TIMEOUT", "nan", "expected seconds > 0"),
         ("UNISONO_STALL_WARNING", "-1", "expected seconds > 0"),
-        ("UNISONO_CHECK", "never", "expected one of off sample always"),
+        ("UNISONO_CHECK", "never", "must be one of off sample always"),
         ("UNISONO_ABORT_ON_EXCEPTION", "yes", "expected 0 or 1"),
-        ("UNISONO_CUDA_AWARE", "yes", "expected one of auto on off"),
+        ("UNISONO_CUDA_AWARE", "yes", "must be one of auto on off"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(variable, value, expected):

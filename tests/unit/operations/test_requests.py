@@ -224,7 +224,7 @@ def test_a_request_that_nobody_waits_for_is_named_once_when_it_is_dropped(owner,
     line = sys._getframe().f_lineno - 1
     gc.collect()
     (told,) = names(caplog)
-    assert told.startswith(f"nobody waited for work_async at test_requests.py:{line}, which is ")
+    assert told.startswith(f"nobody waited for work_async at test_requests.py:{line} (")
     gate.set()
     owner.progress.close()
     assert len(names(caplog)) == 1
@@ -356,5 +356,5 @@ def test_a_finished_request_that_nobody_waited_for_is_named_at_exit():
     text = text.replace("threading.Event().wait", "int")
     result = run([sys.executable, "-c", textwrap.dedent(text)], timeout=30)
     assert result.status == 0
-    assert result.stderr.count("nobody waited for work_async at <string>:14, which is") == 1
-    assert result.stderr.count("nobody waited for work_async at <string>:15, which is") == 1
+    assert result.stderr.count("nobody waited for work_async at <string>:14 (") == 1
+    assert result.stderr.count("nobody waited for work_async at <string>:15 (") == 1

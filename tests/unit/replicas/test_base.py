@@ -68,7 +68,7 @@ def test_one_replica_gets_everything(make):
 def test_run_calls_the_function_in_the_replica_context():
     strategy = strategies.DefaultStrategy()
     assert strategy.run(lambda a, b: a + b, args=(1,), kwargs={"b": 2}) == 3
-    with pytest.raises(ValueError, match="no list or tuple of arguments, got int"):
+    with pytest.raises(ValueError, match="not a list or tuple of arguments, got int"):
         strategy.run(abs, args=1)
     for method in (
         lambda: strategy.reduce("sum", 1.0),

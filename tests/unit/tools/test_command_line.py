@@ -357,8 +357,10 @@ def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     program = tmp_path / "pick.py"
     program.write_text(
         "import collectives as cc\n"
+        "from collectives.algorithms import selection\n"
         "layout = cc.init().layout\n"
-        "print(cc.rank(), layout.machine, layout.pick('allreduce', 1 << 20), flush=True)\n"
+        "picked = selection.pick('allreduce', 1 << 20, layout)\n"
+        "print(cc.rank(), layout.machine, picked, flush=True)\n"
     )
     where = {"UNISONO_TUNED": str(file), "UNISONO_NODE_LINK": "alpha=50us"}
     picked = mpirun(2, program, **where)
@@ -374,7 +376,7 @@ def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     assert f"UNISONO_NODE_LINK (alpha), else {file}" in rows["node"]
     assert rows["network"].endswith(f"0.0100  {file}")
     (auto,) = (name for name, row in rows.items() if "picked by auto" in row)
-    expected = selection.Layout(2, 2, machine).pick("allreduce", 1 << 20)
+    expected = selection.pick("allreduce", 1 << 20, selection.Layout(2, 2, machine))
     assert auto == expected
     facts = mpirun(1, *COMMAND, "info", "--json", **where)
     link = json.loads(facts.stdout)["links"]["network"]
