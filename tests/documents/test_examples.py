@@ -24,7 +24,7 @@ def accuracy_of(stdout):
     return float(line.rpartition(" ")[2])
 
 
-@pytest.mark.parametrize("size", [1, 3])  # 2 ranks: in the tests of resuming
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_main_job_learns_the_digits(tmp_path, size):
     # A path with a space, and more ranks than cores.
     data, output = tmp_path / "the data", tmp_path / "the results"
@@ -59,7 +59,7 @@ def program_of(library, packages):
     return ROOT / "examples" / f"{library}_digits.py"
 
 
-@pytest.mark.parametrize("size", [1, 4])  # 2 ranks: in the next test
+@pytest.mark.parametrize("size", [1, 2, 4])
 @LIBRARIES
 def test_programs_of_other_libraries_become_distributed_by_three_lines(
     tmp_path, library, packages, size

@@ -60,7 +60,7 @@ def facts(result):
 
 
 # 70 units on 3 ranks: shares of 24 and 23.
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_network_split_over_the_ranks_learns_as_on_one(size):
     options = ["--hidden", 70, "--epochs", 6, "--batch-size", 100]
     losses, accuracy, difference = facts(mpirun(size, EXAMPLES / "vertical_split.py", *options))
@@ -69,7 +69,7 @@ def test_a_network_split_over_the_ranks_learns_as_on_one(size):
     assert accuracy > 0.9
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_pipeline_of_recurrent_layers_learns_as_on_one(size):
     options = ["--layers", 3, "--units", 32, "--epochs", 12, "--batch-size", 50, "--parts", 3]
     losses, accuracy, difference = facts(mpirun(size, EXAMPLES / "pipelined_rnn.py", *options))
