@@ -147,9 +147,7 @@ class Engine:
     def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
         """Set the callback of an attempt that waits; return False, unset, if it has finished."""
         with self._lock:
-            if not attempt.done:
-                attempt.on_done = on_done
-            return not attempt.done
+            return attempt.call_when_done(on_done)
 
     def close_now(self) -> None:
         """Close and fail all that waits on the enqueue side; rows that are in stay."""

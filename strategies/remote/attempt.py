@@ -51,8 +51,14 @@ class Attempt:
     count: int | None = None
     entered = 0
 
+    def call_when_done(self, on_done: Callable[[], None]) -> bool:
+        """Set the callback while the attempt waits, and tell whether it does; the lock is held."""
+        if not self.done:
+            self.on_done = on_done
+        return not self.done
+
     def settle(self, error: OpError | None = None) -> None:
-        """Note the end; the lock that `when_done` takes is held."""
+        """Note the end; the lock of the engine is held."""
         self.error = error
         self.done = True  # last: who sees it without the lock may use the others
 
@@ -190,9 +196,7 @@ class RemoteAttempts(abc.ABC):
     def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
         """Set the callback of an attempt that waits."""
         with self._lock:
-            if not attempt.done:
-                attempt.on_done = on_done
-            return not attempt.done
+            return attempt.call_when_done(on_done)
 
     def withdraw(self, attempt: Attempt, error: OpError) -> None:
         """Ask that an attempt ends; its end still comes."""

@@ -107,9 +107,7 @@ class Rounds:
     def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
         """Set the callback of an attempt that waits."""
         with self._lock:
-            if not attempt.done:
-                attempt.on_done = on_done
-            return not attempt.done
+            return attempt.call_when_done(on_done)
 
     def withdraw(self, attempt: Attempt, error: OpError) -> None:
         """End a turn that waits."""

@@ -241,9 +241,7 @@ class AllReady(Attempt):
     def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
         """Set the callback, unless the wait has ended."""
         with self._lock:
-            if not self.done:
-                self.on_done = on_done
-            return not self.done
+            return self.call_when_done(on_done)
 
     def withdraw(self, attempt: Attempt, error: OpError) -> None:
         """End the wait with an error."""
