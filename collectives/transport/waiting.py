@@ -231,18 +231,18 @@ class Deadline:
         if self._stop is not None and self._stop.is_set():
             raise CollectiveError(f"{self.operation}: stopped ({ranks.where})")
         waited = self.waited
-        if waited > self.limit:
-            raise CollectiveTimeout(
-                f"{self.operation}: no answer within {self.limit:g} s, still waiting for "
-                f"{self._missing(pending, culprit)} ({ranks.where})"
-            )
-        if waited > self._warn_after:
+        if waited > self._warn_after:  # first: a process that slept past both still leaves its line
             self._warn_after = float("inf")
             missing = self._missing(pending, culprit)
             if ranks.world is not None:
                 missing += f" ({ranks.where})"
             who = f"[{ranks.rank}/{ranks.size}]"
             log.warning("%s %s has waited %.0f s for %s", who, self.operation, waited, missing)
+        if waited > self.limit:
+            raise CollectiveTimeout(
+                f"{self.operation}: no answer within {self.limit:g} s, still waiting for "
+                f"{self._missing(pending, culprit)} ({ranks.where})"
+            )
 
     def _missing(
         self, pending: Sequence[Message], culprit: Callable[[Sequence[Message]], str]

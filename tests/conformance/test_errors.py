@@ -266,7 +266,7 @@ def test_a_long_wait_is_reported_in_the_log(world, caplog):
                 pair.barrier(timeout=0.3)
             warnings = [r.getMessage() for r in caplog.records if "has waited" in r.getMessage()]
             assert len(warnings) == 1
-            assert re.match(r"\[0/2\] barrier has waited 0 s for rank 1 .*to ", warnings[0])
+            assert re.match(r"\[0/2\] barrier has waited \d+ s for rank 1 .*to ", warnings[0])
         comm.barrier()
 
     world.run(check)
