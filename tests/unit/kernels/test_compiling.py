@@ -65,6 +65,42 @@ def test_options_are_part_of_a_variant(module):
     assert len(kept(module)) == 2
 
 
+KEPT = """
+    import sys
+    import numpy as np
+    from numba import types
+    from collectives.kernels import compiling
+
+    def double(x):
+        return 2 * x
+
+    def total(n):
+        return (np.arange(n, dtype=np.float64) + np.ones(n)).sum()
+
+    compiling.callback(double, types.float64(types.float64))
+    print("the compiler is there:", "numba.np.linalg" in sys.modules)
+    allocates = compiling.compiled(total)
+    for kind in sys.argv[1:]:
+        print(kind, allocates(np.dtype(kind).type(4)), sum(allocates.stats.cache_hits.values()))
+"""
+
+
+def test_code_is_loaded_without_the_compiler(tmp_path):
+    program = tmp_path / "kept.py"
+    program.write_text(textwrap.dedent(KEPT))
+
+    def run(*kinds):
+        command = [sys.executable, program, *kinds]
+        where = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=where, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    assert run("int32") == ["the compiler is there: True", "int32 10.0 0"]
+    again = ["the compiler is there: False", "int32 10.0 1", "int8 10.0 1"]
+    assert run("int32", "int8") == again  # what is not there is compiled after what is
+
+
 def test_many_processes_compile_many_variants_at_once(tmp_path):
     # With numba's own files some of these take over another one's code.
     program = tmp_path / "program.py"
