@@ -12,21 +12,32 @@ from collectives.settings import Settings
 from strategies.queues.engine import Dequeue
 from strategies.queues.remote import RemoteEngine, shared_queue
 from strategies.remote.service import Service
+from tapped import Tapped
 
 __all__ = ["Dequeue", "Settling", "leave", "maker", "two_tasks"]
+
+
+class Services(list):
+    """Services by task, and in `channels` what each of them talks through, see `tapped`."""
+
+    def __init__(self, services):
+        super().__init__(services)
+        self.channels = [None] * len(services)
 
 
 @contextmanager
 def two_tasks(timeout=60.0):
     """The services of two tasks that are threads; the second one is the caller's."""
     group = inprocess.ThreadGroup(2, "eager")
-    services = [None, None]
+    services = Services([None, None])
 
     def open_(rank):
         comm = Communicator(
             inprocess.ThreadTransport(group, rank), [0, 0], Settings(timeout=20, shared_memory=None)
         )
-        services[rank] = Service(comm, timeout=timeout)
+        tapped = Tapped(comm)
+        services[rank] = Service(tapped, timeout=timeout)
+        services.channels[rank] = tapped.channel
 
     def together(function):
         threads = [threading.Thread(target=function, args=(rank,)) for rank in range(2)]

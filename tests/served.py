@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 
 import pytest
@@ -12,25 +11,29 @@ from strategies.cluster.cluster import Cluster
 from strategies.cluster.spec import ClusterSpec
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.remote.server import Server
+from tapped import Tapped
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
 
 
 @contextmanager
-def opened(comm, ps=None):
-    """A server, with two ps where there are ranks for them."""
+def opened(comm, ps=None, chief_timeout=60.0):
+    """A server, with two ps where there are ranks for them; see `cluster_test`."""
     count = ps or max(1, min(2, comm.size - 2))
     spec = ClusterSpec.from_ranks(comm.size, ps=count)
-    with Cluster(spec, comm) as cluster, Server(cluster) as server:
-        yield server
+    with Cluster(spec, Tapped(comm)) as cluster:
+        timeout = chief_timeout if cluster.is_chief else 60.0
+        with Server(cluster, timeout=timeout) as server:
+            yield server
 
 
-def cluster_test(body, *, ps=None, **options):
+def cluster_test(body, *, ps=None, chief_timeout=60.0, **options):
     """Run `body(strategy, server)` on all tasks of a world that has a ps and a worker.
 
     Args:
         body: the test.
         ps: how many ps tasks; as many as `opened` makes if None.
+        chief_timeout: seconds of silence after which the chief gives up another task.
         **options: of the strategy; `optimizer` is a function that makes one.
     """
 
@@ -41,7 +44,7 @@ def cluster_test(body, *, ps=None, **options):
         world.run(lambda comm: run(comm))
 
     def run(comm):
-        with opened(comm, ps) as server:
+        with opened(comm, ps, chief_timeout) as server:
             made = {name: f() if name == "optimizer" else f for name, f in options.items()}
             strategy = ParameterServerStrategy(
                 server, made.pop("optimizer", strategies.SGD(1.0)), **made
@@ -70,27 +73,6 @@ def in_turn(server, action):
         if turn == workers.rank:
             action()
     workers.barrier()
-
-
-class Silence:
-    """Keeps a task's thread from handling messages for a while."""
-
-    def __init__(self, service):
-        self.exchange = service._exchange
-        self.over = threading.Event()
-
-    def __enter__(self):
-        handle, over = self.exchange._handle, self.over
-
-        def late(source, message):
-            assert over.wait(LIMIT)
-            handle(source, message)
-
-        self.exchange._handle = late
-        return self
-
-    def __exit__(self, *error):
-        self.over.set()
 
 
 def training(server):

@@ -87,6 +87,7 @@ class ParameterServerStrategy(Strategy):
         service: by which the tasks reach each other.
         shared_name: as given.
         last_push: what each ps has made of this worker's last gradients.
+        timeout: as given; what follows may wait longer, if it is changed.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class ParameterServerStrategy(Strategy):
         self.shared_name = shared_name
         self.optimizer = optimizer
         self._partitioner = partitioner
-        self._timeout = timeout
+        self.timeout = timeout
         self._all = Ranks(self.cluster.comm)
         self._workers = tuple(self.cluster.training_ranks)
         self.last_push: tuple[Decision, ...] = ()
@@ -156,10 +157,10 @@ class ParameterServerStrategy(Strategy):
                 f"ParameterServerStrategy: bad warmup_steps, expected an integer >= 0, got "
                 f"{warmup_steps!r}"
             )
-        if self._timeout is not None and not self._timeout > 0:
+        if self.timeout is not None and not self.timeout > 0:
             raise ValueError(
                 f"ParameterServerStrategy: bad timeout, expected seconds > 0 or None, got "
-                f"{self._timeout!r}"
+                f"{self.timeout!r}"
             )
         super().__init__(devices)
 
@@ -336,7 +337,7 @@ class ParameterServerStrategy(Strategy):
                 pairs.append((given, known))
         examples = _count(own.examples)
         useful = [] if examples == 0 else pairs
-        self.last_push = self._client.push(useful, examples, self._timeout)
+        self.last_push = self._client.push(useful, examples, self.timeout)
 
     def look_up(self, variable: ServedVariable, indices: npt.ArrayLike) -> npt.NDArray[Any]:
         """Return some rows of a variable, without a copy of the whole.

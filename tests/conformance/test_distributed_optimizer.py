@@ -465,17 +465,41 @@ def test_an_exception_while_gradients_are_computed_is_raised_on_all(world):
     world.run(check)
 
 
+class Interrupting:
+    """A communicator of which one call of a plan is interrupted before it begins."""
+
+    def __init__(self, comm):
+        self.comm = comm
+        self.interrupt = False
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+    def plan_allreduce(self, *args, **options):
+        plan = self.comm.plan_allreduce(*args, **options)
+
+        def run():
+            if self.interrupt:
+                self.interrupt = False
+                raise KeyboardInterrupt
+            plan()
+
+        return run
+
+
 def test_ranks_in_different_steps_are_told(world):
     def check(comm):
         if comm.size == 1:
             return
-        w = np.zeros(2)
+        w, comm = np.zeros(2), Interrupting(comm)
         optimizer = strategies.DistributedOptimizer(
             strategies.SGD(1.0), comm=comm, backward_passes_per_step=1
         )
         optimizer.apply_gradients([(np.ones(2), w)])
         if comm.rank == 0:
-            optimizer._averaging._steps += 1  # as if it had made a step that the others did not
+            comm.interrupt = True
+            with pytest.raises(KeyboardInterrupt):  # in a step that it begins again
+                optimizer.apply_gradients([(np.ones(2), w)])
         with pytest.raises(cc.MismatchError, match="ranks are not in the same step"):
             optimizer.apply_gradients([(np.ones(2), w)])
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import strategies
-from served import LIMIT, Silence, in_turn, opened, scenario, training
+from served import LIMIT, in_turn, opened, scenario, training
 from strategies.cluster.setter import GreedyLoadBalancing, byte_size
 from strategies.errors import (
     DeadlineExceededError,
@@ -18,7 +19,16 @@ from strategies.errors import (
     UnavailableError,
 )
 from strategies.parameter_server import ParameterServerStrategy
+from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Drop, Record, Scale
+from strategies.remote.message import Kind
+from tapped import silence, until
+
+
+def parameters_of_first_ps(strategy):
+    """The address that a worker asks, for a test that asks something else."""
+    first = strategy.cluster.ranks_of("ps")[0]
+    return strategy.service.open(PARAMETERS, {}, name=strategy.shared_name, task=first)[0]
 
 
 @scenario(staleness=None)
@@ -301,7 +311,7 @@ def test_a_wait_for_others_ends_and_names_them(strategy, server):
             strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
         assert str(others) in str(caught.value)
     workers.barrier()
-    strategy._timeout = LIMIT
+    strategy.timeout = LIMIT
     strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
     assert w.value[0] == -1
 
@@ -319,7 +329,9 @@ def test_ps_tasks_that_differ_get_no_more_gradients(strategy, server):
         strategy.apply_gradients(strategy.optimizer, [(np.ones(1), v) for v in variables])
 
     if workers.rank:  # the first ps waits for worker 0 alone, the other one for all
-        server.service.disown(strategy._client._memberships[0])
+        place = parameters_of_first_ps(strategy)
+        told = {"worker": server.cluster.comm.rank}
+        server.service.disown(server.service.start(place, "join", lambda answer: None, told))
         strategy.pull()
     workers.barrier()
     if workers.rank == 0:
@@ -333,7 +345,7 @@ def test_ps_tasks_that_differ_get_no_more_gradients(strategy, server):
     workers.barrier()
 
 
-@scenario(synchronous=True)
+@scenario(synchronous=True, chief_timeout=1)
 def test_a_worker_that_a_ps_counts_as_gone_trains_no_more(strategy, server):
     w = strategy.variable(np.zeros(1))
     comm, workers = server.cluster.comm, server.cluster.workers
@@ -342,17 +354,14 @@ def test_a_worker_that_a_ps_counts_as_gone_trains_no_more(strategy, server):
         strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
 
     if not training(server):
-        with Silence(server.service):
+        with silence(comm.channel):
             comm.barrier()
             comm.barrier()
         return
     comm.barrier()
     if workers.rank == 0:
-        requests = server.service._exchange.requests
-        limit, requests._timeout = requests._timeout, 0.3
-        with pytest.raises(UnavailableError, match=r"given no sign of life for 0.3 s; start again"):
+        with pytest.raises(UnavailableError, match=r"given no sign of life for 1 s; start again"):
             push()
-        requests._timeout = limit
     comm.barrier()
     if workers.rank == 0:
         strategy.pull()
@@ -373,12 +382,11 @@ def test_gradients_that_are_withdrawn_before_their_turn_do_not_wait(strategy, se
     w = strategy.variable(np.zeros(1))
     comm, workers = server.cluster.comm, server.cluster.workers
     if not training(server):
-        incoming = server.service._exchange._incoming
-        withdraw, busy, heard = incoming.withdraw, threading.Event(), threading.Event()
-        incoming.withdraw = lambda *given: (withdraw(*given), heard.set())
-        strategy._shard._line.submit(busy.wait, LIMIT)
+        _, shard = server.service.open(PARAMETERS, {}, name=strategy.shared_name, task=comm.rank)
+        busy, never_ends = threading.Event(), SimpleNamespace(wait=lambda *given: None)
+        shard.serve(never_ends, lambda shard, work: busy.wait(LIMIT))
         comm.barrier()
-        assert heard.wait(LIMIT)
+        until(lambda: Kind.WITHDRAW in comm.channel.handled)
         busy.set()
         return
 
@@ -392,7 +400,7 @@ def test_gradients_that_are_withdrawn_before_their_turn_do_not_wait(strategy, se
         with pytest.raises(DeadlineExceededError, match="no gradients have come from tasks"):
             push()
     workers.barrier()
-    strategy._timeout = LIMIT
+    strategy.timeout = LIMIT
     push()
     assert w.value[0] == (-2 if workers.size == 1 else -1)
     workers.barrier()
@@ -445,7 +453,7 @@ def test_a_wait_for_the_warm_up_ends_and_says_how_far_it_is(world, synchronous):
             ):
                 push()
         workers.barrier()
-        strategy._timeout = LIMIT
+        strategy.timeout = LIMIT
         push()
         assert w.value[0] == -3
 
@@ -569,8 +577,11 @@ def test_wrong_gradients_change_nothing(world, pairs, message):
 def test_a_ps_refuses_two_gradients_for_one_variable(strategy, server):
     w = strategy.variable(np.zeros(2), name="w")
     if training(server):
+        # As a worker would that does not look itself.
+        place = parameters_of_first_ps(strategy)
+        told = {"worker": server.cluster.comm.rank, "version": 0, "parts": [[0, False]] * 2}
         with pytest.raises(InvalidArgumentError, match=r"given twice \(variable: w\)"):
-            strategy._client.push([(np.ones(2), w)] * 2, None, LIMIT)
+            server.service.request(place, "push", told, [np.ones(2)] * 2)
         strategy.pull()
         assert w.value.tolist() == [0, 0]
 

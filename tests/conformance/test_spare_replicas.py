@@ -16,6 +16,7 @@ from strategies.errors import InvalidArgumentError, OpError, OutOfRangeError, Un
 from strategies.optimizers import SGD, Momentum
 from strategies.remote.service import Service
 from strategies.spare_replica import SpareReplicaStrategy
+from strategies.spare_replica.turns import open_rounds
 from strategies.sparse import Rows
 
 LIMIT = 20.0
@@ -246,19 +247,20 @@ def test_gradients_that_are_none_count_as_zero(world):
 def test_all_gradients_of_a_step_travel_in_one_message_per_task(world):
     def run(strategy, comm):
         variables = [strategy.variable(np.zeros(n), name=f"v{n}") for n in range(1, 101)]
-        requests = strategy.service._exchange.requests
-        start, asked = requests.start, Counter()
+        service, asked, sizes = strategy.service, Counter(), Counter()
+        start = service.start
 
-        def counted(place, operation, *rest):
+        def counted(place, operation, on_answer, arguments=None, values=()):
             asked[place.task, operation] += 1
-            return start(place, operation, *rest)
+            sizes[place.task, operation] += sum(np.size(value) for value in values)
+            return start(place, operation, on_answer, arguments, values)
 
         pairs = [(np.ones(v.shape), v) for v in variables]
         optimizer = SGD(1.0)
         strategy.apply_gradients(optimizer, pairs)
-        requests.start = counted
+        service.start = counted
         strategy.apply_gradients(optimizer, pairs)
-        requests.start = start
+        service.start = start
         own = Counter({(task, "apply"): 1 for task in (0, 1) if task != comm.rank})
         if comm.rank:
             own[0, "turn"] = 1
@@ -266,10 +268,8 @@ def test_all_gradients_of_a_step_travel_in_one_message_per_task(world):
             asked.pop((1, "take"), None)  # of the chief's thread
         assert asked == own
         assert all(np.all(v.value == -2) for v in variables)
-        sizes = [
-            sum(variables[i].shape[0] for i in shard.positions) for shard in strategy._steps._shards
-        ]
-        assert sizes == [2525, 2525]  # both tasks average as many numbers
+        for to in own:
+            assert sizes[to] == (2525 if to[1] == "apply" else 0)  # both tasks average as many
         comm.barrier()
 
     on_workers(world, 3, run, tasks=(0, 1))
@@ -281,10 +281,11 @@ def test_an_update_that_fails_is_an_error_on_all_workers(world):
         try:
             with SpareReplicaStrategy(comm=comm) as strategy:
                 w = strategy.variable(np.zeros(1), name="w")
-                strategy.apply_gradients(SGD(lambda step: -1.0 if step else 1.0), [(np.ones(1), w)])
+                optimizer = SGD(lambda step: -1.0 if step else 1.0)
+                strategy.apply_gradients(optimizer, [(np.ones(1), w)])
                 assert w.value == -1
                 try:
-                    strategy.apply_gradients(strategy._optimizer, [(np.ones(1), w)])
+                    strategy.apply_gradients(optimizer, [(np.ones(1), w)])
                 except OpError as caught:
                     error = caught
         except OpError as caught:
@@ -344,7 +345,8 @@ def test_too_few_workers_that_have_not_failed_are_an_error_with_the_reason(world
 
 def test_a_worker_that_is_lost_during_an_update_is_the_end_after_it(world):
     def run(strategy, comm):
-        rounds, updates = strategy._steps._rounds, []
+        rounds = open_rounds(strategy.service, aggregate=2, total=2, step=0, name="spare replicas")
+        updates = []
 
         class Losing:
             def apply_gradients(self, pairs):

@@ -93,17 +93,24 @@ def test_an_error_of_all_ranks_is_shown_by_one(tmp_path, text, rank, words):
     assert words in result.stderr
 
 
-def test_an_error_with_a_history_of_its_own_is_shown_at_once():
+def test_an_error_with_a_history_of_its_own_is_shown_at_once(monkeypatch):
+    slept = []
+    monkeypatch.setattr(errors.time, "sleep", slept.append)
+
+    def waited(error):
+        errors.await_turn(error)
+        return slept.pop()
+
     shared = errors.in_turn(cc.MismatchError("of all"), 2)
-    assert errors._turn(shared) == 2
-    assert errors._turn(None) == errors._turn(ValueError("my own")) == 0
+    assert waited(shared) == 2  # seconds, one for each rank before this one
+    assert waited(None) == waited(ValueError("my own")) == 0
     copy = errors.in_turn(ValueError("a copy"), 1)
     copy.__cause__ = shared
-    assert errors._turn(copy) == 1
+    assert waited(copy) == 1
     copy.__cause__ = None
     copy.__context__ = KeyError("what this rank did when it came")
     copy.__suppress_context__ = False
-    assert errors._turn(copy) == 0
+    assert waited(copy) == 0
 
 
 def test_the_job_is_left_alone_where_the_user_says_so(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +42,32 @@ def test_the_variables_decide_and_else_there_is_a_thread_for_each_core(environ, 
     assert crowding.threads(environ, 8) == expected
 
 
+MPI = SimpleNamespace(COMM_TYPE_SHARED=0, IN_PLACE="in place", SUM="sum", BOR="or")
+
+
+class Node:
+    """So many ranks of a node on the same cores, which start so many threads; this is the first."""
+
+    def __init__(self, ranks, started):
+        self.ranks, self.started = ranks, started
+
+    def Split_type(self, kind, key):
+        return self
+
+    def Get_rank(self):
+        return 0
+
+    def Get_size(self):
+        return self.ranks
+
+    def Reduce(self, send, receive, op):
+        if op == MPI.SUM:
+            receive[:] = self.started
+
+    def Free(self):
+        pass
+
+
 @pytest.mark.parametrize(
     ("ranks", "started", "cores", "remedy"),
     [
@@ -52,8 +80,10 @@ def test_the_variables_decide_and_else_there_is_a_thread_for_each_core(environ, 
         (4, 8, 2, "OMP_NUM_THREADS=1"),
     ],
 )
-def test_a_warning_says_how_many_threads_would_fit(ranks, started, cores, remedy):
-    text = crowding._warning(ranks, started, cores)
+def test_a_warning_says_how_many_threads_would_fit(ranks, started, cores, remedy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=MPI))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    text = crowding.find(Node(ranks, started), {})
     if remedy is None:
         assert text is None
     else:
@@ -66,7 +96,8 @@ def warnings(tmp_path, how, **extra):
     """What two ranks have logged that start with these variables and no others."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    result = mpirun(2, program, how, **{**dict.fromkeys(crowding._VARIABLES, ""), **extra})
+    unset = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "")
+    result = mpirun(2, program, how, **{**unset, **extra})
     assert result.status == 0, result.stderr
     return [line for line in result.stderr.splitlines() if "threads" in line]
 

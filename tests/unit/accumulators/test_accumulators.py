@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -24,6 +24,7 @@ from strategies.errors import (
     NotFoundError,
 )
 from strategies.sparse import Rows
+from tapped import until
 
 LIMIT = 20.0
 
@@ -51,25 +52,26 @@ def make(request, services):
     return there
 
 
-def until(condition):
-    give_up = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
-
-
-def waiting(accumulator, services):
-    """How many takes wait on an accumulator, wherever it is."""
-    engine = accumulator.engine
-    if hasattr(engine, "address"):
-        engine = services[0]._containers.find(engine.address)[1]
-    return len(engine._takes)
-
-
 def in_thread(function, *args, **options):
     pool = ThreadPoolExecutor(1)
     future = pool.submit(function, *args, **options)
     pool.shutdown(wait=False)
+    return future
+
+
+def waiting_taker(accumulator, *args, **options):
+    """Let a thread take, and return when its take waits on the accumulator, wherever that is."""
+    submit, submitted = accumulator.engine.submit, threading.Event()
+
+    def noted(attempt):
+        submit(attempt)
+        submitted.set()
+
+    accumulator.engine.submit = noted
+    future = in_thread(accumulator.take_grad, *args, **options)
+    assert submitted.wait(LIMIT)
+    accumulator.engine.submit = submit
+    accumulator.num_accumulated()  # asked behind the take, and so answered when it waits
     return future
 
 
@@ -158,12 +160,10 @@ def test_each_of_parallel_takers_gets_another_gradient(make):
     assert sorted(taker.result(LIMIT).item() for taker in takers) == list(range(10))
 
 
-def test_takers_are_served_in_the_order_in_which_they_came(make, services):
+def test_takers_are_served_in_the_order_in_which_they_came(make):
     accumulator = make(ConditionalAccumulator, np.float64, ())
-    first = in_thread(accumulator.take_grad, 2, timeout=LIMIT)
-    until(lambda: waiting(accumulator, services) == 1)
-    second = in_thread(accumulator.take_grad, 1, timeout=LIMIT)
-    until(lambda: waiting(accumulator, services) == 2)
+    first = waiting_taker(accumulator, 2, timeout=LIMIT)
+    second = waiting_taker(accumulator, 1, timeout=LIMIT)
     accumulator.apply_grad(1.0, 9)
     assert not second.done()  # one would be enough for the second, which is behind the first
     accumulator.apply_grad(3.0, 9)
@@ -182,10 +182,9 @@ def test_a_take_that_is_too_late_leaves_the_gradients_where_they_are(make):
     assert accumulator.take_grad(2, timeout=0) == 2
 
 
-def test_cancelled_takes_raise_and_the_accumulator_can_be_used(make, services):
+def test_cancelled_takes_raise_and_the_accumulator_can_be_used(make):
     accumulator = make(ConditionalAccumulator, np.float64, ())
-    taker = in_thread(accumulator.take_grad, 1)
-    until(lambda: waiting(accumulator, services) == 1)
+    taker = waiting_taker(accumulator, 1)
     accumulator.cancel_pending()
     with pytest.raises(CancelledError):
         taker.result(LIMIT)
@@ -382,8 +381,7 @@ def test_a_reset_ends_takes_that_wait(services):
     accumulator = shared_accumulator(
         ConditionalAccumulator, "float32", (), service=services[1], shared_name="a", container="c"
     )
-    taker = in_thread(accumulator.take_grad, 1)
-    until(lambda: waiting(accumulator, services) == 1)
+    taker = waiting_taker(accumulator, 1)
     services[0].reset(["c"])
     with pytest.raises(CancelledError):
         taker.result(LIMIT)

@@ -8,7 +8,7 @@ import pytest
 from collectives.arrays import staging
 from collectives.arrays.device import Device, DeviceBuffer
 from collectives.arrays.host import address
-from fakecupy import FakeCupy
+from fakecupy import FakeCupy, Stream
 
 SLICE = 64
 COUNT = 100  # float32: six slices of 16, and one of 4
@@ -96,7 +96,15 @@ def test_what_only_leaves_the_device_is_seen_in_order(cupy):
     assert seen == list(range(COUNT))
 
 
-def test_a_failure_leaves_nothing_on_its_way(cupy):
+def test_a_failure_leaves_nothing_on_its_way(cupy, monkeypatch):
+    streams = []
+
+    def stream(**options):
+        streams.append(Stream(**options))
+        return streams[-1]
+
+    monkeypatch.setattr(cupy.cuda, "Stream", stream)
+
     def work(part, number):
         if number == 2:
             raise ValueError("a rank is gone")
@@ -105,8 +113,7 @@ def test_a_failure_leaves_nothing_on_its_way(cupy):
     array = buffer_of(cupy, np.zeros(COUNT, np.float32))
     with pytest.raises(ValueError, match="a rank is gone"):
         lanes.pass_slices(staging.pinned(cupy, SLICE), array, array, work, array)
-    assert not lanes._out.queue
-    assert not lanes._back.queue
+    assert [made.queue for made in streams] == [[], []]  # out and back
 
 
 @pytest.mark.parametrize("can", [True, False])

@@ -204,17 +204,39 @@ def test_long_buffers_are_used_again_when_nobody_holds_them(uncounted, monkeypat
     inprocess.run_ranks(2, run, "synchronous")
 
 
-def test_a_waiting_rank_is_woken_at_once_and_sleeps_otherwise():
+class Clock:
+    """In place of the channels' clock: time that can be advanced, and naps that are noted."""
+
+    def __init__(self, monkeypatch):
+        self.ahead = 0.0
+        self.naps = []
+        monkeypatch.setattr(channel, "time", self)
+
+    def monotonic(self):
+        return time.monotonic() + self.ahead
+
+    def sleep(self, seconds):
+        self.naps.append(seconds)
+
+
+def test_a_waiting_rank_is_woken_at_once_and_sleeps_otherwise(monkeypatch):
+    clock, wait = Clock(monkeypatch), Doorbell.wait
+
     def run(comm):
         chan = comm.open_channel()
-        chan._moved -= 100  # nothing has moved for long
         comm.barrier()
         if comm.rank == 0:
+            clock.ahead += 100  # nothing has moved for long
             began = time.monotonic()
             chan.wait(LIMIT)  # as long as it ever sleeps
             assert 0.05 < time.monotonic() - began < 5
+            this = threading.get_ident()
+
+            def to_the_end(bell, seconds):
+                return wait(bell, LIMIT if threading.get_ident() == this else seconds)
+
+            monkeypatch.setattr(Doorbell, "wait", to_the_end)
             comm.barrier()
-            chan._longest_nap = LIMIT
             while chan.poll() is None:
                 chan.wait(LIMIT)
             assert time.monotonic() - began < LIMIT / 2
@@ -228,14 +250,22 @@ def test_a_waiting_rank_is_woken_at_once_and_sleeps_otherwise():
     inprocess.run_ranks(2, run)
 
 
-def test_a_message_that_has_not_left_keeps_its_sender_awake():
+def test_a_message_that_has_not_left_keeps_its_sender_awake(monkeypatch):
+    rung, ring = [], Doorbell.ring
+
+    def noted(bell, peer=None):
+        rung.append(peer)
+        ring(bell, peer)
+
+    monkeypatch.setattr(Doorbell, "ring", noted)
+
     def run(comm):
         chan = comm.open_channel()
         comm.barrier()
         if comm.rank == 0:
             chan.send(1, [b"taken only when the other side looks"])
             assert not chan.idle
-            assert chan._bell.wait(0)
+            assert rung == [1, None]  # the other side, and our own thread
         comm.barrier()
         if comm.rank == 1:
             receive(chan)
@@ -247,11 +277,15 @@ def test_a_message_that_has_not_left_keeps_its_sender_awake():
 
 
 def test_who_cannot_be_woken_looks_by_itself(monkeypatch):
+    clock, naps, wait = Clock(monkeypatch), [], Doorbell.wait
     monkeypatch.setattr(Doorbell, "connect", lambda *_: False)
+    monkeypatch.setattr(Doorbell, "wait", lambda bell, s: naps.append(s) or wait(bell, s))
 
     def run(comm):
         chan = comm.open_channel()
-        assert chan._pace == channel._ALONE
+        comm.barrier()
+        clock.ahead += 100
+        chan.wait(1)
         chan.send(1 - comm.rank, [b"hello", frame(100_000)])
         assert bytes(receive(chan).frames[0]) == b"hello"
         flush(chan)
@@ -260,24 +294,18 @@ def test_who_cannot_be_woken_looks_by_itself(monkeypatch):
 
     for mode in inprocess.MODES:
         inprocess.run_ranks(2, run, mode)
+    assert max(naps) == 0.004  # not to hear of deaths alone, as one that is woken
 
 
 def test_naps_grow_with_the_time_that_nothing_has_moved(monkeypatch):
-    naps = []
-
-    def run(comm):
-        chan = comm.open_channel()
-        monkeypatch.setattr(chan._bell, "wait", naps.append)
-        monkeypatch.setattr(channel.time, "sleep", naps.append)
-        for woken, idle in ((True, 0.4), (True, 80), (False, 0.0008), (False, 0.016), (False, 80)):
-            chan._woken = woken
-            chan._pace = channel._WOKEN if woken else channel._ALONE
-            chan._moved = time.monotonic() - idle
-            chan.wait(1)
-        chan.close()
-
-    inprocess.run_ranks(1, run)
-    np.testing.assert_allclose(naps, [0.05, 0.1, 0.0001, 0.002, 0.004], rtol=0.3)
+    clock = Clock(monkeypatch)
+    clock.monotonic = lambda: clock.ahead
+    mailbox, bell = SimpleNamespace(rank=0, size=1), SimpleNamespace(wait=clock.sleep)
+    for woken, idle in ((True, 0.4), (True, 80), (False, 0.0008), (False, 0.016), (False, 80)):
+        chan = channel.Channel(mailbox, bell, frozenset, woken_by_all=woken)
+        clock.ahead += idle
+        chan.wait(1)
+    np.testing.assert_allclose(clock.naps, [0.05, 0.1, 0.0001, 0.002, 0.004])
 
 
 def test_each_sender_has_its_turn():
@@ -296,7 +324,18 @@ def test_each_sender_has_its_turn():
     inprocess.run_ranks(3, run)
 
 
-def test_a_message_that_its_sender_did_not_live_to_finish_is_dropped():
+def test_a_message_that_its_sender_did_not_live_to_finish_is_dropped(monkeypatch):
+    take = inprocess.ThreadMailbox.receive
+
+    class Dead:
+        def done(self):
+            raise PeerFailure("rank 1 died")
+
+    def receive_long(mailbox, into, source):
+        return Dead() if source == 1 else take(mailbox, into, source)
+
+    monkeypatch.setattr(inprocess.ThreadMailbox, "receive", receive_long)
+
     def run(comm):
         chan = comm.open_channel()
         if comm.rank == 1:
@@ -306,15 +345,6 @@ def test_a_message_that_its_sender_did_not_live_to_finish_is_dropped():
             chan.send(0, [b"of another"])
         comm.barrier()
         if comm.rank == 0:
-            take = chan._mailbox.receive
-
-            class Dead:
-                def done(self):
-                    raise PeerFailure("rank 1 died")
-
-            chan._mailbox.receive = lambda into, source: (
-                Dead() if source == 1 else take(into, source)
-            )
             assert receive(chan).source == 2
             assert chan.poll() is None
         comm.barrier()

@@ -320,14 +320,11 @@ def _both_ways(rows, dtypes, na_value, needed, select):
     options = {"na_value": na_value, "keys": [f"file:{n}" for n in range(len(rows))]}
     if select:
         options["select_cols"] = select[: len(dtypes)]
-    before = csv._fields_before_loop
-    try:
-        csv._fields_before_loop = 1 << 62
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(csv, "_fields_before_loop", 1 << 62)
         exact = outcome(rows, defaults, **options)
-        csv._fields_before_loop = 0
+        patch.setattr(csv, "_fields_before_loop", 0)
         assert outcome(rows, defaults, **options) == exact
-    finally:
-        csv._fields_before_loop = before
 
 
 def test_the_loop_starts_after_some_work(monkeypatch):

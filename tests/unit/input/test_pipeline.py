@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import os
+import queue
 import threading
 import time
 import traceback
@@ -256,16 +257,19 @@ def test_an_error_in_the_block_comes_through():
 
 
 def test_an_error_nobody_asked_for_is_logged(caplog):
-    rows = source(range(2))
+    rows, failed = source(range(2)), queue.Queue()
 
     def read():
         try:
             return rows()
         except OutOfRangeError:
+            failed.put(threading.current_thread())
             raise ZeroDivisionError from None
 
-    with batch(read, 1) as batches:
-        assert batches._coord.wait_for_stop(LIMIT)
+    with batch(read, 1):
+        thread = failed.get(timeout=LIMIT)
+        thread.join(LIMIT)
+        assert not thread.is_alive()
     assert "ZeroDivisionError" in caplog.text
 
 

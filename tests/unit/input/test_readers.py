@@ -21,6 +21,7 @@ from strategies.errors import (
     OutOfRangeError,
     UnknownError,
 )
+from strategies.input.reader import Reader
 from strategies.input.readers import (
     FixedLengthRecordReader,
     IdentityReader,
@@ -543,16 +544,17 @@ def test_a_position_and_a_count_as_great_as_can_be(tmp_path):
 
 
 def test_an_interrupted_read_loses_nothing(tmp_path):
-    path = write(tmp_path / "file", b"a\nb\nc\nd\n")
-    reader, queue = TextLineReader(), names_queue(path)
+    interrupts = [KeyboardInterrupt]
+
+    class Interrupted(Reader):
+        def _open(self, work):
+            yield from ((work, "a"), (work, "b"))
+            if interrupts:
+                raise interrupts.pop()
+            yield from ((work, "c"), (work, "d"))
+
+    reader, queue = Interrupted(), names_queue("file")
     assert reader.read(queue)[1] == "a"
-    records = reader._records
-
-    def interrupted():
-        yield next(records)
-        raise KeyboardInterrupt
-
-    reader._records = interrupted()
     with pytest.raises(KeyboardInterrupt):
         reader.read_up_to(queue, 3)
     assert reader.read_up_to(queue, 9)[1] == ["b", "c", "d"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,26 +64,34 @@ def test_folders_and_files_of_others_stay(tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     theirs = tmp_path / "unisono-3-theirs"
     theirs.mkdir()
-    uid = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: uid + (theirs.exists() and sweeping))
-    sweeping = True
-    folders._sweep(str(tmp_path))
-    assert len(list(tmp_path.iterdir())) == 4
-    sweeping = False
-    folders._sweep(str(tmp_path))
-    assert not theirs.exists()
+    fstat, inode = os.fstat, theirs.stat().st_ino
+
+    def of_another_user(descriptor):
+        facts = fstat(descriptor)
+        uid = facts.st_uid + (facts.st_ino == inode)
+        return SimpleNamespace(st_uid=uid, st_dev=facts.st_dev, st_ino=facts.st_ino)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", of_another_user)
+        with folders.temporary(str(tmp_path)):
+            pass
+        assert len(list(tmp_path.iterdir())) == 4
+    with folders.temporary(str(tmp_path)):
+        assert not theirs.exists()
 
 
 def test_a_folder_that_a_neighbour_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    make, swept = os.mkdir, []
+    make, swept, neighbours = os.mkdir, [], []
 
-    def and_sweep(path, mode):
+    def and_a_neighbour_sweeps(path, mode):
         make(path, mode)
-        if len(swept) < 2:
+        if len(swept) < 2 and not neighbours:
             swept.append(path)
-            folders._sweep(str(tmp_path))
+            neighbours.append(path)
+            with folders.temporary(str(tmp_path)):
+                neighbours.pop()
 
-    monkeypatch.setattr(os, "mkdir", and_sweep)
+    monkeypatch.setattr(os, "mkdir", and_a_neighbour_sweeps)
     with folders.temporary(str(tmp_path)) as path:
         assert [str(left) for left in tmp_path.iterdir()] == [path]
         assert path not in swept

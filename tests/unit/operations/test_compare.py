@@ -10,7 +10,9 @@ import inprocess
 from collectives.operations import compare
 from collectives.operations.settle import settle
 from collectives.settings import Settings
-from collectives.transport.transport import named
+from collectives.transport.transport import Deadline
+
+LIMIT = 20.0
 
 
 def test_differences_lists_fields_values_and_ranks():
@@ -21,13 +23,26 @@ def test_differences_lists_fields_values_and_ranks():
     )
 
 
+def mismatch(calls):
+    """The error of ranks that describe their calls so, the same on all."""
+    texts = [None] * len(calls)
+
+    def disagree(comm):
+        with pytest.raises(cc.MismatchError) as caught:
+            compare.raise_mismatch(comm.transport, calls[comm.rank], Deadline("compare", LIMIT))
+        texts[comm.rank] = str(caught.value)
+
+    inprocess.run_ranks(len(calls), disagree, settings=Settings(shared_memory=None))
+    (text,) = set(texts)
+    return text
+
+
 def test_a_mismatch_of_many_ranks_is_short():
     calls = [
         {"operation": "allreduce", "shape": f"({rank},)", "site": f"train.py:{rank % 2}"}
         for rank in range(64)
     ]
-    text, first = compare._mismatch(calls, named)
-    assert first == 0
+    text = mismatch(calls)
     assert text.count("on rank ") == 8
     assert "(7,) on rank 7, and 56 more; " in text
     assert text.endswith(
@@ -41,8 +56,7 @@ def test_a_mismatch_names_what_of_the_strategies_was_called():
         {"operation": "broadcast_object", "site": "a.py:1", "entry": "CheckpointManager.save"},
         {"operation": "barrier", "site": "a.py:2", "entry": ""},
     ]
-    text, _ = compare._mismatch(calls, named)
-    assert text == (
+    assert mismatch(calls) == (
         "CheckpointManager.save / barrier: the ranks do not mean the same call: "
         "CheckpointManager.save (broadcast_object) at a.py:1 on rank 0, barrier at a.py:2 on rank 1"
     )

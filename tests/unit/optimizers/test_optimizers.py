@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from optimizer_table import MAKERS, follow, rounding_bound
+from optimizer_table import MAKERS, WITH_SLOTS, follow, rounding_bound
 from strategies import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp, Variable
 from strategies.training import checkpoint
 
@@ -49,9 +49,15 @@ def test_16_bit_variables_are_computed_in_float32_and_rounded_once_per_step(name
         reference.apply_gradients([(gradient.astype(np.float32), wide)])
         wide = wide.astype(dtype).astype(np.float32)
         np.testing.assert_array_equal(variable.astype(np.float32), wide)
-    slots = [slot for slot in optimizer.state_dict().values() if hasattr(slot, "dtype")]
-    assert len(slots) == len(optimizer._kinds)
-    assert all(slot.dtype == np.float32 for slot in slots)
+    slots, expected = (
+        {key: value for key, value in of.state_dict().items() if hasattr(value, "dtype")}
+        for of in (optimizer, reference)
+    )
+    assert bool(slots) == (name in WITH_SLOTS)
+    assert slots.keys() == expected.keys()
+    for key, slot in slots.items():
+        assert slot.dtype == np.float32
+        np.testing.assert_array_equal(slot, expected[key])
 
 
 def test_large_float16_gradients_do_not_overflow_in_between():

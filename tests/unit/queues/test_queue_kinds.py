@@ -199,11 +199,17 @@ def test_priorities_survive_growth_and_restore():
 
 def test_a_priority_queue_forgets_objects_that_have_left():
     queue = PriorityQueue(-1, str, [()])
-    for priority in range(40):
-        queue.enqueue((priority, "x" * 10))
-    queue.dequeue()
-    queue.dequeue_many(39)
-    assert all(value is None for value in queue.engine._store._columns[1])
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for priority in range(40):
+            queue.enqueue((priority, str(priority) * 10_000))
+        assert tracemalloc.get_traced_memory()[0] - before > 600_000
+        queue.dequeue()
+        queue.dequeue_many(39)
+        assert tracemalloc.get_traced_memory()[0] - before < 10_000  # no text
+    finally:
+        tracemalloc.stop()
 
 
 def test_memory_of_a_priority_queue_does_not_grow_with_use():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
@@ -10,7 +11,6 @@ import pytest
 
 import elsewhere
 from collectives.channel.channel import Incoming
-from served import Silence
 from strategies.errors import (
     CancelledError,
     InternalError,
@@ -26,6 +26,7 @@ from strategies.remote.containers import Address, ResourceKind, register
 from strategies.remote.exchange import Exchange
 from strategies.remote.message import Kind
 from strategies.remote.outgoing import Requests
+from tapped import silence, until
 
 LIMIT = 20.0
 
@@ -40,18 +41,11 @@ def queue_on_0(service, name="q", **options):
     return shared_queue(FIFOQueue, 10, np.int64, [()], service=service, shared_name=name, **options)
 
 
-def until(condition):
-    give_up = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
-
-
 def test_a_silent_task_is_given_up_and_what_it_does_later_is_undone():
     with elsewhere.two_tasks(timeout=1) as services:
         queue = queue_on_0(services[1])
         queue.enqueue_many((np.arange(5),))
-        with Silence(services[0]):
+        with silence(services.channels[0]):
             began = time.monotonic()
             with pytest.raises(UnavailableError, match="task 0 has given no sign of life for 1 s"):
                 queue.dequeue_many(3)
@@ -71,7 +65,7 @@ def test_a_decision_that_does_not_come_is_an_error_and_loses_nothing(services, m
     monkeypatch.setattr("strategies.remote.attempt._DECISION", 0.1)
     queue = queue_on_0(services[1])
     queue.enqueue(1)
-    with Silence(services[0]):
+    with silence(services.channels[0]):
         began = time.monotonic()
         with pytest.raises(UnavailableError, match="its task does not say whether it succeeded"):
             queue.dequeue(timeout=0)
@@ -110,21 +104,12 @@ def test_an_answer_that_comes_after_the_interrupt_goes_back(services, monkeypatc
 def test_rows_are_held_until_they_are_known_to_have_arrived(services):
     here, there = queue_on_0(services[0]), queue_on_0(services[1])
     here.enqueue_many((np.arange(6),))
-    requests = services[1]._exchange.requests
-    send, held = requests._send, []
-
-    def hold_confirmations(task, frames):
-        if frames[0][1] == Kind.RECEIVED:
-            held.append(frames)
-        else:
-            send(task, frames)
-
-    assert there.dequeue_many(2).tolist() == [0, 1]
-    until(lambda: not services[0]._exchange._incoming._open)  # confirmed
-    requests._send = hold_confirmations
+    channel = services.channels[1]
+    assert there.dequeue_many(2).tolist() == [0, 1]  # and says that they have arrived
+    channel.lost = Kind.RECEIVED
     assert there.dequeue() == 2
     assert there.dequeue_many(2).tolist() == [3, 4]
-    until(lambda: len(held) == 2)
+    until(lambda: len(channel.withheld) == 2)
     assert here.size() == 1
     elsewhere.leave(services[1])
     until(lambda: here.size() == 4)
@@ -149,14 +134,15 @@ def test_one_that_gives_up_is_reported_and_its_attempts_end(services):
 def test_what_a_dead_task_has_asked_for_last_takes_nothing(services):
     here, there = queue_on_0(services[0]), queue_on_0(services[1])
     here.enqueue(1)
-    exchange, handled = services[0]._exchange, []
-    exchange._lose(1, "task 1 died")
-    handle = exchange._handle
-    exchange._handle = lambda source, message: handled.append(handle(source, message))
+    channel = services.channels[0]
+    channel.killed = {1}
+    assert services[0].departures([1], LIMIT) == {1: "task 1 died"}
+    before = len(channel.handled)
     attempt = elsewhere.Dequeue()
     there.engine.submit(attempt)
     elsewhere.leave(services[1])
-    until(lambda: len(handled) >= 3)  # the dequeue, that nobody wants it any more, the farewell
+    # The dequeue, that nobody wants it any more, the farewell.
+    until(lambda: len(channel.handled) >= before + 3)
     assert here.size() == 1
     assert attempt.error is not None
 
@@ -196,14 +182,9 @@ def test_a_death_is_noticed_while_messages_come_without_a_pause():
 
 def test_a_thread_that_fails_is_an_error_for_all_who_wait(services):
     queue = queue_on_0(services[1])
-
-    def broken(source, message):
-        raise OSError("broken for a test")
-
     waiting = elsewhere.Dequeue()
     queue.engine.submit(waiting)
-    services[1]._exchange._handle = broken
-    services[0]._exchange._send(1, [b"anything", b"else"])
+    services.channels[0].send(1, [b"no message", b"of any kind"])
     until(lambda: waiting.done)
     assert type(waiting.error) is CancelledError
     assert "thread has failed" in str(waiting.error)
@@ -264,21 +245,26 @@ def test_an_answer_that_cannot_be_sent_is_an_error(services, values, names, mess
     services[1].request(place, "small")
 
 
-def test_rows_whose_answer_cannot_be_sent_go_back(services, monkeypatch):
-    queue = queue_on_0(services[1])
-    queue.enqueue_many((np.arange(3),))
-    incoming = services[0]._exchange._incoming
-    send = incoming._send
+def test_rows_whose_answer_cannot_be_sent_go_back_once(services, monkeypatch, caplog):
+    here, there = queue_on_0(services[0]), queue_on_0(services[1])
+    there.enqueue_many((np.arange(3),))
+    channel = services.channels[0]
+    send = channel.send
 
     def broken(task, frames):
-        monkeypatch.setattr(incoming, "_send", send)
+        monkeypatch.setattr(channel, "send", send)
         raise OSError("broken for a test")
 
-    monkeypatch.setattr(incoming, "_send", broken)
+    monkeypatch.setattr(channel, "send", broken)
     with pytest.raises(InternalError, match="broken for a test"):
-        queue.dequeue_many(2)
-    assert not incoming._open
-    assert queue.dequeue_many(3).tolist() == [0, 1, 2]
+        there.dequeue_many(2)
+    assert there.dequeue_many(3).tolist() == [0, 1, 2]
+    with caplog.at_level(logging.WARNING):
+        elsewhere.leave(services[1])
+        services[0].departures([1], LIMIT)
+        until(lambda: "answers under way" in caplog.text)
+    assert "; 0 answers under way to it were taken back" in caplog.text
+    assert here.size() == 0
 
 
 @pytest.mark.parametrize(

@@ -114,13 +114,19 @@ def test_ranks_that_have_not_come_or_have_closed_are_not_dead(path, children):
 
 
 def test_a_rank_that_leaves_while_it_is_looked_at_is_not_dead(path, children, monkeypatch):
+    def ends_when_told():
+        theirs = Liveness(path, 1, 2)
+        signal.signal(signal.SIGUSR1, lambda *_: (theirs.end(), os._exit(0)))
+        return theirs
+
     def gone_by_now(descriptor, byte):
         # What the other rank does between the two looks: it says so, and then its lock is gone.
-        liveness._write_word(mine._file, rank=1, size=2, word=liveness._ENDED)
+        os.kill(pid, signal.SIGUSR1)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         return False
 
     with Liveness(path, 0, 2) as mine:
-        children.start(lambda: Liveness(path, 1, 2))
+        pid = children.start(ends_when_told)
         monkeypatch.setattr(liveness, "_locked", gone_by_now)
         assert mine.dead() == []
 

@@ -1,0 +1,85 @@
+"""Communicators whose channels a test watches and disturbs: silence, deaths and what gets lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+
+__all__ = ["Channel", "Tapped", "silence", "until"]
+
+LIMIT = 20.0
+
+
+class Tapped:
+    """A communicator like the one given, but for the channel that a service opens on it."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+    def open_channel(self):
+        self.channel = Channel(self.comm.open_channel())
+        return self.channel
+
+
+class Channel:
+    """What a service talks through.
+
+    Attributes:
+        handled: the types of the messages with which the service is done.
+        lost: of messages of this type nothing leaves but a note in `withheld`.
+        killed: ranks that count as dead, besides those that are.
+        free: cleared while the service is to handle nothing; see `silence`.
+    """
+
+    def __init__(self, channel):
+        self.channel = channel
+        self.handled, self.withheld = [], []
+        self.lost = None
+        self.killed = frozenset()
+        self.free = threading.Event()
+        self.free.set()
+        self._taken = []
+
+    def __getattr__(self, name):
+        return getattr(self.channel, name)
+
+    @property
+    def dead(self):
+        return self.channel.dead | self.killed
+
+    def send(self, dest, frames):
+        if frames[0][1] == self.lost:
+            self.withheld.append(frames)
+        else:
+            self.channel.send(dest, frames)
+
+    def poll(self):
+        self.handled += self._taken  # who asks for the next message is done with the last one
+        self._taken = []
+        assert self.free.wait(LIMIT)
+        arrived = self.channel.poll()
+        if arrived is not None:
+            self._taken = [int(arrived.frames[0][1])]
+        return arrived
+
+
+def until(condition):
+    """Wait for what another thread brings about."""
+    give_up = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+@contextmanager
+def silence(channel):
+    """Keep a service from handling messages for a while."""
+    channel.free.clear()
+    try:
+        yield
+    finally:
+        channel.free.set()
