@@ -48,14 +48,16 @@ class ThreadGroup:
         self.size = size
         self.mode = mode
         self.lock = threading.Condition()
-        self.events = 0  # messages started or taken so far
+        # By rank: threads that all wake whenever two of them exchange a message do little else.
+        self.moved = [threading.Condition(self.lock) for _ in range(size)]
+        self.events = [0] * size  # messages for a rank, and taken from it, so far
         self.boxes = defaultdict(deque)  # (source, dest) -> messages in order
         self.splits = defaultdict(dict)  # number of the split -> rank -> (color, key)
         self.parts = {}  # (number of the split, color) -> ThreadGroup
 
-    def event(self):
-        self.events += 1
-        self.lock.notify_all()
+    def event(self, rank):
+        self.events[rank] += 1
+        self.moved[rank].notify_all()
 
 
 class _Send:
@@ -93,7 +95,7 @@ class _Receive:
                 if fits:
                     self.into[...] = send.data
                 send.taken = True  # its memory may change from now on
-                self.group.event()
+                self.group.event(self.box[-2])
                 if not fits:
                     raise MismatchError(
                         f"receive: {self.peer} sent an array of another length, expected "
@@ -116,7 +118,7 @@ class ThreadTransport(Transport):
         send = _Send(self.group, data, self.name([dest]))
         with self.group.lock:
             self.group.boxes[(self.rank, dest)].append(send)
-            self.group.event()
+            self.group.event(dest)
         return send
 
     def _start_receive(self, into, source):
@@ -126,15 +128,15 @@ class ThreadTransport(Transport):
     def wait(self, messages, deadline):
         # Threads that poll take the interpreter from each other: sleep until something happens.
         pending = list(messages)
+        events, moved = self.group.events, self.group.moved[self.rank]
         while True:
-            with self.group.lock:
-                seen = self.group.events
+            seen = events[self.rank]
             pending = [m for m in pending if not m.done()]
             if not pending:
                 return
             deadline.check(self, pending)
-            with self.group.lock:
-                self.group.lock.wait_for(lambda seen=seen: self.group.events != seen, timeout=0.05)
+            with moved:
+                moved.wait_for(lambda seen=seen: events[self.rank] != seen, timeout=0.05)
 
     def split(self, color, key):
         number = self.number_of_splits

@@ -64,6 +64,8 @@ def main(arguments: list[str]) -> int:
     earlier = sorted(options.without.glob("*.xml")) if options.without else []
     if options.without and (not earlier or options.without.resolve() == OUT):
         parser.error(f"--without: no reports of another checkout's run in {options.without}")
+    # Hundreds of processes start: what Python compiles is kept, whatever the shell says.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     OUT.mkdir(exist_ok=True)
     for report in OUT.glob("*.xml"):
         report.unlink()

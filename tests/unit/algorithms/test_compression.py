@@ -220,7 +220,7 @@ def test_many_ranks_need_no_more_scratch_than_few(monkeypatch):
             pass
 
     class Group(inprocess.ThreadGroup):
-        def event(self):
+        def event(self, rank):
             pass
 
     for size in (64, 1000):
