@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
 import os
 import sys
@@ -54,23 +53,24 @@ def test_patterns(tmp_path):
         found("*.csv", "none*")
 
 
-# Without the time, which would be part of the tests' names, and those must be equal in all workers.
-gzipped = functools.partial(gzip.compress, mtime=0)
-
 LINES = b"".join(b"line %d\n" % number for number in range(100_000))
+GZIPPED, ZIPPED = gzip.compress(LINES), zlib.compress(LINES)
+EMPTY = gzip.compress(b"")
 
 
 @pytest.mark.parametrize("piece", [-1, 7777])
 @pytest.mark.parametrize(
     ("packed", "compression"),
     [
-        (LINES, ""),
-        (gzipped(LINES), "GZIP"),
-        (gzipped(LINES[:100]) + gzipped(b"") + gzipped(LINES[100:]), "GZIP"),
-        (gzipped(LINES) + b"\0" * 100_000, "GZIP"),
-        (gzipped(LINES) + b"\0" * 100_000 + gzipped(b""), "GZIP"),
-        (zlib.compress(LINES), "ZLIB"),
-        (zlib.compress(LINES, 0), "ZLIB"),
+        pytest.param(LINES, "", id="as it is"),
+        pytest.param(GZIPPED, "GZIP", id="gzip"),
+        pytest.param(
+            gzip.compress(LINES[:100]) + EMPTY + gzip.compress(LINES[100:]), "GZIP", id="members"
+        ),
+        pytest.param(GZIPPED + b"\0" * 100_000, "GZIP", id="zeros at the end"),
+        pytest.param(GZIPPED + b"\0" * 100_000 + EMPTY, "GZIP", id="zeros between members"),
+        pytest.param(ZIPPED, "ZLIB", id="zlib"),
+        pytest.param(zlib.compress(LINES, 0), "ZLIB", id="zlib, not compressed"),
     ],
 )
 def test_packed(tmp_path, packed, compression, piece):
@@ -81,7 +81,7 @@ def test_packed(tmp_path, packed, compression, piece):
 
 def test_the_name_tells_the_compression(tmp_path):
     path = tmp_path / "file.gz"
-    path.write_bytes(gzipped(b"text"))
+    path.write_bytes(gzip.compress(b"text"))
     assert contents(path) == contents(path, "GZIP") == b"text"
     assert contents(path, "") == path.read_bytes()
     with pytest.raises(DataLossError):
@@ -91,17 +91,17 @@ def test_the_name_tells_the_compression(tmp_path):
 @pytest.mark.parametrize(
     ("packed", "compression"),
     [
-        (b"", "GZIP"),
-        (b"", "ZLIB"),
-        (b"text", "GZIP"),
-        (gzipped(LINES)[:-1], "GZIP"),
-        (gzipped(LINES)[:9], "GZIP"),
-        (gzipped(LINES) + b"garbage", "GZIP"),
-        (gzipped(LINES) + b"\0\0garbage", "GZIP"),
-        (zlib.compress(LINES) + b"x", "ZLIB"),
-        (zlib.compress(LINES) + zlib.compress(LINES), "ZLIB"),
-        (zlib.compress(LINES)[:-1], "ZLIB"),
-        (zlib.compress(LINES)[:-1] + b"\xff", "ZLIB"),
+        pytest.param(b"", "GZIP", id="no gzip"),
+        pytest.param(b"", "ZLIB", id="no zlib"),
+        pytest.param(b"text", "GZIP", id="text"),
+        pytest.param(GZIPPED[:-1], "GZIP", id="gzip cut"),
+        pytest.param(GZIPPED[:9], "GZIP", id="gzip cut in its head"),
+        pytest.param(GZIPPED + b"garbage", "GZIP", id="gzip and garbage"),
+        pytest.param(GZIPPED + b"\0\0garbage", "GZIP", id="gzip, zeros and garbage"),
+        pytest.param(ZIPPED + b"x", "ZLIB", id="zlib and garbage"),
+        pytest.param(ZIPPED + ZIPPED, "ZLIB", id="zlib twice"),
+        pytest.param(ZIPPED[:-1], "ZLIB", id="zlib cut"),
+        pytest.param(ZIPPED[:-1] + b"\xff", "ZLIB", id="zlib, wrong sum"),
     ],
 )
 def test_packed_and_damaged(tmp_path, packed, compression):
@@ -113,7 +113,7 @@ def test_packed_and_damaged(tmp_path, packed, compression):
 
 def test_what_precedes_damage_is_read(tmp_path):
     path = tmp_path / "file.gz"
-    path.write_bytes(gzipped(LINES) + b"garbage")
+    path.write_bytes(GZIPPED + b"garbage")
     got = []
 
     def read():
@@ -167,7 +167,7 @@ def read_all(reader, *names):
 
 def test_urls(memory):
     memory.pipe("/data/a.csv", b"1\n2\n")
-    memory.pipe("/data/b.csv.gz", gzipped(b"3\n"))
+    memory.pipe("/data/b.csv.gz", gzip.compress(b"3\n"))
     names = match_files(["memory://data/*.csv", "memory://data/*.gz"])
     assert names == ["memory:///data/a.csv", "memory:///data/b.csv.gz"]
     assert read_all(TextLineReader(), *names) == ["1", "2", "3"]

@@ -156,7 +156,9 @@ def test_a_line_has_a_limit(tmp_path):
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
 @pytest.mark.parametrize("size", [65_534, 65_535, 65_536, 131_072, 200_000])
-@pytest.mark.parametrize("before", [b"", b"x\n", b"x\n" * 40_000])
+@pytest.mark.parametrize(
+    "before", [b"", b"x\n", b"x\n" * 40_000], ids=["first", "after a line", "after many"]
+)
 def test_lines_around_the_pieces_that_are_read(tmp_path, end, size, before):
     path = write(tmp_path / "file", before + b"y" * size + end + (b"z" if end else b""))
     for limit, fits in ((size - 1, False), (size, True), (size + 1, True)):
