@@ -494,13 +494,13 @@ def test_replicas_that_meet_at_different_points_are_an_error_on_all(world, count
 
 def test_a_meeting_that_one_replica_does_not_come_to_does_not_wait_for_ever(world):
     def check(comm):
-        options = strategies.CommunicationOptions(timeout=0.3)
+        options = strategies.CommunicationOptions(timeout=1.0)
         strategy = strategies.MultiWorkerMirroredStrategy(comm, communication_options=options)
         late = threading.Event()
 
         def step():
             if comm.rank == comm.size - 1:
-                late.wait(1.5)
+                late.wait(2.5)
             strategies.get_replica_context().all_reduce("sum", 1.0)
 
         if comm.size == 1:

@@ -140,9 +140,9 @@ def test_a_killed_rank_ends_the_job(tmp_path):
 def test_importing_starts_nothing():
     text = """
         import sys, threading, time
-        began = time.perf_counter()
+        began = time.process_time()  # whatever else the machine does
         import collectives, strategies
-        seconds = time.perf_counter() - began
+        seconds = time.process_time() - began
         assert "mpi4py.MPI" not in sys.modules, "MPI was loaded"
         assert not {"numba", "cupy", "torch", "jax", "matplotlib"} & sys.modules.keys()
         assert threading.active_count() == 1
@@ -150,7 +150,7 @@ def test_importing_starts_nothing():
         rc.initialize = False
         from mpi4py import MPI
         assert not MPI.Is_initialized()
-        assert seconds < 5, seconds  # well under one; the limit leaves room for a busy machine
+        assert seconds < 5, seconds  # well under one; the limit leaves room for a slow machine
     """
     result = run([sys.executable, "-c", textwrap.dedent(text)], timeout=60)
     assert result.status == 0, result.stderr

@@ -70,7 +70,7 @@ def test_a_rank_that_is_interrupted_stops_and_the_others_name_it(tmp_path, what,
     )
     lines = result.stdout.splitlines()
     (stopped,) = [line for line in lines if line.startswith("rank 0 stopped")]
-    assert float(stopped.split()[4]) < 1, result
+    assert float(stopped.split()[4]) < 10, result
     (then,) = [line for line in lines if line.startswith("rank 0 then")]
     assert "not usable any more" in then
     assert "failed: KeyboardInterrupt" in then

@@ -19,11 +19,12 @@ comm = cc.init()
 plan = comm.plan_allreduce(comm.shared_empty(1000, np.float32))
 plan()
 kind, what = sys.argv[1:3]
+limit = 2 if kind == "stop" else 30
 if comm.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 began = time.monotonic()
 try:
-    plan() if what == "plan" else comm.allreduce(np.ones(100_000), timeout=2)
+    plan() if what == "plan" else comm.allreduce(np.ones(100_000), timeout=limit)
 except cc.CollectiveError as error:
     seconds = time.monotonic() - began
     print(f"rank {comm.rank} after {seconds:.3f} s {type(error).__name__}: {error}", flush=True)
@@ -50,7 +51,7 @@ def test_a_killed_rank_is_a_peer_failure_on_the_others_at_once(tmp_path, what):
         (line,) = [t for t in result.stdout.splitlines() if t.startswith(f"rank {rank} after ")]
         assert "PeerFailure: " in line, result
         assert f"rank 1 died (rank {rank} of 3)" in line
-        assert float(line.split()[3]) < 2
+        assert float(line.split()[3]) < 10
         assert f"rank {rank} then barrier: this communicator is not usable" in result.stdout
         record = json.loads((tmp_path / "records" / f"rank-{rank}.json").read_text())
         assert "PeerFailure" in json.dumps(record)

@@ -205,13 +205,13 @@ def test_a_stopped_rank_is_named_by_the_deadline_and_the_job_ends(tmp_path, opti
         comm.barrier()
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        comm.barrier(timeout=1 if comm.rank == 0 else 20)  # rank 0 waits for rank 1
+        comm.barrier(timeout=3 if comm.rank == 0 else 20)  # rank 0 waits for rank 1
     """
     began = time.monotonic()
     result = mpirun(3, program(tmp_path, text), timeout=60, options=options, **MESSAGES)
     assert time.monotonic() - began < 30
     assert result.status != 0
-    assert "CollectiveTimeout: barrier: no answer within 1 s" in result.stderr, result
+    assert "CollectiveTimeout: barrier: no answer within 3 s" in result.stderr, result
     assert re.search(r"still waiting for rank 1 to send \d+ bytes \(rank 0 of 3\)", result.stderr)
 
 
@@ -246,7 +246,7 @@ def test_ctrl_c_interrupts_a_wait_and_ends_the_communicator(tmp_path):
             time.sleep(0.01)
     """
     result = mpirun(2, program(tmp_path, text), timeout=60, cwd=tmp_path, **MESSAGES)
-    assert 0.4 < float(re.search(r"after (\S+)", result.stdout)[1]) < 3, result
+    assert 0.4 < float(re.search(r"after (\S+)", result.stdout)[1]) < 20, result
     assert "since barrier failed: KeyboardInterrupt" in result.stdout
 
 

@@ -188,10 +188,10 @@ def test_a_host_that_stops_is_an_error_in_time_and_harmless_when_it_goes_on(tmp_
             os.kill(pids[0], signal.SIGSTOP)
             result, time_taken = seconds(lambda: queue.dequeue_many(9))
             say(result)
-            assert 1.9 < time_taken < 5, time_taken
+            assert 1.9 < time_taken < 15, time_taken
             result, time_taken = seconds(lambda: queue.dequeue(timeout=0.3))
             say(result.split(":")[0])
-            assert time_taken < 5, time_taken
+            assert time_taken < 15, time_taken
             os.kill(pids[0], signal.SIGCONT)
             until(lambda: seconds(queue.size)[0] == 2)        # what came too late went back
             say(queue.dequeue_many(2).tolist())
@@ -211,7 +211,7 @@ def test_a_client_that_stops_for_a_while_does_no_harm(tmp_path):
         tmp_path,
         3,
         """
-        service = Service(comm, timeout=1)
+        service = Service(comm, timeout=2)
         queue = open_queue(capacity=4)
         pids = comm.allgather_object(os.getpid())
         others = comm.split(comm.rank // 2)
@@ -226,7 +226,7 @@ def test_a_client_that_stops_for_a_while_does_no_harm(tmp_path):
             queue.enqueue(0)
             os.kill(pids[2], signal.SIGSTOP)
             queue.enqueue_many((np.arange(1, 7),))            # rank 2's three, and four
-            time.sleep(2)
+            time.sleep(3)
             os.kill(pids[2], signal.SIGCONT)
             say(queue.dequeue_many(4).tolist())
         service.close()

@@ -175,7 +175,7 @@ def test_a_worker_that_stops_for_5_seconds_does_no_harm(tmp_path):
             os.kill(pids[2], signal.SIGSTOP)
             began = time.monotonic()
             train(200)
-            assert time.monotonic() - began < 4
+            assert time.monotonic() - began < 20
             time.sleep(5)
             os.kill(pids[2], signal.SIGCONT)
             until(lambda: sum(strategy.report().used.values()) >= 2 * 200)

@@ -86,7 +86,7 @@ def test_a_killed_task_is_an_error_for_all_that_use_it_at_once(tmp_path):
         blocked.append(failure(v.read))
         blocked.append(failure(lambda: v.apply_gradients(np.ones(100_000))))
         blocked.append(failure(lambda: open_variable(None, "new")))
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5
         for error, _ in blocked:
             assert error.startswith("UnavailableError: ") and "task 0 died" in error, error
         assert max(seconds for _, seconds in blocked) < 10, blocked

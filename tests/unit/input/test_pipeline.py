@@ -31,6 +31,7 @@ from strategies.input.runners import QueueRunner
 from strategies.queues.kinds import FIFOQueue
 
 LIMIT = 20.0
+AT_ONCE = 10.0  # seconds, on a machine that does much else; nothing here waits for that long
 I32, F32 = np.int32, np.float32
 
 
@@ -211,7 +212,7 @@ def test_leaving_early_stops_threads_that_wait_for_room(make, taken):
         for _ in range(taken):
             next(batches)
         began = time.monotonic()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < AT_ONCE
     assert list(batches) == []
     batches.close()
 
@@ -230,7 +231,7 @@ def test_leaving_early_stops_a_read_that_waits_for_a_queue():
 
     with batch(numbers.dequeue, 2, runners=[runner]):
         began = time.monotonic()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < AT_ONCE
 
 
 @pytest.mark.parametrize("threads", [1, 5])
@@ -248,7 +249,7 @@ def test_leaving_early_closes_the_files_of_readers(tmp_path, threads, taken):
                 assert all(key.startswith(str(tmp_path)) for key in keys)
                 assert all(len(record) == 2 for record in records)
             began = time.monotonic()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < AT_ONCE
 
 
 def test_an_error_in_the_block_comes_through():
@@ -502,7 +503,7 @@ def test_csv_left_early(shards, threads):
             for _, (_, labels) in zip(range(taken), batches, strict=False):
                 assert len(labels) == 8
             began = time.monotonic()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < AT_ONCE
 
 
 def test_rows_that_are_too_few_for_any_batch_are_warned_of_once(caplog):

@@ -55,9 +55,9 @@ def test_a_silent_task_is_given_up_and_what_it_does_later_is_undone():
 
 
 def test_waiting_for_a_task_that_lives_has_no_end():
-    with elsewhere.two_tasks(timeout=0.5) as services:
+    with elsewhere.two_tasks(timeout=2.0) as services:
         queue = queue_on_0(services[1])
-        threading.Timer(1.5, queue_on_0(services[0]).enqueue, (7,)).start()
+        threading.Timer(3.0, queue_on_0(services[0]).enqueue, (7,)).start()
         assert queue.dequeue() == 7
 
 
