@@ -63,6 +63,7 @@ class Strategy:
         self.ranks = Ranks(comm, options or CommunicationOptions())
         self.devices = self.ranks.prepared(kind, lambda: parse_devices(devices or CPU, kind))
         self.ranks.agree(f"{kind} with {len(self.devices)} devices per process")
+        self._everyone = self.ranks  # who makes variables together; some compute on their own
         self._names: set[str] = set()
         self._optimizers = Optimizers(self)
 
@@ -132,10 +133,9 @@ class Strategy:
                 strategy=self,
             )
 
-        variable = self.ranks.prepared(f"variable {chosen}", local)
-        initial = self.ranks.together(
-            "variable", lambda: self.ranks.of_chief(variable.components[0])
-        )
+        everyone = self._everyone
+        variable = everyone.prepared(f"variable {chosen}", local)
+        initial = everyone.together("variable", lambda: everyone.of_chief(variable.components[0]))
         for component in variable.components:
             component[...] = initial
         self._names.add(chosen)

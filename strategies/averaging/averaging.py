@@ -75,6 +75,7 @@ class Averaging:
 
     Attributes:
         due: whether ranks compare parameters in this step, if the rule says so; on all or on none.
+        overlap: what takes gradients before the step, if the rule wants that; on all or on none.
     """
 
     def __init__(
@@ -97,12 +98,7 @@ class Averaging:
         self._buckets: Any = None
         self._bucketed: list[int] = []
         self._steps = 0
-        self._overlap: Overlap | None = None
-
-    @property
-    def overlap(self) -> Overlap | None:
-        """What takes gradients before the step, if the rule wants that, on all ranks or on none."""
-        return self._overlap
+        self.overlap: Overlap | None = None
 
     def average(
         self,
@@ -130,7 +126,7 @@ class Averaging:
             Exception: the error of a contribution; on all ranks.
         """
         self._steps += 1
-        overlap, self._overlap = self._overlap, None
+        overlap, self.overlap = self.overlap, None
         reduced = [] if overlap is None else overlap.finish()
         if overlap is not None and overlap.error is not None:
             contribution = contribution._replace(error=contribution.error or overlap.error)
@@ -147,7 +143,7 @@ class Averaging:
         scale = self._scale(status, contribution)
         results = self._combine(contribution.gradients, status, scale, reduced)
         if self.rule.overlap and self._buckets is not None:
-            self._overlap = Overlap(self._buckets, self._bucketed, scale, contribution)
+            self.overlap = Overlap(self._buckets, self._bucketed, scale, contribution)
         return results
 
     def _combine(
@@ -193,7 +189,7 @@ class Averaging:
 
     def close(self) -> None:
         """Release the buckets; *collective*."""
-        overlap, self._overlap = self._overlap, None
+        overlap, self.overlap = self.overlap, None
         if overlap is not None:
             overlap.finish()
         if self._buckets is not None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import collectives as cc
 from strategies.optimizers.pairs import Pair, resolve
@@ -17,7 +15,6 @@ from strategies.remote.service import Service
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
-from strategies.replicas.variable import Aggregation, Synchronization, Variable
 from strategies.spare_replica.steps import SpareSteps, StepReport
 from strategies.strategy import Strategy
 
@@ -36,7 +33,9 @@ class SpareReplicaStrategy(Strategy):
     If there are fewer workers than `replicas_to_aggregate`, the fast ones compute several gradients
     for one step.
 
-    The replicas are not in step: `run`, `reduce` and `gather` concern this rank alone.
+    The replicas are not in step: `run`, `reduce` and `gather` concern this rank alone. All ranks
+    make a `variable` together, with the chief's value; it changes by `apply_gradients`, and other
+    writes to it concern this rank alone.
 
     Open it with `with` on all ranks. *Collective*: its construction and the end of the block, which
     waits until all have come there or are dead.
@@ -130,28 +129,6 @@ class SpareReplicaStrategy(Strategy):
         """Whether this is rank 0."""
         return self._worker == 0
 
-    def variable(
-        self,
-        initial_value: npt.ArrayLike | Callable[[], npt.ArrayLike],
-        *,
-        name: str | None = None,
-        dtype: Any = None,
-        synchronization: Synchronization = "auto",
-        aggregation: Aggregation = "none",
-    ) -> Variable:
-        """Make a variable that starts with the chief's value; *collective*, see `Strategy`.
-
-        It changes by `apply_gradients`. Other writes concern this rank alone.
-        """
-        with self._all_ranks():
-            return super().variable(
-                initial_value,
-                name=name,
-                dtype=dtype,
-                synchronization=synchronization,
-                aggregation=aggregation,
-            )
-
     def distribute_dataset(
         self, batches: Iterable[Any], *, policy: Policy = "data"
     ) -> Iterator[Any]:
@@ -220,15 +197,6 @@ class SpareReplicaStrategy(Strategy):
             self._closed = True
             self._steps.leave()
             self.service.close()
-
-    @contextmanager
-    def _all_ranks(self) -> Iterator[None]:
-        """Let what this strategy inherits be done by all ranks together."""
-        own, self.ranks = self.ranks, self._everyone
-        try:
-            yield
-        finally:
-            self.ranks = own
 
     def _check(self, step: int) -> None:
         count = self.replicas_to_aggregate

@@ -73,6 +73,7 @@ class Rounds:
     Attributes:
         on_lost: called with a worker's number when it is gone without a word; to say why by `lose`.
         on_failure: called when no step can be made any more.
+        failure: why none can, or None.
     """
 
     def __init__(self, aggregate: int, total: int, step: int, name: str) -> None:
@@ -82,7 +83,7 @@ class Rounds:
         self.step = step
         self.lost: dict[int, str] = {}  # workers that are dead or have failed, and why
         self.nobody = threading.Event()  # set when all workers are gone
-        self.on_lost: Callable[[int], object] = lambda worker: self.lose(worker, "it is gone")
+        self.on_lost: Callable[[int], object] = lambda worker: self.lose(worker, "it has ended")
         self.on_failure: Callable[[], object] = lambda: None
         self._name = name
         self._lock = threading.Lock()
@@ -90,7 +91,7 @@ class Rounds:
         self._tokens = max(total, aggregate) - total
         self._values: Sequence[Array] = ()
         self._turns: list[Turn] = []
-        self._failure: OpError | None = None
+        self.failure: OpError | None = None
 
     def submit(self, attempt: Attempt) -> None:
         """Let an attempt wait until there is a token for it."""
@@ -98,7 +99,7 @@ class Rounds:
             with self._lock:
                 attempt.settle()
             attempt.tell()
-            self._gone(attempt.worker, attempt.reason)
+            self.lose(attempt.worker, attempt.reason)
         elif isinstance(attempt, Turn):
             with self._lock:
                 self._turns.append(attempt)
@@ -136,23 +137,14 @@ class Rounds:
             self._tokens = max(self.total, self.aggregate)
         self._advance()
 
-    def lose(self, worker: int, why: str) -> None:
-        """Go on without a worker that has not left by itself."""
-        self._gone(worker, why)
-
     def fail(self, error: OpError) -> None:
         """Let all turns end with an error, unless they can be given at once."""
         with self._lock:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            self._failure = error
+            self.failure = error
         self.on_failure()
         self._advance()
-
-    @property
-    def failure(self) -> OpError | None:
-        """Why no step can be made any more, or None."""
-        return self._failure
 
     def computing(self) -> list[int]:
         """Return the workers that have not delivered a gradient for this step."""
@@ -168,7 +160,8 @@ class Rounds:
         """Cancel all turns that wait."""
         self.fail(CancelledError(f"{self._name}: the chief has ended"))
 
-    def _gone(self, worker: int, why: str | None) -> None:
+    def lose(self, worker: int, why: str | None) -> None:
+        """Go on without a worker, which has not left by itself if there is a reason."""
         with self._lock:
             if worker not in self._inside:
                 return
@@ -204,8 +197,8 @@ class Rounds:
             self._tokens -= 1
             turn.step, turn.values = self.step, self._values
             turn.settle()
-        elif self._failure is not None:
-            turn.settle(self._failure)
+        elif self.failure is not None:
+            turn.settle(self.failure)
         return turn.done
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,27 +14,9 @@ import collectives as cc
 from strategies import errors
 from strategies.training import checkpoint, durable, manifest, shards
 
-__all__ = ["CheckpointManager", "Communicator"]
+__all__ = ["CheckpointManager"]
 
 _T = TypeVar("_T")
-
-
-class Communicator(Protocol):
-    """What `CheckpointManager` needs from a communicator."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this process."""
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-
-    def broadcast(self, array: Any, /, *, root: int = ...) -> Any:
-        """Give every rank the root's array."""
-
-    def broadcast_object(self, obj: Any, /, *, root: int = ...) -> Any:
-        """Give every rank the root's object."""
 
 
 class CheckpointManager:
@@ -46,14 +28,14 @@ class CheckpointManager:
 
     Args:
         directory: the directory of checkpoints, as rank 0 sees it.
-        comm: a communicator, or None for one process.
+        comm: the ranks, or None for this process alone.
         keep: how many checkpoints stay, see `save`.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        comm: Communicator | None = None,
+        comm: cc.Communicator | None = None,
         *,
         keep: int = 5,
     ) -> None:
