@@ -70,9 +70,8 @@ def allgather(x: Any, *, comm: cc.Communicator | None = None) -> tuple[Any, Back
 
     def backward(gradient: Any) -> Any:
         rows = ranks.allgather(_rows(shape)).tolist()
-        if rows == _even(
-            sum(rows), ranks.size
-        ):  # adds up on the way, without an array of all parts
+        if rows == _even(sum(rows), ranks.size):
+            # Adds up on the way, without an array of all parts.
             return ranks.reduce_scatter(gradient, op=cc.SUM).reshape(shape)
         parts = ranks.alltoall(gradient, splits=rows)
         return parts.reshape(ranks.size, -1).sum(0).reshape(shape)

@@ -43,32 +43,34 @@ __all__ = [
     "send",
 ]
 
+_Block = Callable[..., tuple[Any, blocks.Backward]]
+
 
 def allgather(x: Any, *, comm: cc.Communicator | None = None) -> Any:
     """Join the tensors of all ranks along their first axis."""
-    return _collective(x, functools.partial(blocks.allgather, comm=comm), comm)
+    return _collective(blocks.allgather, x, comm)
 
 
 def reduce_scatter(x: Any, *, comm: cc.Communicator | None = None) -> Any:
     """Add up the tensors of all ranks, and keep a share of the rows."""
-    return _collective(x, functools.partial(blocks.reduce_scatter, comm=comm), comm)
+    return _collective(blocks.reduce_scatter, x, comm)
 
 
 def allreduce(x: Any, *, comm: cc.Communicator | None = None) -> Any:
     """Add up the tensors of all ranks."""
-    return _collective(x, functools.partial(blocks.allreduce, comm=comm), comm)
+    return _collective(blocks.allreduce, x, comm)
 
 
 def alltoall(
     x: Any, *, splits: Sequence[int] | None = None, comm: cc.Communicator | None = None
 ) -> Any:
     """Give every rank some rows, and join what all ranks give to this one."""
-    return _collective(x, functools.partial(blocks.alltoall, splits=splits, comm=comm), comm)
+    return _collective(blocks.alltoall, x, comm, splits=splits)
 
 
 def broadcast(x: Any, root: int = 0, *, comm: cc.Communicator | None = None) -> Any:
     """Give every rank the root's tensor."""
-    return _collective(x, functools.partial(blocks.broadcast, root=root, comm=comm), comm)
+    return _collective(blocks.broadcast, x, comm, root=root)
 
 
 def scatter(
@@ -79,13 +81,12 @@ def scatter(
     comm: cc.Communicator | None = None,
 ) -> Any:
     """Share the rows of the root's tensor among all ranks; elsewhere `x` may be None."""
-    block = functools.partial(blocks.scatter, root=root, splits=splits, comm=comm)
-    return _collective(x, block, comm)
+    return _collective(blocks.scatter, x, comm, root=root, splits=splits)
 
 
 def gather(x: Any, root: int = 0, *, comm: cc.Communicator | None = None) -> Any:
     """Join the tensors of all ranks on the root; a scalar 0 elsewhere."""
-    return _collective(x, functools.partial(blocks.gather, root=root, comm=comm), comm)
+    return _collective(blocks.gather, x, comm, root=root)
 
 
 def send(x: Any, dest: int, *, comm: cc.Communicator | None = None) -> Any:
@@ -103,13 +104,11 @@ def recv(source: int, *, comm: cc.Communicator | None = None) -> Any:
     return _apply(None, lambda _: blocks.recv(source, comm=ranks), needed)
 
 
-def _collective(
-    x: Any, block: Callable[[Any], tuple[Any, blocks.Backward]], comm: cc.Communicator | None
-) -> Any:
+def _collective(block: _Block, x: Any, comm: cc.Communicator | None, **how: Any) -> Any:
     """Carry out a block on all ranks."""
     ranks = cc.init() if comm is None else comm
     needed = bool(ranks.allreduce(_asks(x), op=cc.MAX))
-    return _apply(x, block, needed)
+    return _apply(x, functools.partial(block, comm=ranks, **how), needed)
 
 
 def _asks(x: Any) -> bool:
@@ -119,7 +118,7 @@ def _asks(x: Any) -> bool:
     return x is not None and bool(x.requires_grad) and torch.is_grad_enabled()
 
 
-def _apply(x: Any, block: Callable[[Any], tuple[Any, blocks.Backward]], needed: bool) -> Any:
+def _apply(x: Any, block: _Block, needed: bool) -> Any:
     """Carry out a block; `needed` says whether its way back will be taken."""
     import torch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -99,7 +98,29 @@ class RMSProp(Optimizer):
         return (rate, self._decay, 1 - self._decay, self._momentum, self._epsilon)
 
 
-class Adam(Optimizer):
+class _ByMoments(Optimizer):
+    """What Adam and AdamW share: the moving means, and how far they are from having begun."""
+
+    _decay = 0.0
+
+    def __init__(
+        self, rate: LearningRate, beta1: float, beta2: float, epsilon: float, amsgrad: bool
+    ) -> None:
+        slots = ["first", "second", *["largest"] * bool(amsgrad)]
+        rule = rules.amsgrad if amsgrad else rules.adam
+        super().__init__(rate, rule, dict.fromkeys(slots, 0.0), counted=True)
+        self._beta1 = number(self._name, "beta1", beta1, below=1)
+        self._beta2 = number(self._name, "beta2", beta2, below=1)
+        self._epsilon = number(self._name, "epsilon", epsilon, least=_EPSILON)
+
+    def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
+        beta1, beta2 = self._beta1, self._beta2
+        first, second = 1 - beta1**updates, math.sqrt(1 - beta2**updates)
+        decay = rate * self._decay
+        return (rate / first, beta1, 1 - beta1, beta2, 1 - beta2, 1 / second, self._epsilon, decay)
+
+
+class Adam(_ByMoments):
     """Steps along a moving mean of gradients, divided by the root of one of their squares.
 
     For every variable, changed for the t-th time, with slots that start at zero:
@@ -135,15 +156,10 @@ class Adam(Optimizer):
         epsilon: float = 1e-8,
         amsgrad: bool = False,
     ) -> None:
-        rule, slots = _moment_rule(amsgrad)
-        super().__init__(learning_rate, rule, slots, counted=True)
-        self._moments = _moments("Adam", beta1, beta2, epsilon)
-
-    def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
-        return self._moments.numbers(rate, updates)
+        super().__init__(learning_rate, beta1, beta2, epsilon, amsgrad)
 
 
-class AdamW(Optimizer):
+class AdamW(_ByMoments):
     """Adam with decay of the variables that is not part of the gradient.
 
     As `Adam`, and with the change of every step `learning_rate * weight_decay * variable` is
@@ -171,37 +187,5 @@ class AdamW(Optimizer):
         weight_decay: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        rule, slots = _moment_rule(amsgrad)
-        super().__init__(learning_rate, rule, slots, counted=True)
-        self._moments = _moments("AdamW", beta1, beta2, epsilon)
+        super().__init__(learning_rate, beta1, beta2, epsilon, amsgrad)
         self._decay = number("AdamW", "weight_decay", weight_decay)
-
-    def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
-        return self._moments.numbers(rate, updates, rate * self._decay)
-
-
-class _Moments(NamedTuple):
-    """The hyper-parameters of Adam and AdamW."""
-
-    beta1: float
-    beta2: float
-    epsilon: float
-
-    def numbers(self, rate: float, updates: int, decay: float = 0.0) -> tuple[float, ...]:
-        """Return what `rules.adam` takes when a variable is changed for the `updates`-th time."""
-        beta1, beta2, epsilon = self
-        first, second = 1 - beta1**updates, math.sqrt(1 - beta2**updates)
-        return (rate / first, beta1, 1 - beta1, beta2, 1 - beta2, 1 / second, epsilon, decay)
-
-
-def _moments(operation: str, beta1: float, beta2: float, epsilon: float) -> _Moments:
-    return _Moments(
-        number(operation, "beta1", beta1, below=1),
-        number(operation, "beta2", beta2, below=1),
-        number(operation, "epsilon", epsilon, least=_EPSILON),
-    )
-
-
-def _moment_rule(amsgrad: bool) -> tuple[rules.Rule, dict[str, float]]:
-    slots = {"first": 0.0, "second": 0.0}
-    return (rules.amsgrad, {**slots, "largest": 0.0}) if amsgrad else (rules.adam, slots)
