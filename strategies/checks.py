@@ -1,11 +1,12 @@
-"""Numbers that users give, checked before they are used."""
+"""Numbers and words that users give, checked before they are used."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import operator
+from typing import Any, get_args
 
-__all__ = ["number"]
+__all__ = ["choice", "integer", "number"]
 
 
 def number(
@@ -44,3 +45,32 @@ def number(
         got = repr(value) if isinstance(value, (str, bytes)) else value  # so that text is seen
         raise ValueError(f"{operation}: bad {name}, expected {bounds}, got {got}{context}")
     return checked
+
+
+def integer(operation: str, name: str, value: Any, *, least: int = 1) -> int:
+    """Return `value` if it is an integer >= least, of Python or NumPy, but no bool.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        checked = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        checked = least - 1
+    if checked < least:
+        raise ValueError(f"{operation}: bad {name}, expected an integer >= {least}, got {value!r}")
+    return checked
+
+
+def choice(operation: str, what: str, word: Any, words: Any) -> Any:
+    """Return `word` if it is one of a `Literal`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    known = get_args(words)
+    if word not in known:
+        raise ValueError(
+            f"{operation}: no such {what}, expected one of {' '.join(known)}, got {word!r}"
+        )
+    return word

@@ -63,7 +63,7 @@ class DeadlineExceededError(OpError):
 
 
 class InvalidArgumentError(OpError, ValueError):
-    """Data does not fit: a wrong dtype or shape, or text that is no number.
+    """Data does not fit: a wrong dtype or shape, or text that is not a number.
 
     Also a `ValueError`: without a graph there is no difference between an argument that is wrong
     when the program is written and one that is wrong when it runs.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strategies.input.csv import decode_csv
 from strategies.input.files import match_files
-from strategies.input.pipelines import Batches, Read
+from strategies.input.pipelines import Batches, Options, Read
 from strategies.input.producers import string_input_producer
 from strategies.input.reader import Damage
 from strategies.input.readers import TextLineReader
-from strategies.input.runners import QueueRunner
 from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, Queue, RandomShuffleQueue
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["batch", "batch_join", "csv_batches", "shuffle_batch", "shuffle_batch_join"]
 
@@ -26,11 +28,9 @@ def batch(
     *,
     num_threads: int = 1,
     capacity: int = 32,
-    enqueue_many: bool = False,
     shapes: Sequence[Sequence[int | None]] | None = None,
     dynamic_pad: bool = False,
-    allow_smaller_final_batch: bool = False,
-    runners: Sequence[QueueRunner] = (),
+    **options: Unpack[Options],
 ) -> Batches:
     """Batches of what a function returns, in the order of its calls if there is one thread.
 
@@ -41,13 +41,13 @@ def batch(
         batch_size: rows per batch.
         num_threads: threads that call `read` at the same time.
         capacity: rows that wait to become batches.
-        enqueue_many: whether `read` returns several rows at a time, counted by dimension 0.
         shapes: shape of each component of one row; None for those of the first.
         dynamic_pad: whether rows may differ in size; a batch is padded at the end with 0, False or
             empty text to its largest row, in all dimensions, or those that are None in `shapes`.
-        allow_smaller_final_batch: whether to return the rest that fills no batch; otherwise it is
-            dropped.
-        runners: of queues that `read` uses; they are started and stopped with the pipeline.
+        **options: `enqueue_many`: whether `read` returns several rows at a time, counted by
+            dimension 0. `allow_smaller_final_batch`: whether to return the rest that fills no
+            batch; otherwise it is dropped. `runners`: of queues that `read` uses; they are started
+            and stopped with the pipeline.
 
     Returns:
         A pipeline to be opened with `with`. The first `read` is called there, by the caller.
@@ -69,11 +69,9 @@ def batch(
         [read] * num_threads,
         batch_size,
         capacity=capacity,
-        enqueue_many=enqueue_many,
         shapes=shapes,
         dynamic_pad=dynamic_pad,
-        allow_smaller_final_batch=allow_smaller_final_batch,
-        runners=runners,
+        **options,
     )
 
 
@@ -82,11 +80,9 @@ def batch_join(
     batch_size: int,
     *,
     capacity: int = 32,
-    enqueue_many: bool = False,
     shapes: Sequence[Sequence[int | None]] | None = None,
     dynamic_pad: bool = False,
-    allow_smaller_final_batch: bool = False,
-    runners: Sequence[QueueRunner] = (),
+    **options: Unpack[Options],
 ) -> Batches:
     """As `batch`, with one thread for each of several functions, so that each may have its file."""
 
@@ -97,14 +93,7 @@ def batch_join(
         known: Any = shapes or first_shapes
         return FIFOQueue(capacity, dtypes, known, names=names, name="batch")
 
-    return Batches(
-        reads,
-        batch_size,
-        make_queue,
-        enqueue_many=enqueue_many,
-        allow_smaller_final_batch=allow_smaller_final_batch,
-        runners=runners,
-    )
+    return Batches(reads, batch_size, make_queue, **options)
 
 
 def shuffle_batch(
@@ -115,9 +104,7 @@ def shuffle_batch(
     min_after_dequeue: int,
     num_threads: int = 1,
     seed: int | None = None,
-    enqueue_many: bool = False,
-    allow_smaller_final_batch: bool = False,
-    runners: Sequence[QueueRunner] = (),
+    **options: Unpack[Options],
 ) -> Batches:
     """Batches of what a function returns, drawn at random from a queue.
 
@@ -129,9 +116,7 @@ def shuffle_batch(
         num_threads: threads that call `read` at the same time.
         seed: of the order. With one thread and a seed, the same input gives the same batches: rows
             are then drawn only while the queue is full. Several threads arrive in any order.
-        enqueue_many: as for `batch`.
-        allow_smaller_final_batch: as for `batch`.
-        runners: as for `batch`.
+        **options: `enqueue_many`, `allow_smaller_final_batch` and `runners`, as for `batch`.
 
     Returns:
         A pipeline to be opened with `with`.
@@ -145,9 +130,7 @@ def shuffle_batch(
         capacity=capacity,
         min_after_dequeue=min_after_dequeue,
         seed=seed,
-        enqueue_many=enqueue_many,
-        allow_smaller_final_batch=allow_smaller_final_batch,
-        runners=runners,
+        **options,
     )
 
 
@@ -158,9 +141,7 @@ def shuffle_batch_join(
     capacity: int,
     min_after_dequeue: int,
     seed: int | None = None,
-    enqueue_many: bool = False,
-    allow_smaller_final_batch: bool = False,
-    runners: Sequence[QueueRunner] = (),
+    **options: Unpack[Options],
 ) -> Batches:
     """As `shuffle_batch`, with one thread for each of several functions."""
     if not 0 <= min_after_dequeue < capacity:
@@ -176,14 +157,7 @@ def shuffle_batch_join(
             capacity, keep, dtypes, shapes, names=names, seed=seed, name="shuffle_batch"
         )
 
-    return Batches(
-        reads,
-        batch_size,
-        make_queue,
-        enqueue_many=enqueue_many,
-        allow_smaller_final_batch=allow_smaller_final_batch,
-        runners=runners,
-    )
+    return Batches(reads, batch_size, make_queue, **options)
 
 
 @contextmanager

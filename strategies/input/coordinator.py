@@ -25,6 +25,10 @@ class Coordinator:
     Args:
         clean_stop_exception_types: exceptions that mean a normal end and are not raised again;
             `OutOfRangeError` if None.
+
+    Attributes:
+        joined: whether `join` has come to its end.
+        error: the exception of the request to stop, if it had one.
     """
 
     def __init__(
@@ -35,14 +39,9 @@ class Coordinator:
         )
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._joined = False
-        self._error: BaseException | None = None
+        self.joined = False
+        self.error: BaseException | None = None
         self._threads: set[threading.Thread] = set()
-
-    @property
-    def joined(self) -> bool:
-        """Whether `join` has come to its end."""
-        return self._joined
 
     def request_stop(self, ex: BaseException | ExcInfo | None = None) -> None:
         """Ask all threads to stop; only the first request matters.
@@ -58,9 +57,9 @@ class Coordinator:
         if isinstance(error, self._clean):
             error = None
         with self._lock:
-            if not self._joined or error is None:
+            if not self.joined or error is None:
                 if not self._stop.is_set():
-                    self._error = error
+                    self.error = error
                     self._stop.set()
                 return
         raise error
@@ -68,8 +67,8 @@ class Coordinator:
     def clear_stop(self) -> None:
         """Begin anew: nobody has asked to stop, and no exception is kept."""
         with self._lock:
-            self._joined = False
-            self._error = None
+            self.joined = False
+            self.error = None
             self._stop.clear()
 
     def should_stop(self) -> bool:
@@ -127,9 +126,9 @@ class Coordinator:
                 thread.join(max(0.0, deadline - time.monotonic()))
         alive = sorted(thread.name for thread in waited if thread.is_alive())
         with self._lock:
-            self._joined = True
+            self.joined = True
             self._threads.clear()
-            error = self._error
+            error = self.error
         if error is not None:
             raise error
         if alive and not ignore_live_threads:
@@ -140,8 +139,8 @@ class Coordinator:
 
     def raise_requested_exception(self) -> None:
         """Raise the exception of the request to stop, if there was one."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
 
 class LooperThread(threading.Thread):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from strategies.checks import choice
 from strategies.errors import InvalidArgumentError
 from strategies.input.csv_exact import CONVERTERS, Column, Format, Misfit, decode
 from strategies.input.reader import Damage
@@ -83,8 +84,7 @@ def decode_csv(
             "decode_csv: field_delim must be one character, no line end and no quote, "
             f"got {field_delim!r}"
         )
-    if on_damage not in ("raise", "skip"):
-        raise ValueError(f"decode_csv: on_damage must be 'raise' or 'skip', got {on_damage!r}")
+    choice("decode_csv", "on_damage", on_damage, Damage)
     if isinstance(records, list) and all(type(record) is str for record in records):
         lines, shape = records, (len(records),)
     else:

@@ -112,10 +112,7 @@ def open_source(path: str, compression: Compression, where: Callable[[], str]) -
     """
     try:
         with ExitStack() as stack:
-            if _is_url(path):
-                file = stack.enter_context(_open_url(path, "rb"))
-            else:
-                file = stack.enter_context(_open_local(path))
+            file = stack.enter_context(_opened(path, "rb"))
             packed = _compression_of(path, compression)
             if packed:
                 unpacked = io.BufferedReader(_Unpacked(file, packed), _BUFFER)
@@ -145,13 +142,6 @@ def _is_url(path: str) -> bool:
     return "://" in path
 
 
-def _open_local(path: str) -> IO[bytes]:
-    try:
-        return open(path, "rb", buffering=_BUFFER)
-    except ValueError as error:  # a name that no file can have
-        raise InvalidArgumentError(f"files: {error} ({path!r})") from error
-
-
 def _fsspec() -> Any:
     try:
         return importlib.import_module("fsspec")
@@ -161,11 +151,12 @@ def _fsspec() -> Any:
         ) from error
 
 
-def _open_url(url: str, mode: str) -> Any:
+def _opened(path: str, mode: str) -> Any:
+    """Open a file, or return what opens the one behind a URL."""
     try:
-        return _fsspec().open(url, mode)
-    except ValueError as error:
-        raise InvalidArgumentError(f"files: {error} ({url})") from error
+        return _fsspec().open(path, mode) if _is_url(path) else open(path, mode, _BUFFER)
+    except ValueError as error:  # a name that no file can have
+        raise InvalidArgumentError(f"files: {error} ({path!r})") from error
 
 
 def _compression_of(path: str, compression: Compression) -> str:
@@ -236,8 +227,8 @@ class Sink:
     """
 
     def __init__(self, path: str, compression: Compression) -> None:
-        opened = _open_url(path, "wb").open() if _is_url(path) else open(path, "wb")  # noqa: SIM115
-        self._file: Any = opened
+        opened = _opened(path, "wb")
+        self._file: Any = opened.open() if _is_url(path) else opened
         packed = _compression_of(path, compression)
         self._pack = zlib.compressobj(wbits=_BITS[packed]) if packed else None
 

@@ -14,17 +14,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
+from strategies.checks import integer
 from strategies.errors import OutOfRangeError
 from strategies.input.coordinator import Coordinator
 from strategies.input.runners import QueueRunner, start_queue_runners
 from strategies.queues.kinds import FIFOQueue, Queue
 from strategies.queues.values import dtype_of
 
-__all__ = ["Batches", "Read"]
+__all__ = ["Batches", "Options", "Read"]
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,14 @@ Read: TypeAlias = Callable[[], Any]
 
 _READY_BATCHES = 4  # batches made ahead of the consumer: enough to hide a read that takes longer
 _STOP_SECONDS = 10.0  # threads end in milliseconds unless `read` itself blocks
+
+
+class Options(TypedDict, total=False):
+    """What all pipelines take; see `batch`."""
+
+    enqueue_many: bool
+    allow_smaller_final_batch: bool
+    runners: Sequence[QueueRunner]
 
 
 class Batches:
@@ -54,12 +63,11 @@ class Batches:
         batch_size: int,
         make_queue: Callable[[Any, Any, Any], Queue],
         *,
-        enqueue_many: bool,
-        allow_smaller_final_batch: bool,
-        runners: Sequence[QueueRunner],
+        enqueue_many: bool = False,
+        allow_smaller_final_batch: bool = False,
+        runners: Sequence[QueueRunner] = (),
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch: batch_size must be at least 1, got {batch_size}")
+        integer("batch", "batch_size", batch_size)
         if not reads:
             raise ValueError("batch: expected at least one function that reads, got none")
         self.rows_read = self.rows_skipped = 0
@@ -85,7 +93,7 @@ class Batches:
             self._start()
         except BaseException as error:
             # A thread that feeds `read` may be the cause.
-            self._raised = self._error() or error
+            self._raised = self._coord.error or error
             self.close()
             raise self._raised from None
         return self
@@ -130,12 +138,12 @@ class Batches:
         if self._closed:
             return
         self._closed = True
-        error = self._error()
+        error = self._coord.error
         self._coord.request_stop()
         try:
             self._coord.join(stop_grace_period_secs=_STOP_SECONDS, ignore_live_threads=True)
         except BaseException as raised:
-            if raised is not error and raised is not self._error():
+            if raised is not error and raised is not self._coord.error:
                 raise
             error = raised
         alive = [thread.name for thread in self._threads if thread.is_alive()]
@@ -211,33 +219,26 @@ class Batches:
                 self._batch_size,
             )
 
-    def _error(self) -> BaseException | None:
-        try:
-            self._coord.raise_requested_exception()
-        except BaseException as error:
-            return error
-        return None
-
     def _raise_error(self) -> None:
-        error = self._error()
-        if error is not None:
-            self._raised = error
-            raise error
+        if self._coord.error is not None:
+            self._raised = self._coord.error
+            raise self._raised
 
 
 def _rows_of(values: Any, many: bool) -> int:
     """How many rows a call of `read` has returned."""
-    if not many:
-        return 1
-    parts = list(values.values()) if isinstance(values, Mapping) else values
-    return len(parts[0] if isinstance(parts, (list, tuple)) else parts)
+    return len(_parts(values)[0]) if many else 1
 
 
 def _description(values: Any, many: bool) -> tuple[list[Any], list[Any], list[str] | None]:
     """Dtypes, shapes and names of a queue for elements like this one."""
     names = list(values) if isinstance(values, Mapping) else None
-    parts = list(values.values()) if isinstance(values, Mapping) else values
-    if not isinstance(parts, (list, tuple)):
-        parts = [parts]
+    parts = _parts(values)
     shapes = [np.shape(part)[1:] if many else np.shape(part) for part in parts]
     return [dtype_of(part) for part in parts], shapes, names
+
+
+def _parts(values: Any) -> Sequence[Any]:
+    """The components of an element, or of several rows."""
+    listed = list(values.values()) if isinstance(values, Mapping) else values
+    return listed if isinstance(listed, (list, tuple)) else [listed]

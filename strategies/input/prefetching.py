@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+from strategies.checks import integer
+
 __all__ = ["Prefetch", "prefetch"]
 
 T = TypeVar("T")
@@ -23,8 +25,7 @@ class Prefetch(Generic[T]):
     def __init__(
         self, batches: Iterable[T], count: int, position: Callable[[], Any] | None = None
     ) -> None:
-        if count < 1:
-            raise ValueError(f"prefetch: expected at least 1 batch ahead, got {count}")
+        integer("prefetch", "number of batches ahead", count)
         self._batches = batches
         self._count = count
         self._position = position

@@ -9,17 +9,22 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
+from strategies.checks import integer
 from strategies.errors import OutOfRangeError
 from strategies.input.runners import QueueRunner
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.store import Array
 from strategies.queues.values import dtype_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = [
+    "Options",
     "Producer",
     "input_producer",
     "limit_epochs",
@@ -41,6 +46,16 @@ class Producer(NamedTuple):
     runner: QueueRunner
 
 
+class Options(TypedDict, total=False):
+    """The options of all producers; see `input_producer`."""
+
+    num_epochs: int | None
+    shuffle: bool
+    seed: int | None
+    capacity: int
+    name: str
+
+
 def limit_epochs(function: Callable[[], Result], num_epochs: int | None) -> Callable[[], Result]:
     """Return the function, which after so many calls raises `OutOfRangeError` instead.
 
@@ -53,8 +68,7 @@ def limit_epochs(function: Callable[[], Result], num_epochs: int | None) -> Call
     """
     if num_epochs is None:
         return function
-    if num_epochs < 1:
-        raise ValueError(f"limit_epochs: num_epochs must be at least 1 or None, got {num_epochs}")
+    integer("limit_epochs", "num_epochs", num_epochs)
     lock = threading.Lock()
     left = num_epochs
 
@@ -106,8 +120,8 @@ def preload(
     for part in parts:
         part.setflags(write=False)  # a single row is a view
     count = len(parts[0])
-    if rows is not None and rows < 1:
-        raise ValueError(f"preload: rows must be at least 1 or None, got {rows}")
+    if rows is not None:
+        integer("preload", "rows", rows)
     generator = np.random.default_rng(seed)
     lock = threading.Lock()
 
@@ -154,8 +168,7 @@ def input_producer(
     Raises:
         ValueError: as for `preload`.
     """
-    options: dict[str, Any] = {"num_epochs": num_epochs, "shuffle": shuffle, "seed": seed}
-    read = preload(values, rows=_ROWS, **options)
+    read = preload(values, rows=_ROWS, num_epochs=num_epochs, shuffle=shuffle, seed=seed)
     parts, _ = _taken_apart(values)
     queue = FIFOQueue(
         capacity,
@@ -167,24 +180,12 @@ def input_producer(
     return Producer(queue, QueueRunner(queue, [lambda: queue.enqueue_many(read())]))
 
 
-def string_input_producer(
-    strings: Sequence[str],
-    *,
-    num_epochs: int | None = None,
-    shuffle: bool = True,
-    seed: int | None = None,
-    capacity: int = 32,
-    name: str = "input_producer",
-) -> Producer:
+def string_input_producer(strings: Sequence[str], **options: Unpack[Options]) -> Producer:
     """Offer the strings, usually file names, in a queue, all of them in each epoch.
 
     Args:
         strings: what an epoch consists of.
-        num_epochs: as for `input_producer`, as are the others.
-        shuffle: whether to shuffle the strings.
-        seed: of the shuffling.
-        capacity: of the queue.
-        name: of the queue.
+        **options: as for `input_producer`.
 
     Returns:
         The queue of single strings and its runner.
@@ -198,50 +199,28 @@ def string_input_producer(
         )
     work = np.empty(len(strings), object)
     work[:] = strings
-    options: dict[str, Any] = {"num_epochs": num_epochs, "shuffle": shuffle, "seed": seed}
-    return input_producer(work, capacity=capacity, name=name, **options)
+    return input_producer(work, **options)
 
 
-def range_input_producer(
-    limit: int,
-    *,
-    num_epochs: int | None = None,
-    shuffle: bool = True,
-    seed: int | None = None,
-    capacity: int = 32,
-    name: str = "range_input_producer",
-) -> Producer:
+def range_input_producer(limit: int, **options: Unpack[Options]) -> Producer:
     """Offer the int64 numbers from 0 to `limit` - 1 in a queue; see `input_producer`."""
-    if limit < 1:
-        raise ValueError(f"range_input_producer: limit must be at least 1, got {limit}")
-    options: dict[str, Any] = {"num_epochs": num_epochs, "shuffle": shuffle, "seed": seed}
-    return input_producer(np.arange(limit), capacity=capacity, name=name, **options)
+    integer("range_input_producer", "limit", limit)
+    options.setdefault("name", "range_input_producer")
+    return input_producer(np.arange(limit), **options)
 
 
-def slice_input_producer(
-    arrays: Sequence[Any],
-    *,
-    num_epochs: int | None = None,
-    shuffle: bool = True,
-    seed: int | None = None,
-    capacity: int = 32,
-    name: str = "slice_input_producer",
-) -> Producer:
+def slice_input_producer(arrays: Sequence[Any], **options: Unpack[Options]) -> Producer:
     """Offer rows that belong together, one of each array, in a queue; see `input_producer`.
 
     Args:
         arrays: with the same number of rows.
-        num_epochs: as for `input_producer`, as are the others.
-        shuffle: whether to shuffle the rows.
-        seed: of the shuffling.
-        capacity: of the queue.
-        name: of the queue.
+        **options: as for `input_producer`.
 
     Raises:
         ValueError: no arrays, no rows, or different numbers of rows.
     """
-    options: dict[str, Any] = {"num_epochs": num_epochs, "shuffle": shuffle, "seed": seed}
-    return input_producer(tuple(arrays), capacity=capacity, name=name, **options)
+    options.setdefault("name", "slice_input_producer")
+    return input_producer(tuple(arrays), **options)
 
 
 def _taken_apart(values: Any) -> tuple[list[Array], Callable[[list[Any]], Any]]:

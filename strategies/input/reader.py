@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
+from strategies.checks import choice
 from strategies.errors import DataLossError, InvalidArgumentError, OpError
 from strategies.queues.queue import Queue
 
@@ -47,8 +48,7 @@ class Reader(ABC, Generic[Value]):
     """
 
     def __init__(self, *, on_damage: Damage = "raise") -> None:
-        if on_damage not in ("raise", "skip"):
-            raise ValueError(f"on_damage: expected 'raise' or 'skip', got {on_damage!r}")
+        choice(type(self).__name__, "on_damage", on_damage, Damage)
         # A read holds the turn from beginning to end, also while it waits for the queue. The state
         # is only held while there is something to do, so that `reset` never waits for a queue.
         self._turn = threading.Lock()

@@ -139,20 +139,17 @@ class QueueRunner:
                 self._running -= 1
                 last = not self._running
             if last and ended:
-                self._close()
-
-    def _close(self) -> None:
-        try:
-            self._close_op()
-        except Exception as error:
-            _log.info("QueueRunner: closing the queue: %s (queue: %s)", error, self.name)
+                self._end("closing", self._close_op)
 
     def _cancel_on_stop(self, coord: Coordinator) -> None:
         coord.wait_for_stop()
+        self._end("cancelling", self._cancel_op)
+
+    def _end(self, what: str, op: Callable[[], Any]) -> None:
         try:
-            self._cancel_op()
+            op()
         except Exception as error:
-            _log.info("QueueRunner: cancelling the queue: %s (queue: %s)", error, self.name)
+            _log.info("QueueRunner: %s the queue: %s (queue: %s)", what, error, self.name)
 
 
 def start_queue_runners(

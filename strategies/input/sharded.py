@@ -17,11 +17,12 @@ whole files; of files that were interrupted, a position says how many records ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
 import collectives as cc
+from strategies.checks import choice, integer
 from strategies.errors import InvalidArgumentError
 
 __all__ = ["Policy", "ShardedInput", "merge_positions"]
@@ -77,13 +78,9 @@ class ShardedInput(Generic[R]):
                 f"ShardedInput: expected at least one file and 0 <= rank < size, "
                 f"got {len(files)} files, rank {rank} of {size}"
             )
-        if policy not in get_args(Policy):
-            raise ValueError(
-                f"ShardedInput: no such policy, expected one of {' '.join(get_args(Policy))}, "
-                f"got {policy!r}"
-            )
-        if num_epochs is not None and num_epochs < 1:
-            raise ValueError(f"ShardedInput: num_epochs must be at least 1 or None: {num_epochs}")
+        choice("ShardedInput", "policy", policy, Policy)
+        if num_epochs is not None:
+            integer("ShardedInput", "num_epochs", num_epochs)
         self._files = files
         self._read = read
         self._rank = rank
@@ -218,9 +215,8 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         untouched = {"policy": behind["policy"], "stages": [], "begun": {}}
         earlier = behind["earlier"].get(epoch, untouched)
         used = [_used(position, epoch) for position in positions]
-        if (
-            earlier["policy"] == "off"
-        ):  # all ranks use the same cards, and go on with the slowest of them
+        if earlier["policy"] == "off":
+            # All ranks use the same cards, and go on with the slowest of them.
             used = [min((u for u in used if u is not None), default=None)]
         begun = dict(earlier["begun"])
         begun |= {str(p["begun"][0]): p["begun"][1] for p in positions if _reads(p, epoch)}

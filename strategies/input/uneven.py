@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import array_api_compat
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 import collectives as cc
 from strategies import arrays
 from strategies.agreement import compare, raise_everywhere
+from strategies.checks import choice
 from strategies.input.split import has_rows
 from strategies.structures import map_leaves
 
@@ -55,11 +56,7 @@ def in_step(
         RuntimeError: a rank that never had a batch cannot make the arrays that the others have; on
             all ranks.
     """
-    if uneven not in get_args(Uneven):
-        raise ValueError(
-            f"in_step: no such way to end, expected one of {' '.join(get_args(Uneven))}, "
-            f"got {uneven!r}"
-        )
+    choice("in_step", "way to end", uneven, Uneven)
     iterator = iter(batches)
     first: Any = None
     nothing: Any = None

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import bisect
 import math
-import operator
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from strategies.checks import number
+from strategies.checks import integer, number
 
 __all__ = [
     "Schedule",
@@ -57,7 +55,7 @@ def piecewise(rates: Mapping[int, float]) -> Schedule:
         >>> rate(29), rate(30)
         (0.1, 0.01)
     """
-    starts = sorted(_steps("piecewise", "step", step, least=0) for step in rates)
+    starts = sorted(integer("piecewise", "step", step, least=0) for step in rates)
     if not starts or starts[0] != 0:
         raise ValueError(f"piecewise: no rate for the first step, expected step 0, got {starts}")
     values = [number("piecewise", "rate", rates[start]) for start in starts]
@@ -79,7 +77,7 @@ def exponential(initial: float, *, factor: float, steps: int, staircase: bool = 
     """
     initial = number("exponential", "initial", initial)
     factor = number("exponential", "factor", factor)
-    steps = _steps("exponential", "steps", steps)
+    steps = integer("exponential", "steps", steps)
 
     def rate(step: int) -> float:
         return float(initial * factor ** (step // steps if staircase else step / steps))
@@ -99,7 +97,7 @@ def polynomial(initial: float, end: float = 0.0, *, steps: int, power: float = 1
         power: > 0; 1 is a straight line.
     """
     initial, end = number("polynomial", "initial", initial), number("polynomial", "end", end)
-    steps = _steps("polynomial", "steps", steps)
+    steps = integer("polynomial", "steps", steps)
     power = number("polynomial", "power", power, least=1e-9)
 
     def rate(step: int) -> float:
@@ -131,7 +129,7 @@ def cosine(initial: float, steps: int, *, end: float = 0.0) -> Schedule:
     arXiv:1608.03983, equation 5.
     """
     initial, end = number("cosine", "initial", initial), number("cosine", "end", end)
-    steps = _steps("cosine", "steps", steps)
+    steps = integer("cosine", "steps", steps)
     return lambda step: _wave(initial, end, step / steps)
 
 
@@ -153,7 +151,7 @@ def cosine_restarts(
         number("cosine_restarts", "initial", initial),
         number("cosine_restarts", "end", end),
     )
-    first = _steps("cosine_restarts", "steps", steps)
+    first = integer("cosine_restarts", "steps", steps)
     growth = number("cosine_restarts", "growth", growth, least=1)
     decay = number("cosine_restarts", "decay", decay)
 
@@ -182,7 +180,7 @@ def inverse_sqrt(initial: float, steps: int) -> Schedule:
     Source: A. Vaswani et al., "Attention is all you need", arXiv:1706.03762, equation 3.
     """
     initial = number("inverse_sqrt", "initial", initial)
-    steps = _steps("inverse_sqrt", "steps", steps)
+    steps = integer("inverse_sqrt", "steps", steps)
     return lambda step: initial / math.sqrt(1 + step / steps)
 
 
@@ -202,7 +200,7 @@ def warmup(schedule: Schedule | float, steps: int, *, start: float = 0.0) -> Sch
     arXiv:1706.02677, section 2.2.
     """
     follows = schedule if callable(schedule) else constant(schedule)
-    steps = _steps("warmup", "steps", steps, least=0)
+    steps = integer("warmup", "steps", steps, least=0)
     start = number("warmup", "start", start)
     if start > 1:
         raise ValueError(f"warmup: bad start, expected 0 <= start <= 1, got {start}")
@@ -217,13 +215,3 @@ def warmup(schedule: Schedule | float, steps: int, *, start: float = 0.0) -> Sch
 
 def _wave(initial: float, end: float, way: float) -> float:
     return end + (initial - end) * 0.5 * (1 + math.cos(math.pi * min(way, 1.0)))
-
-
-def _steps(operation: str, name: str, value: Any, least: int = 1) -> int:
-    try:
-        steps = operator.index(value)
-    except TypeError:
-        steps = -1
-    if steps < least:
-        raise ValueError(f"{operation}: bad {name}, expected an integer >= {least}, got {value}")
-    return steps

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strategies import arrays
+from strategies.checks import integer
 
 __all__ = ["UPDATES", "VARIABLES", "State", "parse"]
 
@@ -77,15 +77,7 @@ def parse(state: Mapping[str, Any], kinds: Sequence[str], counted: bool, operati
 
 
 def _count(value: Any, name: str, operation: str) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise ValueError(
-            f"{operation}: bad {name!r} in state, expected an integer >= 0, got {value!r}"
-        )
-    return count
+    return integer(operation, f"{name!r} in state", value, least=0)
 
 
 def _slot(value: Any, name: str, operation: str) -> Any:

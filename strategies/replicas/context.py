@@ -167,7 +167,7 @@ class ReplicaContext:
                 replicas.
             args: of this replica; where they differ between those of the process, the function
                 gets a `PerReplica`.
-            kwargs: likewise.
+            kwargs: the same by name.
 
         Returns:
             What the function returned, of a `PerReplica` this replica's value.
@@ -179,8 +179,9 @@ class ReplicaContext:
             return [per_replica.select(result, i) for i in range(len(payloads))]
 
         payload = (tuple(args), dict(kwargs or {}))
-        name = f"merge_call {getattr(merge_fn, '__module__', '')}.{_name(merge_fn)}"
-        return self.meet(Meeting(name, payload, merge))
+        name = getattr(merge_fn, "__qualname__", type(merge_fn).__qualname__)
+        module = getattr(merge_fn, "__module__", "")
+        return self.meet(Meeting(f"merge_call {module}.{name}", payload, merge))
 
     def meet(self, meeting: Meeting) -> Any:
         """Wait for the other replicas; for the parts of this package that make replicas meet."""
@@ -246,7 +247,3 @@ def require_cross_replica(strategy: ReplicaStrategy, method: str) -> None:
             f"{method}: another strategy's scope is open, expected one strategy per program, got "
             f"{type(strategy).__name__} inside {type(top.strategy).__name__}"
         )
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from strategies.checks import choice
 from strategies.input import split, uneven
 from strategies.ranks import Ranks
 from strategies.replicas.per_replica import PerReplica
@@ -58,19 +59,8 @@ class ValueContext:
 def of_global_batches(
     batches: Iterable[Any], ranks: Ranks, count: int, policy: Policy
 ) -> Iterator[Any]:
-    """Give the replicas of this process their rows; see `Strategy.distribute_dataset`.
-
-    Args:
-        batches: global ones.
-        ranks: the processes.
-        count: replicas of each process.
-        policy: whether all processes have the same batches ("data") or others ("off").
-    """
-    if policy not in get_args(Policy):
-        raise ValueError(
-            f"distribute_dataset: no such policy, expected one of {' '.join(get_args(Policy))}, "
-            f"got {policy!r}"
-        )
+    """Give each of `count` replicas its rows; see `Strategy.distribute_dataset`."""
+    choice("distribute_dataset", "policy", policy, Policy)
     if ranks.size * count == 1:
         return iter(batches)
     if policy == "data":

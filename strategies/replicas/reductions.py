@@ -38,10 +38,10 @@ def parse_op(op: Any, operation: str) -> ReduceOp:
     Raises:
         ValueError: there is no such op.
     """
-    for known in get_args(ReduceOp):
-        if isinstance(op, str) and op.lower() == known:
-            return cast(ReduceOp, known)
-    raise ValueError(f"{operation}: unknown op, expected 'sum' or 'mean', got {op!r}")
+    chosen = op.lower() if isinstance(op, str) else op
+    if chosen not in get_args(ReduceOp):
+        raise ValueError(f"{operation}: unknown op, expected 'sum' or 'mean', got {op!r}")
+    return cast(ReduceOp, chosen)
 
 
 def reduce(
@@ -49,14 +49,8 @@ def reduce(
 ) -> Any:
     """Reduce the structures of this process's replicas, and those of the other ranks.
 
-    All leaves travel together.
-
-    Args:
-        ranks: the processes.
-        op: how.
-        values: the structure of each replica of this process.
-        axis: as in `Strategy.reduce`.
-        rounded: whether the options' compression holds.
+    All leaves travel together, `rounded` by the compression of the ranks' options. The axis is that
+    of `Strategy.reduce`.
     """
     columns = _columns(values, "reduce")
     if axis is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from strategies.checks import choice
 from strategies.replicas import context, reductions
 from strategies.replicas.context import Meeting, ReplicaStrategy
 
@@ -54,9 +55,9 @@ class Variable:
         value = np.array(initial_value, dtype=dtype)
         self.name = name
         self.strategy = strategy
-        kind = _chosen(synchronization, Synchronization, "synchronization")
+        kind = _chosen("synchronization", synchronization, Synchronization)
         self.synchronization = "on_write" if kind == "auto" else kind
-        self.aggregation = _chosen(aggregation, Aggregation, "aggregation")
+        self.aggregation = _chosen("aggregation", aggregation, Aggregation)
         if self.aggregation == "mean" and value.dtype.kind in "biu":
             raise ValueError(
                 f"variable: integers have no mean of their dtype, expected another aggregation or "
@@ -201,18 +202,14 @@ class Variable:
                 f"(variable: {self.name})"
             )
         else:
-            replica.meet(Meeting(f"{operation} {self.name}", new, self._merge(write)))
 
-    def _merge(self, write: Callable[[Array, Array], None]) -> Callable[[list[Any]], list[Any]]:
-        """Return what writes the combined value, once in this process."""
+            def merge(values: list[Any]) -> list[Any]:
+                assert self.strategy is not None
+                combined = self._aggregated(values)
+                self.strategy.update([self], lambda: write(self._components[0], combined))
+                return [None] * len(values)
 
-        def merge(values: list[Any]) -> list[Any]:
-            assert self.strategy is not None
-            new = self._aggregated(values)
-            self.strategy.update([self], lambda: write(self._components[0], new))
-            return [None] * len(values)
-
-        return merge
+            replica.meet(Meeting(f"{operation} {self.name}", new, merge))
 
     def _combined(self) -> Array:
         """The value of an "on_read" variable outside of replicas."""
@@ -232,10 +229,9 @@ class Variable:
         ranks = self.strategy.ranks
         if self.aggregation == "only_first_replica":
             result: Array = ranks.of_chief(values[0])
-        elif self.aggregation == "mean":
-            result = reductions.reduce(ranks, "mean", values)
         else:
-            result = reductions.reduce(ranks, "sum", values)
+            op = reductions.parse_op(self.aggregation, "variable")
+            result = reductions.reduce(ranks, op, values)
         return result
 
     def _assign_shares(self, total: Array) -> None:
@@ -249,11 +245,6 @@ class Variable:
             self._components[0][...] += total - share * count  # what cannot be divided
 
 
-def _chosen(word: str, words: Any, what: str) -> str:
+def _chosen(what: str, word: str, words: Any) -> str:
     """Return a word in small letters."""
-    chosen = word.lower() if isinstance(word, str) else word
-    if chosen not in get_args(words):
-        raise ValueError(
-            f"variable: no such {what}, expected one of {' '.join(get_args(words))}, got {word!r}"
-        )
-    return str(chosen)
+    return str(choice("variable", what, word.lower() if isinstance(word, str) else word, words))

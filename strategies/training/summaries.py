@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from strategies import errors
+from strategies.checks import integer
 from strategies.training import durable
 
 __all__ = ["MetricsWriter", "Progress", "loss_curve", "read_metrics"]
@@ -179,9 +180,7 @@ class Progress:
         interval: float = 2.0,
         file: TextIO | None = None,
     ) -> None:
-        if total < 0:
-            raise ValueError(f"Progress: bad total, expected a number >= 0, got {total}")
-        self._total = total
+        self._total = integer("Progress", "total", total, least=0)
         self._description = description
         self._file = sys.stderr if file is None else file
         self._interval = interval

@@ -295,9 +295,10 @@ def test_a_pipeline_is_opened_once():
 
 
 def test_arguments():
-    for wrong in ({"batch_size": 0}, {"batch_size": 1, "num_threads": 0}):
-        with pytest.raises(ValueError, match="at least"):
-            batch(source([1]), **wrong)
+    with pytest.raises(ValueError, match="bad batch_size, expected an integer >= 1, got 0"):
+        batch(source([1]), 0)
+    with pytest.raises(ValueError, match="at least one function that reads"):
+        batch(source([1]), 1, num_threads=0)
     for capacity, keep in ((5, 5), (5, 6), (5, -1)):
         with pytest.raises(ValueError, match="capacity"):
             shuffle_batch(source([1]), 1, capacity=capacity, min_after_dequeue=keep)

@@ -126,7 +126,7 @@ def test_positions_belong_to_the_batches_that_were_taken():
 
 @pytest.mark.parametrize("n", [0, -1])
 def test_at_least_one_batch(n):
-    with pytest.raises(ValueError, match="at least 1 batch ahead"):
+    with pytest.raises(ValueError, match="bad number of batches ahead"):
         prefetch([], n)
 
 

@@ -146,7 +146,7 @@ def test_a_position_does_not_change_afterwards():
         ({"rank": 2, "size": 2}, "rank 2 of 2"),
         ({"rank": -1, "size": 2}, "rank -1 of 2"),
         ({"rank": 0, "size": 1, "policy": "best"}, "expected one of auto file data off"),
-        ({"rank": 0, "size": 1, "num_epochs": 0}, "num_epochs must be at least 1"),
+        ({"rank": 0, "size": 1, "num_epochs": 0}, "bad num_epochs, expected an integer >= 1"),
     ],
 )
 def test_wrong_use(options, words):

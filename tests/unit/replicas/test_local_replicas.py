@@ -186,9 +186,9 @@ def test_options_of_a_call_go_over_those_of_the_strategy():
     none = strategies.CommunicationOptions(compression=None)
     assert none.compression is cc.NONE
     assert none.over(later) == later
-    with pytest.raises(ValueError, match="bytes_per_pack is no size, expected >= 0, got -1"):
+    with pytest.raises(ValueError, match="bad bytes_per_pack, expected >= 0, got -1"):
         strategies.CommunicationOptions(bytes_per_pack=-1)
-    with pytest.raises(ValueError, match="timeout is no time"):
+    with pytest.raises(ValueError, match="bad timeout, expected seconds > 0"):
         strategies.CommunicationOptions(timeout=0)
 
 
