@@ -21,6 +21,7 @@ __all__ = [
     "dtype_name",
     "full",
     "host",
+    "is_array",
     "place",
     "put",
     "take",
@@ -39,6 +40,11 @@ COMPUTE = {
 _SLICE_BYTES = 64 << 20
 
 _CPU, _CPU_PINNED = 1, 3  # DLPack's device types whose memory the processor reads
+
+
+def is_array(thing: Any) -> bool:
+    """Whether this is an array, of any library."""
+    return hasattr(thing, "shape") and hasattr(thing, "dtype")
 
 
 def host(array: Any) -> npt.NDArray[Any] | None:

@@ -6,7 +6,6 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import collectives as cc
 
@@ -44,23 +43,18 @@ class CommunicationOptions:
             object.__setattr__(self, "compression", cc.NONE)
         if operator.index(self.bytes_per_pack) < 0:
             raise ValueError(
-                f"CommunicationOptions: bytes_per_pack is no size, expected >= 0, got "
+                f"CommunicationOptions: bad bytes_per_pack, expected >= 0, got "
                 f"{self.bytes_per_pack}"
             )
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(
-                f"CommunicationOptions: timeout is no time, expected seconds > 0, got "
-                f"{self.timeout}"
+                f"CommunicationOptions: bad timeout, expected seconds > 0, got {self.timeout}"
             )
 
     def over(self, earlier: CommunicationOptions) -> CommunicationOptions:
         """Return these options, with those of `earlier` where these are the defaults."""
-        default = CommunicationOptions()
-        mine: dict[str, Any] = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(default, field.name)
-        }
+        default = vars(CommunicationOptions())
+        mine = {name: value for name, value in vars(self).items() if value != default[name]}
         return dataclasses.replace(earlier, **mine)
 
     def packs(self, nbytes: Sequence[int]) -> list[list[int]]:

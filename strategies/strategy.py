@@ -63,7 +63,8 @@ class Strategy:
         self.ranks = Ranks(comm, options or CommunicationOptions())
         self.devices = self.ranks.prepared(kind, lambda: parse_devices(devices or CPU, kind))
         self.ranks.agree(f"{kind} with {len(self.devices)} devices per process")
-        self._everyone = self.ranks  # who makes variables together; some compute on their own
+        # Who makes variables, of whom one is the chief; in some strategies each computes alone.
+        self._everyone = self.ranks
         self._names: set[str] = set()
         self._optimizers = Optimizers(self)
 
@@ -75,12 +76,12 @@ class Strategy:
     @property
     def first_replica_id(self) -> int:
         """Number of this process's first replica among all of them."""
-        return self.ranks.rank * len(self.devices)
+        return self._everyone.rank * len(self.devices)
 
     @property
     def is_chief(self) -> bool:
         """Whether this process writes what is written once: checkpoints, metrics, progress."""
-        return self.ranks.rank == 0
+        return self._everyone.rank == 0
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:

@@ -148,7 +148,7 @@ def fact_of(kind: Kind, name: str, value: Any) -> Fact:
     Raises:
         TypeError: it is none of these.
     """
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if arrays.is_array(value):
         form = f"{name}: {arrays.dtype_name(value)}{_OF_SHAPE}{tuple(value.shape)}"
         return Fact(kind, form, checksum(value))
     if _is_comparable(value):
@@ -157,8 +157,7 @@ def fact_of(kind: Kind, name: str, value: Any) -> Fact:
 
 
 def _is_comparable(value: Any) -> bool:
-    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
-    return is_array or isinstance(value, (numbers.Number, str))
+    return arrays.is_array(value) or isinstance(value, (numbers.Number, str))
 
 
 def checksum(array: Any) -> str:

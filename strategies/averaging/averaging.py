@@ -50,12 +50,13 @@ class Leaf(NamedTuple):
     dtype: str
     like: Any
 
+    @classmethod
+    def of(cls, name: str, array: Any) -> Leaf:
+        """Return the leaf of a parameter that is this array."""
+        return cls(name, tuple(array.shape), arrays.dtype_name(array), array)
+
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype} of shape {self.shape}"
-
-
-def _no_facts() -> list[Fact]:
-    return []
 
 
 def _fact(leaf: Leaf, compared: bool) -> Fact:
@@ -88,7 +89,7 @@ class Averaging:
         self.rule = rule
         self.due = False
         self._compares = facts is not None and rule.compare != "nothing"
-        self._facts = facts if facts is not None and rule.compare == "all" else _no_facts
+        self._facts = facts if facts is not None and rule.compare == "all" else list[Fact]
         self._compared: set[tuple[str, tuple[int, ...], str]] = set()
         self._given: Sequence[Leaf] = ()
         self._leaves: list[Leaf] = []
@@ -199,10 +200,7 @@ class Averaging:
     def _tell(self, leaves: Sequence[Leaf], contribution: Contribution, retry: bool) -> Array:
         """Make the first exchange; returns a copy of the sums.
 
-        Args:
-            leaves: the parameters.
-            contribution: of this rank.
-            retry: what was reduced meanwhile on this rank is not what the step needs.
+        With `retry`, what was reduced meanwhile on this rank is not what the step needs.
         """
         status, n = self._status, len(self._leaves)
         gradients, _, examples, _, error = contribution

@@ -11,7 +11,7 @@ import numpy as np
 
 import collectives as cc
 from strategies import agreement
-from strategies.arrays import dtype_name
+from strategies.arrays import dtype_name, is_array
 from strategies.structures import (
     WHOLE,
     is_pair,
@@ -145,7 +145,7 @@ def _described(name: str, leaf: Any) -> str:
     value = value_of(leaf)
     if isinstance(value, (bool, int, float, complex)):
         return f"{name}: {type(value).__name__}"
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    if not is_array(value):
         raise TypeError(
             f"broadcast_parameters: expected arrays, got {type(value).__name__} ({name})"
         )
@@ -219,7 +219,7 @@ def _apart(node: Any, arrays: list[Any], name: str) -> Any:
     if isinstance(node, (list, tuple)):
         parts = [_apart(child, arrays, f"{name}[{i}]") for i, child in enumerate(node)]
         return tuple(parts) if isinstance(node, tuple) else parts
-    if hasattr(node, "shape") and hasattr(node, "dtype"):
+    if is_array(node):
         torch: Any = sys.modules.get("torch")
         is_tensor = torch is not None and isinstance(node, torch.Tensor)
         arrays.append(node.detach() if is_tensor else node)

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 import collectives as cc
-from strategies import arrays, sums
+from strategies import sums
+from strategies.arrays import is_array
 from strategies.averaging.alike import Fact, facts_of_optimizer
 from strategies.averaging.averaging import Averaging, Leaf
 from strategies.averaging.passes import Passes
@@ -45,13 +46,8 @@ class AveragingOptimizer:
     """Averages the gradients over all ranks, then lets the wrapped optimizer apply them.
 
     Made by `DistributedOptimizer`. The gradients lie in buckets, laid out once, in memory that the
-    ranks of a node share.
-
-    Args:
-        optimizer: what updates the variables.
-        comm: the ranks that average.
-        rule: how they do.
-        facts: what the ranks compare of the optimizer; `facts_of_optimizer` of it if None.
+    ranks of a node share. The ranks compare the `facts` of the optimizer, by default
+    `facts_of_optimizer` of it.
     """
 
     def __init__(
@@ -135,13 +131,13 @@ def _leaf(variable: Any, position: int) -> Leaf:
     named = is_variable(variable)
     value = variable.value if named else variable
     name = variable.name if named else f"unnamed, position {position}"
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    if not is_array(value):
         raise TypeError(
             f"apply_gradients: variable is not an array, got {type(value).__name__} (variable: "
             f"{name})"
         )
     refuse_jax(value, "apply_gradients", f"variable: {name}")
-    return Leaf(name, tuple(value.shape), arrays.dtype_name(value), value)
+    return Leaf.of(name, value)
 
 
 def like_variables(pairs: Iterable[Pair]) -> list[Pair]:
@@ -162,8 +158,7 @@ def _fitting(gradient: Any, leaf: Leaf) -> Any:
     """Return a gradient as an array that can be written into its bucket, or None."""
     if gradient is None:
         return None
-    is_array = hasattr(gradient, "shape") and hasattr(gradient, "dtype")
-    if not is_array and not isinstance(gradient, Rows):
+    if not is_array(gradient) and not isinstance(gradient, Rows):
         gradient = np.asarray(gradient)
     where = f"variable: {leaf.name}"
     return fitted(gradient, leaf.shape, leaf.dtype, "apply_gradients", where, cast=True)

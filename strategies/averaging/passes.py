@@ -30,11 +30,7 @@ class Contribution(NamedTuple):
 
 
 class Passes:
-    """Adds up the gradients of backward passes on this rank, until there are enough for a step.
-
-    Args:
-        wanted: how many passes make a step.
-    """
+    """Adds up the gradients of `wanted` backward passes on this rank, which make a step."""
 
     def __init__(self, wanted: int) -> None:
         self._wanted = wanted

@@ -69,11 +69,7 @@ def combine(replicas: Sequence[Gradients]) -> Gradients:
 
 
 class Optimizers:
-    """Updates the variables of a strategy by the gradients of all its replicas.
-
-    Args:
-        strategy: whose replicas these are.
-    """
+    """Updates the variables of a strategy by the gradients of all its replicas."""
 
     def __init__(self, strategy: ReplicaStrategy) -> None:
         self._strategy = strategy
@@ -81,12 +77,7 @@ class Optimizers:
         self._averaging: dict[int, AveragingOptimizer] = {}
 
     def apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
-        """Update the variables once; *collective*, in the cross-replica context.
-
-        Args:
-            optimizer: what updates.
-            replicas: the gradients of each replica of this process.
-        """
+        """Update the variables once; *collective*, in the cross-replica context."""
         ranks = self._strategy.ranks
 
         def local() -> Gradients:
@@ -152,7 +143,11 @@ def _check_owner(strategy: ReplicaStrategy, pairs: Sequence[tuple[Any, Any]]) ->
 
 def _mean(column: list[Any], weights: list[float], name: str) -> Any:
     """Average the gradients of one variable."""
-    given = [g if isinstance(g, Rows) else _array(g) for g in column if g is not None]
+    given = [
+        g if isinstance(g, Rows) else reductions.as_array(g, "apply_gradients")
+        for g in column
+        if g is not None
+    ]
     if len({isinstance(gradient, Rows) for gradient in given}) > 1:
         raise ValueError(
             f"apply_gradients: the gradient is sparse on some replicas and dense on others, "
@@ -167,10 +162,6 @@ def _mean(column: list[Any], weights: list[float], name: str) -> Any:
     dtypes = [arrays.dtype_name(g.values if isinstance(g, Rows) else g) for g in given]
     counted = [weight for g, weight in zip(column, weights, strict=True) if g is not None]
     return sums.mean(zip(given, counted, strict=True), sum(weights), dtypes[0] if given else "")
-
-
-def _array(gradient: Any) -> Any:
-    return reductions.as_array(gradient, "apply_gradients")
 
 
 def _name(variable: Any) -> str:

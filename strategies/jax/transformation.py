@@ -56,11 +56,6 @@ def wrap(
     *Collective*; so is every `update` of the result. Its state is that of the given transformation,
     or `PassesState` around it. `update` takes `examples=`, the number of rows that this rank's
     gradients are the mean of, and hands other keywords on.
-
-    Args:
-        transformation: what makes updates of gradients.
-        comm: the ranks.
-        rule: how they average.
     """
     inner = optax.with_extra_args_support(transformation)
     own = comm.split(0, comm.rank)
@@ -84,7 +79,9 @@ def _with_passes(inner: Any, average: _Average, wanted: int) -> Any:
     """Add up the gradients of `wanted` passes, and make no updates before."""
 
     def init(params: Any) -> PassesState:
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, _wide(p)), params)
+        zeros = jax.tree.map(
+            lambda p: jnp.zeros(p.shape, COMPUTE.get(str(p.dtype), p.dtype)), params
+        )
         return PassesState(jnp.int32(0), jnp.float32(0), zeros, inner.init(params))
 
     def update(
@@ -126,11 +123,6 @@ def _weighted(gradient: Any, examples: Any) -> Any:
     return jnp.where(examples == 0, 0, gradient * examples).astype(gradient.dtype)
 
 
-def _wide(array: Any) -> Any:
-    """Return in which dtype gradients of a parameter are added up."""
-    return COMPUTE.get(str(array.dtype), array.dtype)
-
-
 def _name(path: Sequence[Any]) -> str:
     """Return the name of a leaf of a tree."""
     return jax.tree_util.keystr(path) or WHOLE
@@ -149,14 +141,7 @@ class _Average:
         self._averaging = Averaging(comm, rule)
 
     def compare(self, due: Any, params: Any, state: Any, updates: Any) -> None:
-        """Compare what the ranks have made of an average, if that is due; *collective* then.
-
-        Args:
-            due: whether it is, in a program an array.
-            params: the parameters; None if they are not known.
-            state: of the transformation, before it made the updates.
-            updates: what it made.
-        """
+        """Compare what the ranks have made of an average, if that is due; *collective* then."""
         rule = self._averaging.rule
         if rule.compare == "nothing":
             return
@@ -187,10 +172,7 @@ class _Average:
     def __call__(self, updates: Any, examples: Any, passes: int) -> tuple[Any, Any]:
         """Return the same tree with the averages of all ranks, and whether they compare now.
 
-        Args:
-            updates: arrays; sums of the passes, or means if examples are told.
-            examples: rows, a number or a scalar array; or None.
-            passes: how many were added up.
+        The updates are sums of so many passes; or means, if the number of examples is told.
         """
         paths, tree = jax.tree_util.tree_flatten_with_path(updates)
         arrays = [array for _, array in paths]
@@ -214,10 +196,7 @@ class _Average:
     def _averaged(
         self, names: Sequence[str], hosts: Sequence[Any], examples: float | None, passes: int
     ) -> list[Any]:
-        leaves = [
-            Leaf(name, host.shape, str(host.dtype), host)
-            for name, host in zip(names, hosts, strict=True)
-        ]
+        leaves = [Leaf.of(name, host) for name, host in zip(names, hosts, strict=True)]
         # The program has added up the passes: these are enough.
         whole = Passes(1).add(hosts, examples=examples, count=passes)
         assert whole is not None

@@ -134,7 +134,10 @@ class SpareSteps:
         """
         deliveries: list[tuple[Waiting, Attempt]] = []
         for shard in self._shards:
-            own = [_gradient(pairs[i]) for i in shard.positions]
+            own = [
+                pair.gradient if pair.rows is None else Rows(pair.rows, pair.gradient)
+                for pair in (pairs[i] for i in shard.positions)
+            ]
             deliveries.append((shard.engine, Apply(own, self.local_step, self._worker)))
         turn = Turn(self._worker, self.local_step)
         _all(deliveries, (self._rounds, turn))
@@ -194,13 +197,6 @@ class SpareSteps:
             why = None
         assert isinstance(self._rounds, Rounds)
         self._rounds.lose(worker, why or "it has ended without leaving")
-
-
-def _gradient(pair: Pair) -> Gradient:
-    if pair.rows is not None:
-        return Rows(pair.rows, pair.gradient)
-    gradient: Gradient = pair.gradient
-    return gradient
 
 
 def _balanced(sizes: Sequence[int], count: int) -> list[list[int]]:

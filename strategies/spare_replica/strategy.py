@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,6 @@ class SpareReplicaStrategy(Strategy):
         super().__init__()
         comm = cc.init() if comm is None else comm
         self._everyone = Ranks(comm)
-        self._worker = comm.rank
         self.total_num_replicas = comm.size
         self.replicas_to_aggregate = (
             comm.size if replicas_to_aggregate is None else replicas_to_aggregate
@@ -95,12 +93,7 @@ class SpareReplicaStrategy(Strategy):
     def __enter__(self) -> SpareReplicaStrategy:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.close()
         elif not self._closed:
@@ -119,16 +112,6 @@ class SpareReplicaStrategy(Strategy):
         """How many gradients contribute to one step."""
         return self.replicas_to_aggregate
 
-    @property
-    def first_replica_id(self) -> int:
-        """Number of this worker."""
-        return self._worker
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this is rank 0."""
-        return self._worker == 0
-
     def distribute_dataset(
         self, batches: Iterable[Any], *, policy: Policy = "data"
     ) -> Iterator[Any]:
@@ -143,7 +126,8 @@ class SpareReplicaStrategy(Strategy):
         self, dataset_fn: Callable[[InputContext], Iterable[Any]]
     ) -> Iterator[Any]:
         """Let each worker read its own part of the data, at its own pace."""
-        part = InputContext(self.total_num_replicas, self._worker, self.replicas_to_aggregate)
+        worker = self._everyone.rank
+        part = InputContext(self.total_num_replicas, worker, self.replicas_to_aggregate)
         return datasets.from_function(dataset_fn(part), self.ranks, 1)
 
     def apply_gradients(

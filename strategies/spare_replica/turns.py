@@ -256,8 +256,7 @@ def _report(rounds: Rounds, work: Work) -> None:
     work.reply(step=step, lost=list(lost.items()))
 
 
-def _make(description: Mapping[str, Any], name: str) -> Rounds:
-    given = description
+def _make(given: Mapping[str, Any], name: str) -> Rounds:
     return Rounds(given["replicas_to_aggregate"], given["workers"], given["global_step"], name)
 
 

@@ -36,7 +36,7 @@ class Backward:
         self._averaging = averaging
         self._hooks: list[Any] = []
         self._counts: dict[int, int] = {}  # position of a parameter -> its passes
-        self._given: dict[int, tuple[torch.Tensor, int]] = {}  # likewise -> gradient, its version
+        self._given: dict[int, tuple[torch.Tensor, int]] = {}  # the same -> gradient, its version
 
     @property
     def passes(self) -> int:

@@ -27,7 +27,7 @@ from strategies.averaging.passes import Contribution, Passes
 from strategies.averaging.rule import Rule
 from strategies.sparse import Rows
 from strategies.torch.backward import Backward
-from strategies.torch.parameters import Names, facts_of_optimizer, leaf, parameters_of
+from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of
 
 if TYPE_CHECKING:
     # For type checkers it is an optimizer of any class, since it has the attributes of the one that
@@ -66,15 +66,9 @@ class TorchOptimizer(_Optimizer):
 
     Pickled or copied, it becomes the optimizer that it holds: a communicator belongs to a process.
 
-    Args:
-        optimizer: what updates the parameters.
-        names: parameter -> its name, of `parameters.names_of`.
-        comm: the ranks that average.
-        rule: how they do.
-
     Attributes:
         optimizer: the one that it was made of.
-        comm: the ranks.
+        comm: the ranks that average.
     """
 
     # `Optimizer.__init__` is not called: groups, state and hooks are those of the one held here,
@@ -250,7 +244,7 @@ class TorchOptimizer(_Optimizer):
     ) -> None:
         known = [(id(parameter), parameter.dtype) for parameter in parameters]
         if known != self._known:
-            self._leaves = [leaf(parameter, self._name(parameter)) for parameter in parameters]
+            self._leaves = [Leaf.of(self._name(p), p.detach()) for p in parameters]
             self._known, self._kept = known, list(parameters)
         try:
             results = self._averaging.average(self._leaves, whole, unchanged)

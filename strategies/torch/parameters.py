@@ -10,7 +10,7 @@ import torch
 from strategies.averaging.alike import Fact, facts_of_state, setting
 from strategies.averaging.averaging import Leaf
 
-__all__ = ["Names", "described", "facts_of_optimizer", "leaf", "names_of", "parameters_of"]
+__all__ = ["Names", "described", "facts_of_optimizer", "names_of", "parameters_of"]
 
 # Of a parameter group: the parameters and their names, which are compared elsewhere.
 _NOT_SETTINGS = ("params", "param_names")
@@ -74,7 +74,7 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Names:
 
 def described(optimizer: torch.optim.Optimizer, names: Names) -> list[str]:
     """Say what must be equal on all ranks: kind, and name, shape and dtype of each parameter."""
-    lines = [str(leaf(p, names[p])) for p in parameters_of(optimizer)]
+    lines = [str(Leaf.of(names[p], p)) for p in parameters_of(optimizer)]
     return [f"kind {type(optimizer).__module__}.{type(optimizer).__qualname__}", *lines]
 
 
@@ -89,9 +89,3 @@ def facts_of_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> list[F
     ]
     states = {names.get(p, "unnamed"): optimizer.state.get(p) for p in parameters_of(optimizer)}
     return settings + facts_of_state(states)
-
-
-def leaf(parameter: torch.Tensor, name: str) -> Leaf:
-    """Return what stands for a parameter where gradients are averaged."""
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return Leaf(name, tuple(parameter.shape), dtype, parameter.detach())

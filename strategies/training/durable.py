@@ -59,27 +59,26 @@ def explained(operation: str, path: Path) -> Iterator[None]:
 
 def write_file(path: Path, data: bytes) -> None:
     """Create `path`, which must not exist, with `data`, and fsync it."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
-    try:
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as descriptor:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
-    except OSError as error:
-        error.filename = str(path)  # a call on a descriptor does not know it
-        raise
-    finally:
-        os.close(descriptor)
 
 
 def sync(path: Path) -> None:
     """Wait until the file's content, or the directory's list of names, is on the device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with _opened(path, os.O_RDONLY) as descriptor:
         os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield descriptor
     except OSError as error:
-        error.filename = str(path)
+        error.filename = str(path)  # a call on a descriptor does not know it
         raise
     finally:
         os.close(descriptor)

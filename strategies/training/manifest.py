@@ -53,6 +53,7 @@ __all__ = [
 NAME = "manifest.json"
 SCHEMA = 1
 CHECKSUM = "crc32"
+checksum = zlib.crc32  # of some bytes, and of what came before them
 # 64 MiB hold some 400,000 tensors; a longer file is damage or an attempt to fill the memory.
 MAX_BYTES = 64 << 20
 # NumPy 1 stops here; without a limit, the product of the extents could be made to take hours.
@@ -165,11 +166,6 @@ def inside(directory: Path, name: str) -> Path:
             f"got {real} (file: {path})"
         )
     return path
-
-
-def checksum(data: bytes | memoryview, start: int = 0) -> int:
-    """Continue the checksum `start` with `data`."""
-    return zlib.crc32(data, start)
 
 
 def json_copy(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
