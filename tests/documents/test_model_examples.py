@@ -71,7 +71,7 @@ def test_a_network_split_over_the_ranks_learns_as_on_one(size):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_pipeline_of_recurrent_layers_learns_as_on_one(size):
-    options = ["--layers", 3, "--units", 32, "--epochs", 12, "--batch-size", 50, "--parts", 3]
+    options = ["--layers", 3, "--units", 32, "--epochs", 6, "--batch-size", 50, "--parts", 3]
     losses, accuracy, difference = facts(mpirun(size, EXAMPLES / "pipelined_rnn.py", *options))
     assert difference <= 1e-9
     assert losses[-1] < 0.3 * losses[0]
