@@ -15,10 +15,11 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
-from types import TracebackType
 from typing import Any, cast
 
-from collectives.algorithms import hierarchical, selection
+import numpy as np
+
+from collectives.algorithms import halving, hierarchical, selection
 from collectives.arrays.host import Array
 from collectives.errors import CollectiveError, MismatchError
 from collectives.node.engine import Engine, Work
@@ -77,7 +78,8 @@ class Call:
             ValueError: there is no such `algorithm`, or not here.
         """
         if "algorithm" in fields:
-            selection.check(self.operation, cast(str, fields["algorithm"]), self.engine)
+            name = cast(str, fields["algorithm"])
+            selection.check(self.operation, name, in_memory=self.engine is not None)
         self._record.fields = fields
         self._description = {"operation": self.operation, **fields}
         if self.engine is None:
@@ -117,7 +119,7 @@ class Call:
             return
         self._compared = True
         if self.group.checked:
-            compare.agree(self._ranks, self.digest, self._description, self.deadline)
+            compare.agree(self.group, self.digest, self._description, self.deadline)
 
     def carries(self, algorithm: str, nbytes: int) -> bool:
         """Whether an operation by messages is so small that it travels with the comparison.
@@ -142,7 +144,7 @@ class Call:
         self._compared = True
         contribution = compare.Contribution(data, combine)
         return compare.agree(
-            self._ranks, self.digest, self._description, self.deadline, contribution
+            self.group, self.digest, self._description, self.deadline, contribution
         )
 
     def agree_on_rows(self, rows: int) -> list[int]:
@@ -152,14 +154,20 @@ class Call:
             self.met(facts is not None)
             assert facts is not None
             return facts
-        self._compared = True
-        return compare.agree_on_rows(
-            self._ranks, self.digest, self._description, rows, self.deadline
-        )
+        ranks = self.group.transport
+        counts = np.zeros(ranks.size, np.int64)
+        counts[ranks.rank] = rows
+        if counts.nbytes <= compare.CARRIED_BYTES:
+            counts = self.carry(counts, compare.union)
+        else:
+            self.carry(*compare.NOTHING)
+            halving.allgather(ranks, counts, range(ranks.size + 1), self.deadline)
+        told: list[int] = counts.tolist()
+        return told
 
     def engine_for(self, algorithm: str) -> Engine | None:
         """Return the node engine if this call's data goes through it, None if by messages."""
-        return selection.engine_for(self.engine, algorithm)
+        return self.engine if algorithm in ("auto", "node") else None
 
     def drive(self, work: Work) -> None:
         """Meet in the node engine, and do the work there; errors as `met`."""
@@ -176,40 +184,28 @@ class Call:
         if not alike:
             compare.raise_mismatch(self.group.transport, self._description, self.deadline)
 
-    def algorithm(self, operation: str, name: str, nbytes: int) -> Callable[..., Any]:
+    def algorithm(
+        self, operation: str, name: str, nbytes: int, levels: hierarchical.Levels | None = None
+    ) -> Callable[..., Any]:
         """Return the function that carries out an operation by messages, and knows the ranks.
 
         Args:
             operation: a key of `selection.ALGORITHMS`.
             name: of the algorithm there, or "auto".
-            nbytes: the size of the whole array, equal on all ranks.
+            nbytes: the size of the whole array, equal on all ranks; not used where "auto" has only
+                one algorithm to pick.
+            levels: the stages of a hierarchical one; those of the group if None.
         """
-        picked = self.picks(operation, name, nbytes)
-        ranks = self.group.levels if picked == "hierarchical" else self.group.transport
-        return partial(selection.ALGORITHMS[operation][picked], ranks)
-
-    def picks(self, operation: str, name: str, nbytes: int) -> str:
-        """Return the name of the algorithm by messages that `name` stands for."""
-        return selection.choose(operation, name, nbytes, self.group.layout)
-
-    @property
-    def levels(self) -> hierarchical.Levels | None:
-        """What stages need; None where all ranks are on one node, or each is on its own."""
-        return self.group.levels if self.group.layout.is_hierarchical else None
-
-    @property
-    def _ranks(self) -> compare.Ranks:
-        return compare.Ranks(self.group.transport, self.levels)
+        group = self.group
+        if name == "auto":
+            name = selection.pick(operation, nbytes, group.layout)
+        ranks = (levels or group.levels) if name == "hierarchical" else group.transport
+        return partial(selection.ALGORITHMS[operation][name].run, ranks)
 
     def __enter__(self) -> Call:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         refused = self._is_refusal(error)
         if error is not None and not refused and not isinstance(error, MismatchError):
             # Also after Ctrl-C, and first: another one may end the writing of records.

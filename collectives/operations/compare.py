@@ -34,6 +34,7 @@ from collectives.algorithms import halving, hierarchical
 from collectives.arrays.host import Array
 from collectives.errors import MismatchError, in_turn
 from collectives.operations import recorder
+from collectives.operations.group import Group
 from collectives.transport.transport import Deadline, Transport, named
 
 __all__ = [
@@ -43,9 +44,7 @@ __all__ = [
     "NUMBER",
     "Contribution",
     "Description",
-    "Ranks",
     "agree",
-    "agree_on_rows",
     "differences",
     "digest",
     "raise_mismatch",
@@ -75,19 +74,6 @@ _SITE_CHARACTERS = 64
 _VALUES = 8
 
 
-class Ranks(NamedTuple):
-    """Who compares a call.
-
-    Attributes:
-        transport: all ranks.
-        levels: the stages in and between nodes; None where all ranks are on one node, or each is on
-            its own.
-    """
-
-    transport: Transport
-    levels: hierarchical.Levels | None = None
-
-
 class Contribution(NamedTuple):
     """What a rank adds to an operation that travels with the comparison.
 
@@ -109,7 +95,7 @@ NOTHING = Contribution(np.empty(0, np.uint8), union)
 
 
 def agree(
-    ranks: Ranks,
+    group: Group,
     own: int,
     call: Description,
     deadline: Deadline,
@@ -118,34 +104,33 @@ def agree(
     """Return when all ranks describe their call alike.
 
     Args:
-        ranks: who takes part.
+        group: the ranks.
         own: the digest of this rank's description.
         call: the description, for the error.
         deadline: the limit of every wait.
         contribution: to an operation that is carried out on the way.
 
     Returns:
-        The contributions of all ranks, combined in an order that depends on `ranks` alone; the same
-        bits on all ranks.
+        The contributions of all ranks, combined in an order that depends on the group alone; the
+        same bits on all ranks.
 
     Raises:
         MismatchError: they do not; the same error on all ranks, and no message is left under way.
     """
-    transport, levels = ranks
-    if transport.size == 1:
+    if group.size == 1:
         return contribution.data
     letter = np.zeros(LETTER_BYTES, np.uint8)
     letter[:_HASH_BYTES].view(np.int64)[:] = own, ~own  # min(~h) is ~max(h)
     carried = _carried(letter, contribution.data)
     carried[:] = contribution.data
     combine = functools.partial(_combine, contribution)
-    if levels is None:
-        halving.double(transport, letter, combine, deadline)
+    if group.layout.is_hierarchical:
+        hierarchical.double(group.levels, letter, combine, deadline)
     else:
-        hierarchical.double(levels, letter, combine, deadline)
+        halving.double(group.transport, letter, combine, deadline)
     smallest, inverse = letter[:_HASH_BYTES].view(np.int64)
     if smallest != ~inverse:
-        raise_mismatch(transport, call, deadline)
+        raise_mismatch(group.transport, call, deadline)
     return carried
 
 
@@ -161,25 +146,6 @@ def _combine(contribution: Contribution, ours: Array, theirs: Array) -> None:
 def _carried(letter: Array, like: Array) -> Array:
     """Return the contribution in a letter, of the dtype and size of another one."""
     return letter[_HASH_BYTES : _HASH_BYTES + like.nbytes].view(like.dtype)
-
-
-def agree_on_rows(
-    ranks: Ranks, own: int, call: Description, rows: int, deadline: Deadline
-) -> list[int]:
-    """As `agree`, and tell how many rows every rank brings.
-
-    Returns:
-        The rows of all ranks, in rank order.
-    """
-    transport = ranks.transport
-    facts = np.zeros(transport.size, np.int64)
-    facts[transport.rank] = rows
-    if facts.nbytes <= CARRIED_BYTES:
-        told = agree(ranks, own, call, deadline, Contribution(facts, union))
-        return [int(n) for n in told]
-    agree(ranks, own, call, deadline)
-    halving.allgather(transport, facts, range(transport.size + 1), deadline)
-    return [int(n) for n in facts]
 
 
 def differences(

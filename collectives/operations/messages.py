@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from collectives.algorithms import compressed, hierarchical
+from collectives.algorithms import compressed, hierarchical, selection
 from collectives.arrays import host, reduction
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, Op
@@ -48,8 +48,8 @@ def allreduce_compared(
     if codec is not None:
         _allreduce_packed(call, send, out, op, algorithm, codec)
         return
-    on_ring = algorithm == "auto" and call.picks("allreduce", algorithm, send.nbytes) == "ring"
-    if on_ring and reduction.work_dtype(send.dtype) != send.dtype:
+    narrow = algorithm == "auto" and reduction.work_dtype(send.dtype) != send.dtype
+    if narrow and selection.pick("allreduce", send.nbytes, call.group.layout) == "ring":
         # 16 bits travel as they are, half of what a ring of float32 would send, and add up wider.
         buffer = host.flat_copy(send, out, send.dtype)
         divisor = call.group.size if op is MEAN else 1
@@ -64,15 +64,16 @@ def _allreduce_packed(
     call: Call, send: Array, out: Array, op: Op, algorithm: str, codec: Codec
 ) -> None:
     """Reduce by messages of 16 bits: all of them, or those between nodes."""
-    if call.levels is None or algorithm not in ("auto", "hierarchical"):
-        divisor = call.group.size if op is MEAN else 1
+    group = call.group
+    if not group.layout.is_hierarchical or algorithm not in ("auto", "hierarchical"):
+        divisor = group.size if op is MEAN else 1
         compressed.allreduce(
-            call.group.transport, out, op, call.deadline,
+            group.transport, out, op, call.deadline,
             codec=codec, contribution=send, divisor=divisor,
         )  # fmt: skip
         return
     buffer = _contribution(call, send, out, op)
-    levels = compressed.between_nodes(call.levels, codec)  # between two levels without a codec
+    levels = compressed.between_nodes(group.levels, codec)  # between two levels without a codec
     hierarchical.allreduce(levels, buffer, op, call.deadline)
     host.store(buffer, out.shape, out.dtype, out)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.algorithms import compressed, selection
+from collectives.algorithms import compressed
 from collectives.arrays import foreign, reduction, staging
 from collectives.arrays.device import DeviceBuffer
 from collectives.arrays.foreign import Resident
@@ -133,9 +133,9 @@ class OnDevices:
         if is_root and there.target is not there.source:
             there.target.copy_from(there.source)
         if self.goes_to_mpi(algorithm):
-            self._by_messages(call, "broadcast", algorithm, there.target.nbytes)(
-                there.target, root, call.deadline
-            )
+            levels = self._group.levels_by_messages
+            run = call.algorithm("broadcast", algorithm, there.target.nbytes, levels)
+            run(there.target, root, call.deadline)
             return
 
         def work(part: Array, number: int) -> None:
@@ -161,18 +161,11 @@ class OnDevices:
             buffer.copy_from(there.source)
         if op is MEAN:
             buffer.divide(self._group.size)
-        run = self._by_messages(call, "allreduce", algorithm, buffer.nbytes)
+        levels = self._group.levels_by_messages  # also inside a node
+        run = call.algorithm("allreduce", algorithm, buffer.nbytes, levels)
         run(buffer, op, call.deadline)
         if buffer is not there.target:
             there.target.copy_from(cuda.narrow(buffer, there.dtype))
-
-    def _by_messages(self, call: Call, operation: str, algorithm: str, nbytes: int) -> Any:
-        """Return an algorithm that only sends messages, also inside a node."""
-        name = call.picks(operation, algorithm, nbytes)
-        group = self._group
-        ranks = group.levels_by_messages if name == "hierarchical" else group.transport
-        run = selection.ALGORITHMS[operation][name]
-        return lambda *arguments: run(ranks, *arguments)
 
     def _allreduce_staged(
         self, call: Call, source: DeviceBuffer, target: DeviceBuffer, op: Op, algorithm: str,
@@ -196,7 +189,8 @@ class OnDevices:
         engine = call.engine_for(algorithm)
         if engine is not None and codec.residuals is not None:
             return None  # nothing would keep the errors of the results
-        if engine is None and call.levels is not None and algorithm in ("auto", "hierarchical"):
+        by_levels = self._group.layout.is_hierarchical and algorithm in ("auto", "hierarchical")
+        if engine is None and by_levels:
             return None  # only the network carries 16 bits
         residual = None
         if codec.residuals is not None:

@@ -248,7 +248,7 @@ def algorithms(clock: Clock, operation: str, nbytes: int) -> dict[str, Case]:
     """
     comm, transport = clock.comm, clock.transport
     cases = {}
-    for name, function in selection.ALGORITHMS[operation].items():
+    for name, way in selection.ALGORITHMS[operation].items():
         if name == "hierarchical" and not comm.layout.is_hierarchical:
             continue
         if name == "native" and not isinstance(transport, MpiTransport):
@@ -257,7 +257,7 @@ def algorithms(clock: Clock, operation: str, nbytes: int) -> dict[str, Case]:
         # Roots at both ends in turns: from one alone, the next call would begin before the last
         # rank has got anything of this one.
         each = [_arguments(operation, nbytes, transport, root) for root in (0, transport.size - 1)]
-        cases[name] = Case(partial(_call, function, ranks, each), steps=len(each))
+        cases[name] = Case(partial(_call, way.run, ranks, each), steps=len(each))
     return cases
 
 

@@ -126,7 +126,7 @@ def check(clock: measure.Clock, machine: links.Machine, seconds: float) -> Itera
     comm = clock.comm
     layout = Layout(comm.size, comm.num_nodes, machine)
     groups = []
-    for operation in selection.TABLE:
+    for operation in selection.ALGORITHMS:
         sizes = _SIZES if operation != "barrier" else (0,)
         if len(selection.estimate(operation, 0, layout).keys() - {"node"}) > 1:
             groups += [(operation, nbytes) for nbytes in sizes]
