@@ -21,16 +21,13 @@ __all__ = [
     "Array",
     "Borrowed",
     "address",
-    "as_array",
     "borrow",
     "borrow_out",
-    "check_out",
     "flat",
     "flat_copy",
     "flat_target",
     "raw_bytes",
     "store",
-    "stored",
 ]
 
 Array = npt.NDArray[Any]
@@ -109,12 +106,16 @@ def borrow_out(
         TypeError: `out` is not an array, is immutable, or has another dtype.
         ValueError: `out` has another shape, or is read-only.
     """
-    if type(out) is np.ndarray:
-        check_out(out, shape, dtype, operation=operation)
-        return out, _unchanged
-    memory = _recognise(out, operation)
+    memory = None if type(out) is np.ndarray else _recognise(out, operation)
     if memory is None:
-        check_out(out, shape, dtype, operation=operation)
+        if not isinstance(out, np.ndarray):
+            raise TypeError(
+                f"{operation}: out is no tensor, no device array and no NumPy array, "
+                f"got {_kind(out)}"
+            )
+        _check_fit(out, shape, dtype, operation)
+        if not out.flags.writeable:
+            raise ValueError(f"{operation}: out is read-only")
         return np.asarray(out), lambda _: out
     why = memory.why_constant()
     if why is not None:
@@ -129,38 +130,6 @@ def borrow_out(
         return out
 
     return memory.elements() if memory.shared else None, give_back
-
-
-def as_array(x: Any, *, operation: str) -> Array:
-    """View `x` as a NumPy array of a numeric dtype in native byte order.
-
-    Args:
-        x: a NumPy array of any strides, a Python number or a nested sequence of numbers.
-        operation: the caller's name, for the error message.
-
-    Returns:
-        An array that shares memory with `x` where `x` is an array already.
-
-    Raises:
-        TypeError: the elements cannot be read, or their dtype is not one of numbers.
-    """
-    return borrow(x, operation=operation).host
-
-
-def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, operation: str) -> None:
-    """Check that a NumPy `out=` can take a result.
-
-    Raises:
-        TypeError: `out` is not a NumPy array or has another dtype.
-        ValueError: `out` has another shape, or is read-only.
-    """
-    if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
-        raise TypeError(
-            f"{operation}: out is no tensor, no device array and no NumPy array, got {_kind(out)}"
-        )
-    _check_fit(out, shape, dtype, operation)
-    if not out.flags.writeable:
-        raise ValueError(f"{operation}: out is read-only")
 
 
 def flat_copy(array: Array, out: Array | None, dtype: np.dtype[Any]) -> Array:
@@ -186,17 +155,6 @@ def flat_copy(array: Array, out: Array | None, dtype: np.dtype[Any]) -> Array:
     return flat
 
 
-def store(flat: Array, shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None) -> Array:
-    """Give the algorithm's flat result the caller's shape and dtype, in `out` if there is one."""
-    shaped = flat.reshape(shape)
-    with np.errstate(all="ignore"):  # as in `reduction.quiet`
-        if out is None:
-            return shaped.astype(dtype, copy=False)
-        if not _is_same(shaped, out):
-            out[...] = shaped
-    return out
-
-
 def flat(array: Array) -> Array:
     """View an array as a flat one, or copy it into one where its strides do not allow that."""
     return np.ascontiguousarray(array).reshape(-1)
@@ -215,11 +173,12 @@ def flat_target(result: Array, source: Array | None = None) -> Array:
     return np.empty(result.size, result.dtype)
 
 
-def stored(memory: Array, result: Array) -> Array:
-    """Put what was computed in the memory that `flat_target` gave into the result."""
-    if not _is_same(memory, result):
-        result[...] = memory.reshape(result.shape)
-    return result
+def store(flat: Array, out: Array) -> Array:
+    """Put an algorithm's flat result into `out`, in its shape and dtype; returns `out`."""
+    if not _is_same(flat, out):
+        with np.errstate(all="ignore"):  # as in `reduction.quiet`
+            out[...] = flat.reshape(out.shape)
+    return out
 
 
 def _is_same(array: Array, other: Array) -> bool:

@@ -107,7 +107,8 @@ def broadcast(
         plan = plans.broadcast(call, buffer, root, algorithm)  # step 5
         plan.first(call, buffer, buffer)  # step 6
         plans.keep(group, key, x, loan.target, plan)  # step 7
-    return loan.give_back(host.store(buffer, array.shape, array.dtype, loan.target))
+    result = buffer.reshape(array.shape) if loan.target is None else loan.target
+    return loan.give_back(host.store(buffer, result))
 
 
 def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = None) -> None:

@@ -35,7 +35,7 @@ def allreduce(
 ) -> None:
     """Reduce `send` over all ranks into `out`, which may be `send`."""
     if codec is None and _is_carried(call, algorithm, send):
-        host.store(_carry(call, send, op), out.shape, out.dtype, out)
+        host.store(_carry(call, send, op), out)
         return
     call.agree()
     allreduce_compared(call, send, out, op=op, algorithm=algorithm, codec=codec)
@@ -57,7 +57,7 @@ def allreduce_compared(
     else:
         buffer = _contribution(call, send, out, op)
         call.algorithm("allreduce", algorithm, send.nbytes)(buffer, op, call.deadline)
-    host.store(buffer, out.shape, out.dtype, out)
+    host.store(buffer, out)
 
 
 def _allreduce_packed(
@@ -75,7 +75,7 @@ def _allreduce_packed(
     buffer = _contribution(call, send, out, op)
     levels = compressed.between_nodes(group.levels, codec)  # between two levels without a codec
     hierarchical.allreduce(levels, buffer, op, call.deadline)
-    host.store(buffer, out.shape, out.dtype, out)
+    host.store(buffer, out)
 
 
 def reduce(
@@ -90,7 +90,7 @@ def reduce(
         buffer = _contribution(call, send, out, op)
         call.algorithm("reduce", algorithm, send.nbytes)(buffer, op, root, call.deadline)
     if out is not None:
-        host.store(buffer, out.shape, out.dtype, out)
+        host.store(buffer, out)
 
 
 def reduce_scatter(
@@ -105,7 +105,7 @@ def reduce_scatter(
         run = call.algorithm("reduce_scatter", algorithm, send.nbytes)
         run(buffer, bounds, op, call.deadline)
     own = buffer[bounds[call.group.rank] : bounds[call.group.rank + 1]]
-    host.store(own, out.shape, out.dtype, out)
+    host.store(own, out)
 
 
 def broadcast(

@@ -122,7 +122,7 @@ def allreduce(
         plan.first(call, send, flat)  # step 6
         if plain:
             plans.keep(group, key, x, result, plan)  # step 7
-    return loan.give_back(host.stored(flat, result))
+    return loan.give_back(host.store(flat, result))
 
 
 @overload
@@ -185,7 +185,7 @@ def reduce(
             plan = MessagePlan(call, move)
         plan.first(call, send, target)
         plans.keep(group, key, x, result if own else x, plan)
-    return None if target is None else loan.give_back(host.stored(flat, result))
+    return None if target is None else loan.give_back(host.store(flat, result))
 
 
 @overload

@@ -233,7 +233,7 @@ class PointToPoint:
         else:
             lane.receive(flat, source, deadline)
         self._halfway = False
-        host.stored(flat, result)
+        host.store(flat, result)
         return result if give_back is None else give_back(result)
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ def sparse_allreduce(
     with enter(group, "sparse_allreduce", timeout) as call:
         loan = host.borrow(values, operation=call.operation)
         rows = loan.host
-        where = host.as_array(indices, operation=call.operation)
+        where = host.borrow(indices, operation=call.operation).host
         if op not in (SUM, MEAN):
             raise TypeError(f"sparse_allreduce: expected SUM or MEAN, got {op}")
         reduction.check(op, rows.dtype, operation=call.operation)
