@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -25,10 +24,9 @@ from collectives.operations import (
 from collectives.operations import reduce as reductions
 from collectives.operations.group import Group
 from collectives.operations.on_devices import OnDevices
-from collectives.operations.requests import Progress, asynchronous
+from collectives.operations.requests import asynchronous, background
 from collectives.operations.settle import settle
 from collectives.transport.mpi import MpiTransport
-from collectives.transport.transport import Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,22 +67,8 @@ class Communicator(Group):
     After a `CollectiveTimeout` or a `PeerFailure` messages may still be under way, so every later
     call raises `CollectiveError` at once.
 
-    Args:
-        transport: moves arrays between the ranks.
-        leaders: for every rank an integer that is the same exactly for the ranks of one node.
-        configuration: the settings, from the environment if None.
-        name: in flight records.
+    `init`, `split` and `group` make them; arguments as `collectives.operations.group.Group`.
     """
-
-    def __init__(
-        self,
-        transport: Transport,
-        leaders: Sequence[int],
-        configuration: settings.Settings | None = None,
-        name: str = "world",
-    ) -> None:
-        super().__init__(transport, leaders, configuration, name)
-        self.progress = Progress(lambda: groups.background(self))
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"
@@ -167,7 +151,7 @@ class Communicator(Group):
 
     def close(self) -> None:
         """Release the communicator; *collective*. Closing twice is harmless."""
-        self.progress.close()
+        self.kept(background).close()
         self.kept(send_recv.PointToPoint).close()
         if self.unusable is None:
             self.kept(OnDevices).close()

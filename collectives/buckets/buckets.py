@@ -18,7 +18,6 @@ import itertools
 import operator
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -316,12 +315,7 @@ class Buckets:
     def __enter__(self) -> Buckets:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_open(self, operation: str) -> None:

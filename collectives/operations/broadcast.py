@@ -74,14 +74,12 @@ def broadcast(
     own = group.rank == root
     key = ("broadcast", root, algorithm)
     later = plans.LATER if own and out is None else out
-    if found := plans.find(group, key, x, later, timeout):  # step 1
-        known, result, send, target = found
-        known.run(send, target, timeout)
-        if result is plans.LATER:
+    if (known := plans.again(group, key, x, later, timeout)) is not None:  # step 1
+        if known is plans.LATER:
             return x.copy()
-        if own and result is not x:
-            np.copyto(result, x)
-        return result
+        if own and known is not x:
+            np.copyto(known, x)
+        return known
     with enter(group, "broadcast", timeout) as call:  # step 2
         if x is None:  # what users of mpi4py pass on the other ranks
             raise TypeError(

@@ -34,7 +34,7 @@ class JoinPlan:
     by_messages = False
 
     def __init__(self, call: Call, engine: Engine, array: Array) -> None:
-        self._row = array.shape[1:]
+        self._dtype, self._row = array.dtype, array.shape[1:]
         self._row_bytes = array.itemsize * math.prod(self._row)
         self._own = np.array([len(array)])
         self._everyones = np.empty(engine.size, np.int64)
@@ -48,29 +48,28 @@ class JoinPlan:
     def first(self, call: Call, flat: Array) -> Array:
         """Carry out the call that has made the plan."""
         self._tell.first(call, self._own, self._everyones)
-        joined = self._joined(flat)
+        joined = self._joined()
         self._move.first(call, flat, joined)
         return joined
 
-    def run(self, x: Array, send: int, timeout: float | None) -> Array:
+    def run(self, send: int, _: int, timeout: float | None) -> Array:
         """Make the call once more, whatever the other ranks bring; errors as `NodePlan.run`.
 
         Args:
-            x: this rank's array.
-            send: its address.
+            send: address of this rank's array.
             timeout: seconds, None for the setting.
         """
-        joined = x
+        joined = np.empty(0)
 
         def move() -> None:
             nonlocal joined
-            joined = self._joined(x)
+            joined = self._joined()
             self._move.meet(send, address(joined), timeout)
 
         self._tell.run(*self._addresses, timeout, move)
         return joined
 
-    def _joined(self, x: Array) -> Array:
+    def _joined(self) -> Array:
         """Plan the move of what each rank has said it brings, and make room for all of it."""
         rows = self._everyones.tolist()
         if rows != self._rows:
@@ -80,9 +79,10 @@ class JoinPlan:
                 for rank, (start, stop) in enumerate(itertools.pairwise(bounds))
                 if start < stop
             ]
-            self._move = self._tell.like(x.nbytes, table, max(rows) * self._row_bytes)
+            own = int(self._own[0]) * self._row_bytes
+            self._move = self._tell.like(own, table, max(rows) * self._row_bytes)
             self._rows = rows
-        return np.empty((sum(rows), *self._row), x.dtype)
+        return np.empty((sum(rows), *self._row), self._dtype)
 
 
 def gather(

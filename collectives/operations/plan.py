@@ -40,10 +40,10 @@ __all__ = [
     "MessagePlan",
     "NodePlan",
     "Plan",
+    "again",
     "allreduce",
     "broadcast",
     "broadcast_part",
-    "find",
     "keep",
 ]
 
@@ -63,21 +63,27 @@ LATER: Any = object()
 _NOT_FOUND = (KeyError, TypeError, ValueError, MemoryError)
 
 
-def find(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
-    """Find the plan of a call that is like an earlier one.
+def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
+    """Make a call that is like an earlier one, by the plan of that one.
 
     Args as the caller's; plans are found for contiguous arrays of NumPy. `out` may be `LATER`.
 
     Returns:
-        (plan, where the result goes, what `run` takes for `x`, and for the result), or None where
-        no plan is known, or something needs a closer look. Nothing has happened yet.
+        Where the result is: `out`, or a new array; `LATER` if that was given and the plan makes
+        none. None where no plan is known, or something needs a closer look: nothing has happened
+        then.
+
+    Raises:
+        As `NodePlan.run`.
     """
     if type(x) is not np.ndarray:
         return None
     try:
         if not x.flags.c_contiguous or not (timeout is None or timeout > 0):
             return None
-        start, target, place = address(x), 0, None
+        send: Any = address(x)
+        target: Any = 0
+        place = None
         if out is not None and out is not LATER:
             if out is not x and (
                 type(out) is not np.ndarray or out.dtype != x.dtype or out.shape != x.shape
@@ -86,21 +92,22 @@ def find(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any
             flags = out.flags
             if not flags.c_contiguous or not flags.writeable:
                 return None
-            target = start if out is x else address(out)
-            if target == start:
+            target = send if out is x else address(out)
+            if target == send:
                 engine = group.node_engine  # its place in shared memory is a part of the key
-                place = None if engine is None else engine.shared.place_at(start, x.nbytes)
-            elif -x.nbytes < target - start < x.nbytes:  # what is written would be read again
+                place = None if engine is None else engine.shared.place_at(send, x.nbytes)
+            elif -x.nbytes < target - send < x.nbytes:  # what is written would be read again
                 return None
         plan = group.plans[key, x.dtype, x.shape, place]
         if out is None:
             out = np.empty(x.shape if plan.shape is None else plan.shape, x.dtype)
             target = address(out)
         if plan.by_messages:
-            return plan, out, x.reshape(-1), None if out is LATER else out.reshape(-1)
-        return plan, out, start, target
+            send, target = x.reshape(-1), None if out is LATER else out.reshape(-1)
     except _NOT_FOUND:
         return None
+    made = plan.run(send, target, timeout)
+    return out if made is None else made
 
 
 def keep(group: Group, key: Key, x: Any, result: Any, plan: object) -> None:

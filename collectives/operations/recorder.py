@@ -249,10 +249,6 @@ class Recorder:
             "name": self.name, "rank": self.rank, "size": self.size, "operations": operations,
         }  # fmt: skip
 
-    def dump(self, path: str | os.PathLike[str]) -> None:
-        """Write the operations of this communicator as JSON."""
-        Path(path).write_text(json.dumps(self.facts(), indent=1))
-
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 

@@ -96,10 +96,8 @@ def allreduce(
     """
     key = ("allreduce", op, algorithm)
     plain = compression is NONE or compression is None
-    if plain and (found := plans.find(group, key, x, out, timeout)):  # step 1
-        known, result, send, target = found
-        known.run(send, target, timeout)
-        return result
+    if plain and (known := plans.again(group, key, x, out, timeout)) is not None:  # step 1
+        return known
     with enter(group, "allreduce", timeout) as call:  # step 2
         compression = chosen(compression, call.operation)
         on_devices = group.kept(OnDevices)
@@ -163,28 +161,27 @@ def reduce(
     """
     own = group.rank == root
     key = ("reduce", op, algorithm, root)
-    if found := plans.find(group, key, x, out if own else x, timeout):
-        known, result, send, target = found
-        known.run(send, target, timeout)
-        return result if own else None
-    with enter(group, "reduce", timeout) as call:
-        loan = host.borrow(x, out if own else None, operation=call.operation)
+    known = plans.again(group, key, x, out if own else x, timeout)  # step 1
+    if known is not None:
+        return known if own else None
+    with enter(group, "reduce", timeout) as call:  # step 2
+        loan = host.borrow(x, out if own else None, operation=call.operation)  # step 3
         array = loan.host
         reduction.check(op, array.dtype, operation=call.operation)
         call.check_root(root)
-        call.describe(
+        call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, root=root, algorithm=algorithm
         )
         send, flat, result = _memory(loan)
         target = flat if own else None
-        plan: NodePlan | MessagePlan
+        plan: NodePlan | MessagePlan  # step 5
         if engine := call.engine_for(algorithm):
             plan = NodePlan(call, engine.plan_reduce(send, target, op, root, call.digest))
         else:
             move = partial(messages.reduce, op=op, root=root, algorithm=algorithm)
             plan = MessagePlan(call, move)
-        plan.first(call, send, target)
-        plans.keep(group, key, x, result if own else x, plan)
+        plan.first(call, send, target)  # step 6
+        plans.keep(group, key, x, result if own else x, plan)  # step 7
     return None if target is None else loan.give_back(host.store(flat, result))
 
 
@@ -221,12 +218,10 @@ def reduce_scatter(
     Cost: "ring" P - 1 messages and (P - 1)/P S bytes sent per rank.
     """
     key = ("reduce_scatter", op, algorithm)
-    if found := plans.find(group, key, x, None, timeout):
-        known, result, send, target = found
-        known.run(send, target, timeout)
-        return result
-    with enter(group, "reduce_scatter", timeout) as call:
-        loan = host.borrow(x, operation=call.operation)
+    if (known := plans.again(group, key, x, None, timeout)) is not None:  # step 1
+        return known
+    with enter(group, "reduce_scatter", timeout) as call:  # step 2
+        loan = host.borrow(x, operation=call.operation)  # step 3
         array = loan.host
         reduction.check(op, array.dtype, operation=call.operation)
         if array.ndim == 0:
@@ -237,7 +232,7 @@ def reduce_scatter(
         result = np.empty((own, *array.shape[1:]), array.dtype)
         bounds = [row * math.prod(array.shape[1:]) for row in rows]
         send = host.flat(array)
-        plan: NodePlan | MessagePlan
+        plan: NodePlan | MessagePlan  # step 5
         if engine := call.engine_for(algorithm):
             work = engine.plan_reduce_scatter(send, bounds, op, call.digest)
             before = bounds[group.rank] * array.itemsize  # the kernel counts from the whole's begin
@@ -245,8 +240,8 @@ def reduce_scatter(
         else:
             move = partial(messages.reduce_scatter, bounds=bounds, op=op, algorithm=algorithm)
             plan = MessagePlan(call, move, result.shape)
-        plan.first(call, send, result.reshape(-1))
-        plans.keep(group, key, x, None, plan)
+        plan.first(call, send, result.reshape(-1))  # step 6
+        plans.keep(group, key, x, None, plan)  # step 7
     return loan.give_back(result)
 
 

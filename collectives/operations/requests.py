@@ -28,10 +28,11 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from collectives.arrays import streams
 from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError
-from collectives.operations import recorder
+from collectives.operations import groups, recorder
+from collectives.operations.group import Group
 from collectives.transport.transport import this_thread
 
-__all__ = ["Progress", "Request", "asynchronous"]
+__all__ = ["Progress", "Request", "asynchronous", "background"]
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +52,6 @@ T = TypeVar("T")
 
 class _Closes(Protocol):
     def close(self) -> None: ...
-
-
-class _HasProgress(Protocol):
-    progress: Progress
 
 
 class _Job:
@@ -302,9 +299,14 @@ def _finish_all() -> None:
             progress._finish(max(0.0, give_up - time.monotonic()))
 
 
+def background(group: Group) -> Progress:
+    """Make what carries out the requests of a group, which keeps it."""
+    return Progress(lambda: groups.background(group))
+
+
 def asynchronous(
     operation: Callable[Concatenate[Any, P], T],
-) -> Callable[Concatenate[_HasProgress, P], Request[T]]:
+) -> Callable[Concatenate[Group, P], Request[T]]:
     """Make the twin of a blocking operation that returns a `Request` at once.
 
     The operation is called with the same arguments on the private communicator; `timeout` begins
@@ -313,14 +315,14 @@ def asynchronous(
     name = f"{operation.__name__}_async"
 
     @functools.wraps(operation)
-    def start(self: _HasProgress, /, *args: P.args, **kwargs: P.kwargs) -> Request[T]:
+    def start(group: Group, /, *args: P.args, **kwargs: P.kwargs) -> Request[T]:
         ordered = streams.order((*args, *kwargs.values()))
 
         def run(private: Any) -> T:
             ordered()  # after what this thread's streams still do for the arrays
             return operation(private, *args, **kwargs)
 
-        return self.progress.submit(name, run)
+        return group.kept(background).submit(name, run)
 
     start.__name__ = name
     start.__qualname__ = f"{operation.__qualname__}_async"

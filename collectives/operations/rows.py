@@ -58,13 +58,13 @@ def gather(
             ranks.
         CollectiveTimeout: as `allreduce`.
     """
-    with enter(group, "gather", timeout) as call:
-        loan = host.borrow(x, operation="gather")
+    with enter(group, "gather", timeout) as call:  # step 2
+        loan = host.borrow(x, operation="gather")  # step 3
         array = np.atleast_1d(loan.host)
         call.check_root(root)
         row = array.shape[1:]
-        call.describe(dtype=array.dtype, row=row, root=root, algorithm=algorithm)
-        rows = call.agree_on_rows(array.shape[0])
+        call.describe(dtype=array.dtype, row=row, root=root, algorithm=algorithm)  # step 4
+        rows = call.agree_on_rows(array.shape[0])  # step 6
         counts = [n * math.prod(row) for n in rows]
         result = joins.gather(call, host.flat(array), counts, root, algorithm)
     return None if result is None else loan.give_back(result.reshape(sum(rows), *row))
@@ -90,18 +90,17 @@ def allgather(
     Cost: "ring" P - 1 messages per rank, (P - 1)/P of the result's bytes.
     """
     key = ("allgather", algorithm)
-    if found := plans.find(group, key, x, plans.LATER, timeout):
-        known, _, send, _ = found
-        return known.run(x, send, timeout)
-    with enter(group, "allgather", timeout) as call:
-        loan = host.borrow(x, operation="allgather")
+    if (known := plans.again(group, key, x, plans.LATER, timeout)) is not None:  # step 1
+        return known
+    with enter(group, "allgather", timeout) as call:  # step 2
+        loan = host.borrow(x, operation="allgather")  # step 3
         array = np.atleast_1d(loan.host)
         row = array.shape[1:]
-        call.describe(dtype=array.dtype, row=row, algorithm=algorithm)
+        call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4
         if engine := call.engine_for(algorithm):
-            plan = JoinPlan(call, engine, array)
-            joined = plan.first(call, host.flat(array))
-            plans.keep(group, key, x, None, plan)
+            plan = JoinPlan(call, engine, array)  # step 5
+            joined = plan.first(call, host.flat(array))  # step 6
+            plans.keep(group, key, x, None, plan)  # step 7
         else:
             rows = call.agree_on_rows(array.shape[0])
             counts = [n * math.prod(row) for n in rows]
@@ -150,11 +149,11 @@ def scatter(
         ValueError: no such root; on the root, a scalar, or splits that do not add up.
         CollectiveTimeout: as `allreduce`.
     """
-    with enter(group, "scatter", timeout) as call:
+    with enter(group, "scatter", timeout) as call:  # step 2
         call.check_root(root)
         loan = host.borrow(x, operation="scatter") if group.rank == root else None
         rows = [] if loan is None else _splits(call, loan.host, splits)
-        call.describe(root=root, algorithm=algorithm)
+        call.describe(root=root, algorithm=algorithm)  # step 4
         # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
         facts = None if loan is None else (loan.host.dtype.name, loan.host.shape[1:], rows)
         dtype, row, rows = objects.from_root(call, facts, root)
@@ -162,7 +161,7 @@ def scatter(
         result = np.empty((rows[group.rank], *row), np.dtype(dtype))
         send = None if loan is None else host.flat(loan.host)
         out = result.reshape(-1)
-        joins.scatter(call, send, counts, root, out, algorithm)
+        joins.scatter(call, send, counts, root, out, algorithm)  # step 6
     return result if loan is None else loan.give_back(result)
 
 
@@ -200,11 +199,11 @@ def alltoall(
 
     Cost: P - 1 messages and (P - 1)/P S bytes sent per rank.
     """
-    with enter(group, "alltoall", timeout) as call:
-        loan = host.borrow(x, operation="alltoall")
+    with enter(group, "alltoall", timeout) as call:  # step 2
+        loan = host.borrow(x, operation="alltoall")  # step 3
         rows = _splits(call, loan.host, splits)
         row = loan.host.shape[1:]
-        call.describe(dtype=loan.host.dtype, row=row, algorithm=algorithm)
+        call.describe(dtype=loan.host.dtype, row=row, algorithm=algorithm)  # step 4
         send = host.flat(loan.host)
         joined, received = joins.alltoall(call, send, rows, math.prod(row), algorithm)
     return loan.give_back(joined.reshape(received, *row))

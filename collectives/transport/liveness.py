@@ -26,7 +26,6 @@ import tempfile
 import threading
 import weakref
 from dataclasses import dataclass, field
-from types import TracebackType
 
 __all__ = ["Liveness", "create", "limit_exit", "look_before_exit", "prepare_exit"]
 
@@ -169,12 +168,7 @@ class Liveness:
     def __enter__(self) -> Liveness:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -43,6 +43,9 @@ class Owner:
         self.duplicates = 0
         self.progress = Progress(self._duplicate)
 
+    def kept(self, make):
+        return self.progress
+
     def _duplicate(self):
         self.duplicates += 1
         return self.private
@@ -332,6 +335,8 @@ HANGS_AT_EXIT = """
     class Owner:
         def __init__(self):
             self.progress = requests.Progress(lambda: self)
+        def kept(self, make):
+            return self.progress
         def close(self):
             pass
         def work(self, function):
@@ -350,7 +355,7 @@ def test_a_program_ends_while_a_request_hangs_and_names_it(last):
     )
     assert result.status == 0
     assert result.stderr.count("1 request not done") == 1, result.stderr
-    assert "work_async at <string>:14" in result.stderr
+    assert "work_async at <string>:16" in result.stderr
 
 
 def test_a_finished_request_that_nobody_waited_for_is_named_at_exit():
@@ -358,5 +363,5 @@ def test_a_finished_request_that_nobody_waited_for_is_named_at_exit():
     text = text.replace("threading.Event().wait", "int")
     result = run([sys.executable, "-c", textwrap.dedent(text)], timeout=30)
     assert result.status == 0
-    assert result.stderr.count("nobody waited for work_async at <string>:14 (") == 1
-    assert result.stderr.count("nobody waited for work_async at <string>:15 (") == 1
+    assert result.stderr.count("nobody waited for work_async at <string>:16 (") == 1
+    assert result.stderr.count("nobody waited for work_async at <string>:17 (") == 1
