@@ -16,7 +16,7 @@ FLOORS = {
         {"arrays", "bucket_layout", "crowding", "errors", "links", "topology", "version"},
         {"kernels", "settings", "transport"},
         {"compression", "launch", "node", "tuned"},
-        {"algorithms", "signatures"},
+        {"algorithms"},
         {"channel", "operations"},
         {"buckets"},
         {"communicator"},

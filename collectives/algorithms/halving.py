@@ -69,14 +69,7 @@ _WAITING = 1.13
 
 
 def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: Deadline) -> None:
-    """Replace `buffer` by the reduction over all ranks, in place.
-
-    Args:
-        transport: the ranks.
-        buffer: shape (n,), contiguous, prepared by `reduction.prepare`; the same n on all ranks.
-        op: how to combine.
-        deadline: the limit of every wait.
-    """
+    """Replace `buffer` by the reduction over all ranks, in place; arguments as `ring.allreduce`."""
     if buffer.nbytes <= DOUBLING_BYTES:
         double(transport, buffer, reduction.combine(op), deadline)
         return
@@ -112,15 +105,7 @@ def reduce_scatter(
     op: reduction.Op,
     deadline: Deadline,
 ) -> None:
-    """Reduce so that this rank's chunk of `buffer` is complete; the others hold partial results.
-
-    Args:
-        transport: the ranks.
-        buffer: shape (n,), contiguous; the same n on all ranks.
-        bounds: P + 1 offsets; chunk `c` is `buffer[bounds[c]:bounds[c + 1]]`.
-        op: how to combine.
-        deadline: the limit of every wait.
-    """
+    """Reduce so that this rank's chunk of `buffer` is complete; as `ring.reduce_scatter`."""
     combine = reduction.combine(op)
     steps = list(topology.halving_reduce_scatter(transport.rank, transport.size))
     largest = max(
@@ -148,7 +133,7 @@ def reduce_scatter_seconds(nbytes: float, layout: Layout) -> float:
 def allgather(
     transport: Transport, buffer: Array, bounds: Sequence[int], deadline: Deadline
 ) -> None:
-    """Fill `buffer` with every rank's own chunk, in place; arguments as `reduce_scatter`."""
+    """Fill `buffer` with every rank's own chunk, in place; as `ring.allgather`."""
     sends: list[Message] = []
     for step in topology.doubling_allgather(transport.rank, transport.size):
         into = _run(buffer, bounds, step.receive, step.chunks)

@@ -113,14 +113,7 @@ def levels(transport: Transport, leaders: Sequence[int]) -> Levels:
 
 
 def allreduce(levels: Levels, buffer: Array, op: Op, deadline: Deadline) -> None:
-    """Replace `buffer` by the reduction over all ranks of all nodes, in place.
-
-    Args:
-        levels: the ranks and how each stage is done.
-        buffer: shape (n,), contiguous, prepared by `reduction.prepare`; the same n on all ranks.
-        op: how to combine.
-        deadline: the limit of every wait.
-    """
+    """Replace `buffer` by the reduction over all ranks of all nodes; as `ring.allreduce`."""
     bounds = _bounds(levels, buffer)
     levels.reduce_scatter(buffer, bounds, op, deadline)
     own = buffer[bounds[levels.local_rank] : bounds[levels.local_rank + 1]]

@@ -6,7 +6,7 @@ The steps are those of `docs/how-a-call-goes.md`.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -18,10 +18,7 @@ from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.operations.on_devices import OnDevices
 from collectives.operations.plan import MessagePlan, NodePlan
-from collectives.signatures import A, Detachable, Numbers, Waiting
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from collectives.operations.signatures import A, Detachable, Numbers, Unpack, Waiting
 
 __all__ = ["barrier", "broadcast"]
 

@@ -20,7 +20,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
+from typing import Any, NamedTuple, TypedDict, overload
 
 import numpy as np
 
@@ -35,10 +35,7 @@ from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
 from collectives.operations.reduce import allreduce
 from collectives.operations.shared import shared_empty
-from collectives.signatures import A, Detachable, Numbers
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from collectives.operations.signatures import A, Detachable, Numbers, Unpack
 
 __all__ = ["Grouping", "Groupings", "grouped_allreduce"]
 

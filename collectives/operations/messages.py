@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from collectives.algorithms import compressed, hierarchical, selection
+from collectives.algorithms import compressed, selection
 from collectives.arrays import host, reduction
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, Op
@@ -34,10 +34,11 @@ def allreduce(
     call: Call, send: Array, out: Array, *, op: Op, algorithm: str, codec: Codec | None = None
 ) -> None:
     """Reduce `send` over all ranks into `out`, which may be `send`."""
-    if codec is None and _is_carried(call, algorithm, send):
-        host.store(_carry(call, send, op), out)
+    if codec is not None:
+        call.agree()
+    elif (buffer := _carried(call, send, op, algorithm)) is not None:
+        host.store(buffer, out)
         return
-    call.agree()
     allreduce_compared(call, send, out, op=op, algorithm=algorithm, codec=codec)
 
 
@@ -45,36 +46,25 @@ def allreduce_compared(
     call: Call, send: Array, out: Array, *, op: Op, algorithm: str, codec: Codec | None = None
 ) -> None:
     """As `allreduce`, of what the ranks have agreed on, or of a slice of it."""
-    if codec is not None:
-        _allreduce_packed(call, send, out, op, algorithm, codec)
-        return
-    narrow = algorithm == "auto" and reduction.work_dtype(send.dtype) != send.dtype
-    if narrow and selection.pick("allreduce", send.nbytes, call.group.layout) == "ring":
-        # 16 bits travel as they are, half of what a ring of float32 would send, and add up wider.
-        buffer = host.flat_copy(send, out, send.dtype)
-        divisor = call.group.size if op is MEAN else 1
-        compressed.allreduce_16(call.group.transport, buffer, op, call.deadline, divisor=divisor)
-    else:
-        buffer = _contribution(call, send, out, op)
-        call.algorithm("allreduce", algorithm, send.nbytes)(buffer, op, call.deadline)
-    host.store(buffer, out)
-
-
-def _allreduce_packed(
-    call: Call, send: Array, out: Array, op: Op, algorithm: str, codec: Codec
-) -> None:
-    """Reduce by messages of 16 bits: all of them, or those between nodes."""
-    group = call.group
-    if not group.layout.is_hierarchical or algorithm not in ("auto", "hierarchical"):
-        divisor = group.size if op is MEAN else 1
+    group, levels = call.group, None
+    divisor = group.size if op is MEAN else 1
+    if codec is not None and group.layout.is_hierarchical and algorithm in ("auto", "hierarchical"):
+        algorithm, levels = "hierarchical", compressed.between_nodes(group.levels, codec)
+    elif codec is not None:
         compressed.allreduce(
             group.transport, out, op, call.deadline,
             codec=codec, contribution=send, divisor=divisor,
         )  # fmt: skip
         return
-    buffer = _contribution(call, send, out, op)
-    levels = compressed.between_nodes(group.levels, codec)  # between two levels without a codec
-    hierarchical.allreduce(levels, buffer, op, call.deadline)
+    narrow = algorithm == "auto" and reduction.work_dtype(send.dtype) != send.dtype
+    if narrow and selection.pick("allreduce", send.nbytes, group.layout) == "ring":
+        # 16 bits travel as they are, half of what a ring of float32 would send, and add up wider.
+        buffer = host.flat_copy(send, out, send.dtype)
+        compressed.allreduce_16(group.transport, buffer, op, call.deadline, divisor=divisor)
+    else:
+        buffer = _contribution(call, send, out, op)
+        run = call.algorithm("allreduce", algorithm, send.nbytes, levels)
+        run(buffer, op, call.deadline)
     host.store(buffer, out)
 
 
@@ -83,10 +73,7 @@ def reduce(
 ) -> None:
     """Reduce `send` over all ranks into the root's `out`, which is not used elsewhere."""
     out = out if call.group.rank == root else None
-    if _is_carried(call, algorithm, send):
-        buffer = _carry(call, send, op)
-    else:
-        call.agree()
+    if (buffer := _carried(call, send, op, algorithm)) is None:
         buffer = _contribution(call, send, out, op)
         call.algorithm("reduce", algorithm, send.nbytes)(buffer, op, root, call.deadline)
     if out is not None:
@@ -97,15 +84,11 @@ def reduce_scatter(
     call: Call, send: Array, out: Array, *, bounds: Sequence[int], op: Op, algorithm: str
 ) -> None:
     """Reduce `send` over all ranks, of which this one takes chunk `rank` into `out`."""
-    if _is_carried(call, algorithm, send):
-        buffer = _carry(call, send, op)
-    else:
-        call.agree()
+    if (buffer := _carried(call, send, op, algorithm)) is None:
         buffer = _contribution(call, send, None, op)
         run = call.algorithm("reduce_scatter", algorithm, send.nbytes)
         run(buffer, bounds, op, call.deadline)
-    own = buffer[bounds[call.group.rank] : bounds[call.group.rank + 1]]
-    host.store(own, out)
+    host.store(buffer[bounds[call.group.rank] : bounds[call.group.rank + 1]], out)
 
 
 def broadcast(
@@ -139,14 +122,12 @@ def barrier(call: Call, send: None = None, out: None = None, *, algorithm: str) 
     call.algorithm("barrier", algorithm, 0)(call.deadline)
 
 
-def _is_carried(call: Call, algorithm: str, send: Array) -> bool:
-    """Tell whether a reduction travels with the comparison of the call."""
-    return call.carries(algorithm, send.size * reduction.work_dtype(send.dtype).itemsize)
-
-
-def _carry(call: Call, send: Array, op: Op) -> Array:
-    """Reduce `send` over all ranks on the way of the comparison, in the dtype of sums."""
-    return call.carry(_contribution(call, send, None, op), reduction.combine(op))
+def _carried(call: Call, send: Array, op: Op, algorithm: str) -> Array | None:
+    """Compare the call, and reduce `send` on the way, in the dtype of sums, if it is so small."""
+    if call.carries(algorithm, send.size * reduction.work_dtype(send.dtype).itemsize):
+        return call.carry(_contribution(call, send, None, op), reduction.combine(op))
+    call.agree()
+    return None
 
 
 def _contribution(call: Call, send: Array, out: Array | None, op: Op) -> Array:

@@ -32,7 +32,7 @@ from collectives.node.engine import Rows, Work
 from collectives.operations import compare, messages
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
-from collectives.signatures import A
+from collectives.operations.signatures import A
 
 __all__ = [
     "LATER",

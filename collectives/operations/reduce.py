@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -23,10 +23,7 @@ from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.operations.on_devices import OnDevices
 from collectives.operations.plan import MessagePlan, NodePlan, Plan
-from collectives.signatures import A, Compressing, Detachable, Numbers, Reducing
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from collectives.operations.signatures import A, Compressing, Detachable, Numbers, Reducing, Unpack
 
 __all__ = ["allreduce", "plan_allreduce", "reduce", "reduce_scatter"]
 

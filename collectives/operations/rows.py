@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -17,10 +17,15 @@ from collectives.operations import plan as plans
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
 from collectives.operations.joins import JoinPlan
-from collectives.signatures import A, Detachable, Numbers, Splits, Splitting, Waiting
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from collectives.operations.signatures import (
+    A,
+    Detachable,
+    Numbers,
+    Splits,
+    Splitting,
+    Unpack,
+    Waiting,
+)
 
 __all__ = ["allgather", "alltoall", "gather", "scatter"]
 

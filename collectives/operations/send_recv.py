@@ -30,7 +30,7 @@ from collectives.arrays import host
 from collectives.arrays.host import Array
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.operations.group import Group
-from collectives.signatures import A
+from collectives.operations.signatures import A
 from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = ["PointToPoint", "recv", "send"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import Any, TypedDict, overload
 
 import numpy as np
 
@@ -14,10 +14,7 @@ from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.operations.reduce import allreduce
 from collectives.operations.rows import allgather
-from collectives.signatures import A, Detachable, Numbers
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from collectives.operations.signatures import A, Detachable, Numbers, Unpack
 
 __all__ = ["Summing", "sparse_allreduce"]
 

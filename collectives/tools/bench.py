@@ -233,14 +233,10 @@ def _ours(
             return result
 
         return plan, once
-    how: dict[str, Any] = {"algorithm": options.algorithm}
-    if options.operation in reference.REDUCTIONS:
-        how["op"] = op
-    if options.operation in ("reduce", "broadcast", "gather", "scatter"):
-        how["root"] = options.root
-    if options.operation in ("allreduce", "broadcast"):
-        how["out"] = np.empty_like(x)
-    if options.operation == "reduce" and comm.rank == options.root:
+    how = reference.options(options.operation, op, options.root)
+    how["algorithm"] = options.algorithm
+    at_root = options.operation == "reduce" and comm.rank == options.root
+    if options.operation in ("allreduce", "broadcast") or at_root:
         how["out"] = np.empty_like(x)
     method = getattr(comm, options.operation)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,17 +38,6 @@ WHOLE_SECONDS = 600.0
 # Elements of small inputs (more and less than there are ranks), and bytes of a large one.
 SMALL_COUNTS = (0, 1, 37)
 LARGE_BYTES = 1 << 20
-
-_CALLS: dict[str, Callable[..., Any]] = {
-    "allreduce": lambda comm, x, op, root, **how: comm.allreduce(x, op=op, **how),
-    "reduce": lambda comm, x, op, root, **how: comm.reduce(x, root, op=op, **how),
-    "reduce_scatter": lambda comm, x, op, root, **how: comm.reduce_scatter(x, op=op, **how),
-    "broadcast": lambda comm, x, op, root, **how: comm.broadcast(x, root, **how),
-    "gather": lambda comm, x, op, root, **how: comm.gather(x, root, **how),
-    "allgather": lambda comm, x, op, root, **how: comm.allgather(x, **how),
-    "scatter": lambda comm, x, op, root, **how: comm.scatter(x, root, **how),
-    "alltoall": lambda comm, x, op, root, **how: comm.alltoall(x, **how),
-}
 
 
 class _Case(NamedTuple):
@@ -116,7 +105,7 @@ def _lines(
     yield environment.clocks(MpiTransport(mpi_world), reports, configuration.timeout)
     comm = communicator.from_mpi(mpi_world, configuration)
     yield environment.node_engine(comm, reports, configuration.shared_memory)
-    for operation in (*_CALLS, "barrier"):
+    for operation in selection.ALGORITHMS:
         line, intact = _operation(comm, reports, operation)
         yield line
         if not intact:
@@ -179,8 +168,9 @@ def _try(comm: Communicator, case: _Case) -> str | None:
         for r in range(comm.size)
     ]
     root = comm.size - 1
-    call = _CALLS[case.operation]
-    got = call(comm, inputs[comm.rank], case.op, root, algorithm=case.algorithm)
+    how = reference.options(case.operation, case.op, root)
+    call = getattr(comm, case.operation)
+    got = call(inputs[comm.rank], algorithm=case.algorithm, **how)
     if got is not None and got.dtype != dtype:
         return f"dtype {got.dtype} instead of {dtype}"
     return reference.wrong(got, reference.result(case.operation, case.op, inputs, comm.rank, root))

@@ -24,6 +24,7 @@ __all__ = [
     "contribution",
     "is_defined",
     "ops",
+    "options",
     "reduced",
     "result",
     "rows_of",
@@ -39,6 +40,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
+_ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 # Elements after which an input repeats itself: large inputs cost little, and since the number is a
 # prime, a slice or chunk in a wrong place shows.
@@ -66,6 +68,12 @@ def ops(operation: str, dtype: np.dtype[Any]) -> list[Op | None]:
     if operation not in REDUCTIONS:
         return [None]
     return [op for op in Op if is_defined(op, dtype)]
+
+
+def options(operation: str, op: Op | None, root: int) -> dict[str, Any]:
+    """Return what the call of an operation takes besides its array."""
+    own: dict[str, Any] = {} if op is None else {"op": op}
+    return own | ({"root": root} if operation in _ROOTED else {})
 
 
 def rows_of(operation: str, rank: int, count: int) -> int:

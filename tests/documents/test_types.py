@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from collectives import signatures
 from collectives.communicator import Communicator
+from collectives.operations import signatures
 from launcher import ROOT, run
 from requirements import needs
 from strategies import distributed_optimizer

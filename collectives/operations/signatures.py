@@ -15,13 +15,18 @@ No library of arrays is imported for this: who has none of them can check types,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from collectives.arrays.reduction import Op
 from collectives.compression import Compression
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+else:
+    Unpack = Any  # only type checkers look at annotations
 
 __all__ = [
     "A",
@@ -31,6 +36,7 @@ __all__ = [
     "Reducing",
     "Splits",
     "Splitting",
+    "Unpack",
     "Waiting",
 ]
 
