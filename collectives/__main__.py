@@ -44,34 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser(
         "check", help="test all operations on this cluster; under mpirun; exit status 0 or 1"
     )
-    check.add_argument(
-        "--limit", type=_seconds, default=20.0, metavar="SECONDS",
-        help="how long one operation may wait for another rank (default %(default)g)",
-    )  # fmt: skip
-    check.add_argument(
-        "--whole", type=_seconds, default=600.0, metavar="SECONDS",
-        help="how long all of it may take (default %(default)g)",
-    )  # fmt: skip
+    _limit(check, "--limit", 20.0, "how long one operation may wait for another rank")
+    _limit(check, "--whole", 600.0, "how long all of it may take")
     check.set_defaults(run=_check)
 
-    bench = commands.add_parser("bench", help="measure one operation and its peers; under mpirun")
-    bench.add_argument("operation", nargs="?", default="allreduce", help="default %(default)s")
-    bench.add_argument(
-        "--sizes", default="8:16M",
-        help="bytes, FIRST:LAST in steps of 4, or A,B,C (default %(default)s)",
-    )  # fmt: skip
-    bench.add_argument("--dtype", default="float32", help="default %(default)s")
-    bench.add_argument(
-        "--peers", default="native", help="comma-separated, empty for none (default %(default)s)"
+    _bench_options(
+        commands.add_parser("bench", help="measure one operation and its peers; under mpirun")
     )
-    bench.add_argument("--algorithm", default="auto", help="default %(default)s")
-    bench.add_argument(
-        "--through", default="call",
-        help="call, or for allreduce: plan, shared (a plan in shared memory); default %(default)s",
-    )  # fmt: skip
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    bench.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them with matplotlib")
-    bench.set_defaults(run=_bench)
 
     tune = commands.add_parser(
         "tune", help="measure what messages cost here, for `auto` and `explain`; under mpirun"
@@ -79,15 +58,39 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--out", type=Path, metavar="FILE", help="where to keep it (default: this cluster's file)"
     )
-    tune.add_argument(
-        "--seconds", type=_seconds, default=20.0, metavar="S",
-        help="how long it may take, roughly (default %(default)g)",
-    )  # fmt: skip
+    _limit(tune, "--seconds", 20.0, "how long it may take, roughly")
     tune.set_defaults(run=_tune)
 
-    explain = commands.add_parser(
-        "explain", help="print how long each algorithm should take, and which one that picks"
+    _explain_options(
+        commands.add_parser(
+            "explain", help="print how long each algorithm should take, and which one that picks"
+        )
     )
+    return parser
+
+
+def _limit(command: argparse.ArgumentParser, flag: str, default: float, help: str) -> None:
+    help += " (default %(default)g)"
+    command.add_argument(flag, type=_seconds, default=default, metavar="SECONDS", help=help)
+
+
+def _bench_options(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("operation", nargs="?", default="allreduce", help="default %(default)s")
+    text = "bytes, FIRST:LAST in steps of 4, or A,B,C (default %(default)s)"
+    bench.add_argument("--sizes", default="8:16M", help=text)
+    bench.add_argument("--dtype", default="float32", help="default %(default)s")
+    bench.add_argument(
+        "--peers", default="native", help="comma-separated, empty for none (default %(default)s)"
+    )
+    bench.add_argument("--algorithm", default="auto", help="default %(default)s")
+    text = "call, or for allreduce: plan, shared (a plan in shared memory); default %(default)s"
+    bench.add_argument("--through", default="call", help=text)
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    bench.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them with matplotlib")
+    bench.set_defaults(run=_bench)
+
+
+def _explain_options(explain: argparse.ArgumentParser) -> None:
     explain.add_argument("operation")
     explain.add_argument("--bytes", required=True, help="of the whole array, as 4M")
     explain.add_argument("--ranks", type=int, required=True)
@@ -100,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
         "--tuned", metavar="FILE", help="what tune measured, or off (default: this cluster's file)"
     )
     explain.set_defaults(run=_explain)
-    return parser
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -74,8 +74,6 @@ class Levels(NamedTuple):
     allgather: Callable[[Array, Sequence[int], Deadline], None]
     broadcast: Callable[[Array, int, Deadline], None]
     barrier: Callable[[Deadline], None]
-    local_rank: int
-    local_size: int
     rails: int
     network: Transport | None  # the ranks of this rank's rail, by node; None beyond the rails
     allreduce: Callable[[Transport, Array, Op, Deadline], None]  # over the network
@@ -102,8 +100,6 @@ def levels(transport: Transport, leaders: Sequence[int]) -> Levels:
         allgather=partial(ring.allgather, node),
         broadcast=partial(tree.broadcast, node),
         barrier=partial(tree.barrier, node),
-        local_rank=node.rank,
-        local_size=node.size,
         rails=rails.number,
         network=None if rails.rail is None else _Members(transport, rails.rail),
         allreduce=_over_network,
@@ -116,7 +112,7 @@ def allreduce(levels: Levels, buffer: Array, op: Op, deadline: Deadline) -> None
     """Replace `buffer` by the reduction over all ranks of all nodes; as `ring.allreduce`."""
     bounds = _bounds(levels, buffer)
     levels.reduce_scatter(buffer, bounds, op, deadline)
-    own = buffer[bounds[levels.local_rank] : bounds[levels.local_rank + 1]]
+    own = buffer[bounds[levels.node.rank] : bounds[levels.node.rank + 1]]
     if levels.network is not None and own.size:
         levels.allreduce(levels.network, own, op, deadline)
     levels.allgather(buffer, bounds, deadline)
@@ -172,11 +168,11 @@ def double(
         combine: changes its first argument, a buffer, by that of ranks with higher numbers.
         deadline: the limit of every wait.
     """
-    bounds = range(0, (levels.local_size + 1) * buffer.size, buffer.size)
+    bounds = range(0, (levels.node.size + 1) * buffer.size, buffer.size)
     all_of_node = np.empty(bounds[-1], buffer.dtype)
-    all_of_node[bounds[levels.local_rank] : bounds[levels.local_rank + 1]] = buffer
+    all_of_node[bounds[levels.node.rank] : bounds[levels.node.rank + 1]] = buffer
     levels.allgather(all_of_node, bounds, deadline)
-    if levels.network is not None and levels.local_rank == 0:
+    if levels.network is not None and levels.node.rank == 0:
         for start, stop in pairwise(bounds[1:]):
             combine(buffer, all_of_node[start:stop])
         halving.double(levels.network, buffer, combine, deadline)
@@ -193,7 +189,7 @@ def broadcast(levels: Levels, buffer: Array, root: int, deadline: Deadline) -> N
     if at_source:
         levels.broadcast(buffer, source.local_rank, deadline)
     bounds = _bounds(levels, buffer)
-    own = buffer[bounds[levels.local_rank] : bounds[levels.local_rank + 1]]
+    own = buffer[bounds[levels.node.rank] : bounds[levels.node.rank + 1]]
     if levels.network is not None and own.size:
         along = ring if _fills_ring(own.nbytes, levels.network.size) else tree
         along.broadcast(levels.network, own, source.node_rank, deadline)
@@ -213,7 +209,7 @@ def broadcast_seconds(nbytes: float, layout: Layout) -> float:
 def barrier(levels: Levels, deadline: Deadline) -> None:
     """Return when every rank has entered: one rank per node speaks for it."""
     levels.barrier(deadline)
-    if levels.network is not None and levels.local_rank == 0:
+    if levels.network is not None and levels.node.rank == 0:
         tree.barrier(levels.network, deadline)
     levels.barrier(deadline)
 
@@ -228,7 +224,7 @@ def _bounds(levels: Levels, buffer: Array) -> list[int]:
     """Cut a buffer into one chunk per rail, the same on every node; the other ranks own nothing."""
     rails = 1 if buffer.nbytes <= ONE_RAIL_BYTES else levels.rails
     bounds = topology.chunk_bounds(buffer.size, rails)
-    return bounds + [buffer.size] * (levels.local_size - rails)
+    return bounds + [buffer.size] * (levels.node.size - rails)
 
 
 class _Members(Transport):

@@ -40,8 +40,7 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
     """Replace `buffer`, shape (n,), by the reduction over all ranks, in place."""
     from mpi4py import MPI
 
-    t = _of_mpi(transport)
-    _check_count("allreduce", buffer.size, "elements")
+    t = _of_mpi(transport, "allreduce", buffer.size, "elements")
     work = _reducible(buffer)
     t.wait([t.watch(t.mpi.Iallreduce, MPI.IN_PLACE, work, _op(op))], deadline)
     _give_back(work, buffer)
@@ -53,8 +52,7 @@ def reduce(
     """Replace `buffer`, shape (n,), by the reduction over all ranks on the root, in place."""
     from mpi4py import MPI
 
-    t = _of_mpi(transport)
-    _check_count("reduce", buffer.size, "elements")
+    t = _of_mpi(transport, "reduce", buffer.size, "elements")
     work = _reducible(buffer)
     send, receive = (MPI.IN_PLACE, work) if t.rank == root else (work, None)
     t.wait([t.watch(t.mpi.Ireduce, send, receive, _op(op), root)], deadline)
@@ -69,8 +67,7 @@ def reduce_scatter(
     deadline: Deadline,
 ) -> None:
     """Reduce so that `buffer[bounds[rank]:bounds[rank + 1]]` is complete on this rank."""
-    t = _of_mpi(transport)
-    _check_count("reduce_scatter", buffer.size, "elements")
+    t = _of_mpi(transport, "reduce_scatter", buffer.size, "elements")
     work = _reducible(buffer)
     own = np.empty(bounds[t.rank + 1] - bounds[t.rank], work.dtype)
     counts = np.diff(bounds).tolist()
@@ -80,8 +77,7 @@ def reduce_scatter(
 
 def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline) -> None:
     """Replace `buffer`, shape (n,), by the root's, in place."""
-    t = _of_mpi(transport)
-    _check_count("broadcast", buffer.nbytes, "bytes")
+    t = _of_mpi(transport, "broadcast", buffer.nbytes, "bytes")
     t.wait([t.watch(t.mpi.Ibcast, raw_bytes(buffer), root)], deadline)
 
 
@@ -91,8 +87,7 @@ def allgather(
     """Fill `buffer` with every rank's `buffer[bounds[rank]:bounds[rank + 1]]`, in place."""
     from mpi4py import MPI
 
-    t = _of_mpi(transport)
-    _check_count("allgather", buffer.nbytes, "bytes")
+    t = _of_mpi(transport, "allgather", buffer.nbytes, "bytes")
     counts = (np.diff(bounds) * buffer.itemsize).tolist()
     starts = [at * buffer.itemsize for at in bounds[:-1]]
     receive = [raw_bytes(buffer), counts, starts, MPI.BYTE]
@@ -105,8 +100,7 @@ def gather(
     """Collect every rank's elements on the root, shape (sum(counts),); None elsewhere."""
     from mpi4py import MPI
 
-    t = _of_mpi(transport)
-    _check_count("gather", sum(counts) * own.itemsize, "bytes")
+    t = _of_mpi(transport, "gather", sum(counts) * own.itemsize, "bytes")
     result = np.empty(sum(counts), own.dtype) if t.rank == root else None
     receive = None
     if result is not None:
@@ -126,8 +120,7 @@ def scatter(
     """Give every rank its part of the root's buffer; arguments and result as `tree.scatter`."""
     from mpi4py import MPI
 
-    t = _of_mpi(transport)
-    _check_count("scatter", sum(counts) * dtype.itemsize, "bytes")
+    t = _of_mpi(transport, "scatter", sum(counts) * dtype.itemsize, "bytes")
     own = np.empty(counts[t.rank], dtype)
     send = None
     if t.rank == root:
@@ -168,11 +161,15 @@ def barrier(transport: Transport, deadline: Deadline) -> None:
     t.wait([t.watch(t.mpi.Ibarrier)], deadline)
 
 
-def _of_mpi(transport: Transport) -> MpiTransport:
+def _of_mpi(
+    transport: Transport, operation: str = "native", count: int = 0, unit: str = ""
+) -> MpiTransport:
+    """Return a transport over MPI, whose own operations are not too short for this count."""
     if not isinstance(transport, MpiTransport):
         raise TypeError(
             f"native: this algorithm needs MPI below it, got {type(transport).__name__}"
         )
+    _check_count(operation, count, unit)
     return transport
 
 

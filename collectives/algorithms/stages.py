@@ -64,8 +64,8 @@ def _reduce_scatter(
     arrays = _shared(engine, buffer, digest, deadline)
     begin, end = bounds[engine.rank], bounds[engine.rank + 1]
     if arrays is None:
-        alike = engine.reduce_scatter(buffer, buffer[begin:end], bounds, kind, digest, deadline)
-        _check(alike, deadline)
+        work = engine.plan_reduce_scatter(buffer, buffer, bounds, kind, digest)
+        _check(engine.drive(work, deadline), deadline)
         return
     total, *others = (array[begin:end] for array in arrays)
     combine = reduction.combine(kind)

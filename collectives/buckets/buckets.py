@@ -26,7 +26,7 @@ from collectives import bucket_layout
 from collectives.arrays import host, reduction, views
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, Op
-from collectives.buckets.memory import Bucket, Places
+from collectives.buckets.memory import Bucket, Options, Places
 from collectives.compression import NONE, Compression, chosen
 from collectives.errors import CollectiveError, CollectiveTimeout
 from collectives.operations import groups
@@ -117,10 +117,8 @@ def plan_buckets(
         )  # fmt: skip
         call.agree()
     ranks = groups.duplicate(group)
-    places = Places(
-        ranks, kinds, op=op, compression=compression, limits=limits, timeout=timeout,
-        name=name or f"buckets {next(_numbers)}", in_memory=in_memory,
-    )  # fmt: skip
+    name = name or f"buckets {next(_numbers)}"
+    places = Places(ranks, kinds, Options(op, compression, limits, timeout, name, in_memory))
     return Buckets(ranks, places, names or [str(i) for i in range(len(kinds))])
 
 
@@ -158,6 +156,7 @@ class Buckets:
         self._group = group
         self._progress = Progress(lambda: group)
         self._places = places
+        self._options = places.options
         self._views = places.views
         self._names = names
         self._use(places.buckets(range(len(names) - 1, -1, -1)))
@@ -394,7 +393,7 @@ class Buckets:
 
     def _refuse(self, error: Exception) -> None:
         """Make the next call one that this rank refuses, and raise the error."""
-        with enter(self._group, "buckets", self._places.timeout):
+        with enter(self._group, "buckets", self._options.timeout):
             raise error
 
     def _finish(self, step: _Step, timeout: float | None) -> None:
@@ -404,7 +403,7 @@ class Buckets:
             left = None if give_up is None else max(0.0, give_up - time.monotonic())
             if not request.complete(left):
                 raise CollectiveTimeout(
-                    f"wait: {self._places.name} are not reduced within {timeout:g} s; this goes on"
+                    f"wait: {self._options.name} are not reduced within {timeout:g} s; this goes on"
                 )
         self._step = None
         for request in step.requests:
@@ -413,7 +412,7 @@ class Buckets:
     def _learn(self, order: Sequence[int]) -> None:
         """Let the buckets follow the order in which rank 0's arrays became ready."""
         own = np.array(order, np.int64)
-        first: list[int] = broadcast(self._group, own, timeout=self._places.timeout).tolist()
+        first: list[int] = broadcast(self._group, own, timeout=self._options.timeout).tolist()
         self._use(self._places.buckets(first))
         self._learned = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,9 @@ from collectives.compression import Compression
 from collectives.operations.group import Group
 from collectives.operations.reduce import allreduce, plan_allreduce
 from collectives.operations.shared import shared_empty
+from collectives.operations.signatures import Compressing
 
-__all__ = ["Bucket", "Places"]
+__all__ = ["Bucket", "Options", "Places"]
 
 
 class Bucket(NamedTuple):
@@ -35,12 +37,11 @@ class Bucket(NamedTuple):
     reduce: Callable[[], None]
 
 
-class Places:
-    """Memory of several arrays, laid out once, from the last array to the first.
+@dataclass(frozen=True)
+class Options:
+    """How buckets are made and reduced.
 
     Args:
-        group: the ranks.
-        kinds: of the arrays.
         op: how to combine.
         compression: how buckets travel.
         limits: bytes of the first bucket, and of the later ones.
@@ -49,22 +50,31 @@ class Places:
         in_memory: the ranks meet in shared memory.
     """
 
-    def __init__(
-        self, group: Group, kinds: Sequence[Kind], *, op: Op, compression: Compression,
-        limits: tuple[int, int], timeout: float | None, name: str, in_memory: bool,
-    ) -> None:  # fmt: skip
+    op: Op
+    compression: Compression
+    limits: tuple[int, int]
+    timeout: float | None
+    name: str
+    in_memory: bool
+
+
+class Places:
+    """Memory of several arrays, laid out once, from the last array to the first.
+
+    Args:
+        group: the ranks.
+        kinds: of the arrays.
+        options: of their buckets.
+    """
+
+    def __init__(self, group: Group, kinds: Sequence[Kind], options: Options) -> None:
         self.kinds = kinds
-        self.timeout = timeout
-        self.name = name
+        self.options = options
         self._group = group
-        self._op = op
-        self._compression = compression
-        self._limits = limits
-        self._in_memory = in_memory
         self._sizes = [kind.nbytes for kind in kinds]
         last_first = [i for group in self._groups(range(len(kinds) - 1, -1, -1)) for i in group]
         self._starts, total = bucket_layout.places(self._sizes, last_first)
-        self._memory = shared_empty(group, total, np.uint8, timeout=timeout)
+        self._memory = shared_empty(group, total, np.uint8, timeout=options.timeout)
         self.views = [
             views.show(self._memory[start : start + kind.nbytes], kind)
             for start, kind in zip(self._starts, kinds, strict=True)
@@ -80,11 +90,12 @@ class Places:
             order: the indices of all arrays; equal on all ranks.
         """
         groups = self._groups(order)
-        if self._compression.residuals is not None:
+        options = self.options
+        if options.compression.residuals is not None:
             for name in self._residuals:  # the name stands for other arrays from now on
-                self._compression.residuals.forget(name)
-        self._residuals = [f"{self.name}, {k}" for k in range(len(groups))]
-        make = self._planned if self._in_memory else self._by_messages
+                options.compression.residuals.forget(name)
+        self._residuals = [f"{options.name}, {k}" for k in range(len(groups))]
+        make = self._planned if options.in_memory else self._by_messages
         buckets = []
         for group, name in zip(groups, self._residuals, strict=True):
             dtype = self.kinds[group[0]].dtype
@@ -95,13 +106,12 @@ class Places:
 
     def _groups(self, order: Sequence[int]) -> list[tuple[int, ...]]:
         dtypes = [kind.dtype for kind in self.kinds]
-        return bucket_layout.lay_out(self._sizes, dtypes, order, self._limits)
+        return bucket_layout.lay_out(self._sizes, dtypes, order, self.options.limits)
 
     def _planned(self, parts: Sequence[Array], _: str) -> Callable[[], None]:
         """Make a function that reduces stretches of shared memory in place."""
-        plans = [
-            plan_allreduce(self._group, part, op=self._op, timeout=self.timeout) for part in parts
-        ]
+        op, timeout = self.options.op, self.options.timeout
+        plans = [plan_allreduce(self._group, part, op=op, timeout=timeout) for part in parts]
 
         def reduce() -> None:
             for plan in plans:
@@ -112,15 +122,18 @@ class Places:
     def _by_messages(self, parts: Sequence[Array], name: str) -> Callable[[], None]:
         """Make a function that reduces stretches of memory in place, by one call for all."""
         cuts = list(itertools.accumulate(part.size for part in parts))[:-1]
+        how = Compressing(
+            op=self.options.op,
+            compression=self.options.compression,
+            name=name,
+            timeout=self.options.timeout,
+        )
 
         def reduce() -> None:
             if not parts:
                 return
             whole = np.concatenate(parts) if cuts else parts[0]
-            allreduce(
-                self._group, whole, op=self._op, out=whole, compression=self._compression,
-                name=name, timeout=self.timeout,
-            )  # fmt: skip
+            allreduce(self._group, whole, out=whole, **how)
             if cuts:
                 for part, reduced in zip(parts, np.split(whole, cuts), strict=True):
                     part[...] = reduced

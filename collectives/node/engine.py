@@ -250,21 +250,21 @@ class Engine:
         block[k.TAKE] = k.TAKE_ALL if self.rank == root else k.TAKE_NONE
         return Work(k.pipelined, block, (bounds,))
 
-    def reduce_scatter(
-        self, send: Array, out: Array, bounds: Sequence[int], op: Op, digest: int,
-        deadline: Deadline,
-    ) -> bool:  # fmt: skip
-        """Reduce flat arrays, of which this rank takes chunk `rank` into `out`."""
-        work = self.plan_reduce_scatter(send, bounds, op, digest)
-        # The kernel counts from where the whole array would begin.
-        work.block[self._rounds.OUT] = address(out) - bounds[self.rank] * send.itemsize
-        return self.drive(work, deadline)
+    def plan_reduce_scatter(
+        self, send: Array, out: Array | None, bounds: Sequence[int], op: Op, digest: int
+    ) -> Work:
+        """Prepare a reduction of which every rank takes its chunk; as `plan_allreduce`.
 
-    def plan_reduce_scatter(self, send: Array, bounds: Sequence[int], op: Op, digest: int) -> Work:
-        """Prepare a reduction of which every rank takes its chunk; as `plan_allreduce`."""
+        Args:
+            send: flat.
+            out: as long; this rank's chunk of it is written. None: somewhere else.
+            bounds: of the chunks.
+            op: how to combine.
+            digest: of the call.
+        """
         k = self._rounds
         table = np.array(bounds, np.int64)
-        block = self._block(digest, send, None, op)
+        block = self._block(digest, send, out, op)
         block[k.BOUNDS], block[k.TAKE] = address(table), k.TAKE_OWN
         return Work(k.pipelined, block, (table,))
 

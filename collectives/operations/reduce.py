@@ -231,7 +231,7 @@ def reduce_scatter(
         send = host.flat(array)
         plan: NodePlan | MessagePlan  # step 5
         if engine := call.engine_for(algorithm):
-            work = engine.plan_reduce_scatter(send, bounds, op, call.digest)
+            work = engine.plan_reduce_scatter(send, None, bounds, op, call.digest)
             before = bounds[group.rank] * array.itemsize  # the kernel counts from the whole's begin
             plan = NodePlan(call, work, result.shape, before)
         else:

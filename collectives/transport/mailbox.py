@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from collectives.arrays.host import Array
-from collectives.errors import CollectiveError, LaunchError, PeerFailure
+from collectives.errors import CollectiveError, PeerFailure
 from collectives.transport import liveness
 from collectives.transport.messages import Endpoint, MpiMessage, is_death
 from collectives.transport.waiting import Message, Ranks
@@ -67,19 +67,9 @@ class MpiMailbox(Mailbox):
 
     Args:
         comm: the ranks that take part. *Collective*: all of them construct it together.
-
-    Raises:
-        LaunchError: MPI was started without support for several threads.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
-        from mpi4py import MPI
-
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise LaunchError(
-                "open_channel: several threads cannot use this MPI, expected thread level "
-                f"{MPI.THREAD_MULTIPLE} (multiple), got {MPI.Query_thread()}"
-            )
         self.endpoint = Endpoint(comm)
         self.status: MPI.Status | None = None  # two threads look at messages
         self._mpi = self.endpoint.mpi

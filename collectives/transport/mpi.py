@@ -124,6 +124,7 @@ class MpiTransport(Transport):
 
     def open_mailbox(self) -> MpiMailbox:
         """Make a mailbox over MPI for the same ranks."""
+        self.check_threads("open_channel")  # a service has a thread of its own
         return MpiMailbox(self.mpi)
 
     def close(self) -> None:
