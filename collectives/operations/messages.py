@@ -8,6 +8,7 @@ and the call has been described.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from collectives.operations import compare
 from collectives.operations.call import Call
 
 __all__ = [
+    "Reduction",
     "allreduce",
     "allreduce_compared",
     "barrier",
@@ -30,23 +32,34 @@ __all__ = [
 ]
 
 
-def allreduce(
-    call: Call, send: Array, out: Array, *, op: Op, algorithm: str, codec: Codec | None = None
-) -> None:
+class Reduction(NamedTuple):
+    """How arrays are reduced.
+
+    Attributes:
+        op: how to combine.
+        algorithm: which is asked for.
+        codec: packs what travels; None if it travels as it is.
+    """
+
+    op: Op
+    algorithm: str = "auto"
+    codec: Codec | None = None
+
+
+def allreduce(call: Call, send: Array, out: Array, how: Reduction) -> None:
     """Reduce `send` over all ranks into `out`, which may be `send`."""
-    if codec is not None:
+    if how.codec is not None:
         call.agree()
-    elif (buffer := _carried(call, send, op, algorithm)) is not None:
+    elif (buffer := _carried(call, send, how)) is not None:
         host.store(buffer, out)
         return
-    allreduce_compared(call, send, out, op=op, algorithm=algorithm, codec=codec)
+    allreduce_compared(call, send, out, how)
 
 
-def allreduce_compared(
-    call: Call, send: Array, out: Array, *, op: Op, algorithm: str, codec: Codec | None = None
-) -> None:
+def allreduce_compared(call: Call, send: Array, out: Array, how: Reduction) -> None:
     """As `allreduce`, of what the ranks have agreed on, or of a slice of it."""
     group, levels = call.group, None
+    op, algorithm, codec = how
     divisor = group.size if op is MEAN else 1
     if codec is not None and group.layout.is_hierarchical and algorithm in ("auto", "hierarchical"):
         algorithm, levels = "hierarchical", compressed.between_nodes(group.levels, codec)
@@ -68,26 +81,25 @@ def allreduce_compared(
     host.store(buffer, out)
 
 
-def reduce(
-    call: Call, send: Array, out: Array | None, *, op: Op, root: int, algorithm: str
-) -> None:
+def reduce(call: Call, send: Array, out: Array | None, how: Reduction, root: int) -> None:
     """Reduce `send` over all ranks into the root's `out`, which is not used elsewhere."""
     out = out if call.group.rank == root else None
-    if (buffer := _carried(call, send, op, algorithm)) is None:
-        buffer = _contribution(call, send, out, op)
-        call.algorithm("reduce", algorithm, send.nbytes)(buffer, op, root, call.deadline)
+    if (buffer := _carried(call, send, how)) is None:
+        buffer = _contribution(call, send, out, how.op)
+        run = call.algorithm("reduce", how.algorithm, send.nbytes)
+        run(buffer, how.op, root, call.deadline)
     if out is not None:
         host.store(buffer, out)
 
 
 def reduce_scatter(
-    call: Call, send: Array, out: Array, *, bounds: Sequence[int], op: Op, algorithm: str
+    call: Call, send: Array, out: Array, how: Reduction, bounds: Sequence[int]
 ) -> None:
     """Reduce `send` over all ranks, of which this one takes chunk `rank` into `out`."""
-    if (buffer := _carried(call, send, op, algorithm)) is None:
-        buffer = _contribution(call, send, None, op)
-        run = call.algorithm("reduce_scatter", algorithm, send.nbytes)
-        run(buffer, bounds, op, call.deadline)
+    if (buffer := _carried(call, send, how)) is None:
+        buffer = _contribution(call, send, None, how.op)
+        run = call.algorithm("reduce_scatter", how.algorithm, send.nbytes)
+        run(buffer, bounds, how.op, call.deadline)
     host.store(buffer[bounds[call.group.rank] : bounds[call.group.rank + 1]], out)
 
 
@@ -122,10 +134,10 @@ def barrier(call: Call, send: None = None, out: None = None, *, algorithm: str) 
     call.algorithm("barrier", algorithm, 0)(call.deadline)
 
 
-def _carried(call: Call, send: Array, op: Op, algorithm: str) -> Array | None:
+def _carried(call: Call, send: Array, how: Reduction) -> Array | None:
     """Compare the call, and reduce `send` on the way, in the dtype of sums, if it is so small."""
-    if call.carries(algorithm, send.size * reduction.work_dtype(send.dtype).itemsize):
-        return call.carry(_contribution(call, send, None, op), reduction.combine(op))
+    if call.carries(how.algorithm, send.size * reduction.work_dtype(send.dtype).itemsize):
+        return call.carry(_contribution(call, send, None, how.op), reduction.combine(how.op))
     call.agree()
     return None
 

@@ -26,13 +26,14 @@ from collectives.arrays import foreign, reduction, staging
 from collectives.arrays.device import DeviceBuffer
 from collectives.arrays.foreign import Resident
 from collectives.arrays.host import Array
-from collectives.arrays.reduction import MEAN, SUM, Op
+from collectives.arrays.reduction import MEAN, SUM
 from collectives.compression import Codec
 from collectives.kernels import cuda
 from collectives.operations import messages, shared
 from collectives.operations import plan as plans
 from collectives.operations.call import Call
 from collectives.operations.group import Group
+from collectives.operations.messages import Reduction
 
 __all__ = ["BorrowedOnDevice", "OnDevices"]
 
@@ -113,18 +114,16 @@ class OnDevices:
         """Tell whether messages are made of device memory."""
         return self.aware and algorithm not in ("node", "native")
 
-    def allreduce(
-        self, call: Call, there: BorrowedOnDevice, op: Op, algorithm: str, codec: Codec | None
-    ) -> None:
+    def allreduce(self, call: Call, there: BorrowedOnDevice, how: Reduction) -> None:
         """Reduce a lent array over all ranks; the call has been described."""
         call.agree()
-        if codec is not None and (packed := self._pack(call, there, op, algorithm, codec)):
-            self._allreduce_packed(call, packed, op, algorithm, codec)
+        if how.codec is not None and (packed := self._pack(call, there, how, how.codec)):
+            self._allreduce_packed(call, packed, how, how.codec)
             cuda.widen(packed, there.target)
-        elif codec is None and self.goes_to_mpi(algorithm):
-            self._allreduce_there(call, there, op, algorithm)
+        elif how.codec is None and self.goes_to_mpi(how.algorithm):
+            self._allreduce_there(call, there, how)
         else:
-            self._allreduce_staged(call, there.source, there.target, op, algorithm, codec)
+            self._allreduce_staged(call, there.source, there.target, how)
 
     def broadcast(self, call: Call, there: BorrowedOnDevice, root: int, algorithm: str) -> None:
         """Replace the target by the root's source; the call has been described."""
@@ -150,7 +149,7 @@ class OnDevices:
             self._windows.release()
             self._windows = None
 
-    def _allreduce_there(self, call: Call, there: BorrowedOnDevice, op: Op, algorithm: str) -> None:
+    def _allreduce_there(self, call: Call, there: BorrowedOnDevice, how: Reduction) -> None:
         """Reduce by messages of device memory."""
         work_dtype = reduction.work_dtype(there.dtype)
         buffer = there.target
@@ -159,38 +158,37 @@ class OnDevices:
             cuda.widen(there.source, buffer)
         elif there.target is not there.source:
             buffer.copy_from(there.source)
-        if op is MEAN:
+        if how.op is MEAN:
             buffer.divide(self._group.size)
         levels = self._group.levels_by_messages  # also inside a node
-        run = call.algorithm("allreduce", algorithm, buffer.nbytes, levels)
-        run(buffer, op, call.deadline)
+        run = call.algorithm("allreduce", how.algorithm, buffer.nbytes, levels)
+        run(buffer, how.op, call.deadline)
         if buffer is not there.target:
             there.target.copy_from(cuda.narrow(buffer, there.dtype))
 
     def _allreduce_staged(
-        self, call: Call, source: DeviceBuffer, target: DeviceBuffer, op: Op, algorithm: str,
-        codec: Codec | None,
-    ) -> None:  # fmt: skip
+        self, call: Call, source: DeviceBuffer, target: DeviceBuffer, how: Reduction
+    ) -> None:
         """Reduce slice by slice on the host."""
 
         def work(part: Array, number: int) -> None:
-            if engine := call.engine_for(algorithm):
-                call.drive(engine.plan_allreduce(part, part, op, call.digest))
+            if engine := call.engine_for(how.algorithm):
+                call.drive(engine.plan_allreduce(part, part, how.op, call.digest))
             else:
-                own = _of_slice(codec, number)
-                messages.allreduce_compared(call, part, part, op=op, algorithm=algorithm, codec=own)
+                own = how._replace(codec=_of_slice(how.codec, number))
+                messages.allreduce_compared(call, part, part, own)
 
         self._pass(call, source, target, work, source)
 
     def _pack(
-        self, call: Call, there: BorrowedOnDevice, op: Op, algorithm: str, codec: Codec
+        self, call: Call, there: BorrowedOnDevice, how: Reduction, codec: Codec
     ) -> DeviceBuffer | None:
         """Round a contribution to 16 bits on the device, where these go all the way."""
-        engine = call.engine_for(algorithm)
+        engine = call.engine_for(how.algorithm)
         if engine is not None and codec.residuals is not None:
             return None  # nothing would keep the errors of the results
-        by_levels = self._group.layout.is_hierarchical and algorithm in ("auto", "hierarchical")
-        if engine is None and by_levels:
+        in_levels = how.algorithm in ("auto", "hierarchical")
+        if engine is None and in_levels and self._group.layout.is_hierarchical:
             return None  # only the network carries 16 bits
         residual = None
         if codec.residuals is not None:
@@ -198,18 +196,18 @@ class OnDevices:
                 codec.name, "contribution on a device", there.source.size, there.dtype,
                 make=lambda count, dtype: _zeros(there.source, count),
             )  # fmt: skip
-        divisor = self._group.size if op is MEAN else 1
+        divisor = self._group.size if how.op is MEAN else 1
         return cuda.narrow(there.source, codec.dtype, divisor=divisor, residual=residual)
 
     def _allreduce_packed(
-        self, call: Call, packed: DeviceBuffer, op: Op, algorithm: str, codec: Codec
+        self, call: Call, packed: DeviceBuffer, how: Reduction, codec: Codec
     ) -> None:
         """Reduce what is packed, slice by slice on the host, in place."""
-        kind = SUM if op is MEAN else op  # what is packed has been divided
+        kind = SUM if how.op is MEAN else how.op  # what is packed has been divided
         ranks = self._group.transport
 
         def work(part: Array, number: int) -> None:
-            if engine := call.engine_for(algorithm):
+            if engine := call.engine_for(how.algorithm):
                 call.drive(engine.plan_allreduce(part, part, kind, call.digest))
             else:
                 own = _of_slice(codec, number)

@@ -25,13 +25,12 @@ from typing import Any, Generic
 import numpy as np
 
 from collectives.arrays.host import Array, address
-from collectives.arrays.reduction import Op
-from collectives.compression import Codec
 from collectives.errors import MismatchError
 from collectives.node.engine import Rows, Work
 from collectives.operations import compare, messages
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
+from collectives.operations.messages import Reduction
 from collectives.operations.signatures import A
 
 __all__ = [
@@ -265,22 +264,14 @@ class MessagePlan:
             self._move(call, send, out)
 
 
-def allreduce(
-    call: Call,
-    send: Array,
-    out: Array,
-    op: Op,
-    algorithm: str = "auto",
-    codec: Codec | None = None,
-) -> NodePlan | MessagePlan:
+def allreduce(call: Call, send: Array, out: Array, how: Reduction) -> NodePlan | MessagePlan:
     """Plan the all-reduce of flat arrays that a call has described."""
-    engine = call.engine_for(algorithm)
+    engine = call.engine_for(how.algorithm)
     if engine is None:
-        move = partial(messages.allreduce, op=op, algorithm=algorithm, codec=codec)
-        return MessagePlan(call, move)
+        return MessagePlan(call, partial(messages.allreduce, how=how))
     if place := engine.shared.place_of(send, out):  # which is reduced by another kernel
         call.add(memory=f"shared array {place.number} + {place.offset} bytes")
-    return NodePlan(call, engine.plan_allreduce(send, out, op, call.digest))
+    return NodePlan(call, engine.plan_allreduce(send, out, how.op, call.digest))
 
 
 def broadcast(

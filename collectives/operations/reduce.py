@@ -21,6 +21,7 @@ from collectives.operations import messages
 from collectives.operations import plan as plans
 from collectives.operations.call import enter
 from collectives.operations.group import Group
+from collectives.operations.messages import Reduction
 from collectives.operations.on_devices import OnDevices
 from collectives.operations.plan import MessagePlan, NodePlan, Plan
 from collectives.operations.signatures import A, Compressing, Detachable, Numbers, Reducing, Unpack
@@ -104,16 +105,17 @@ def allreduce(
         codec = compression.codec(array.dtype, op, network=group.num_nodes > 1, name=name)
         if codec is not None:
             codec.claim(math.prod(array.shape), array.dtype)
+        how = Reduction(op, algorithm, codec)
         memory = {} if isinstance(loan, Borrowed) else {"memory": "device"}
         call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, compression=compression, **memory,
             algorithm=algorithm,
         )  # fmt: skip
         if not isinstance(loan, Borrowed):
-            on_devices.allreduce(call, loan, op, algorithm, codec)
+            on_devices.allreduce(call, loan, how)
             return loan.finish()
         send, flat, result = _memory(loan)
-        plan = plans.allreduce(call, send, flat, op, algorithm, codec)  # step 5
+        plan = plans.allreduce(call, send, flat, how)  # step 5
         plan.first(call, send, flat)  # step 6
         if plain:
             plans.keep(group, key, x, result, plan)  # step 7
@@ -175,8 +177,8 @@ def reduce(
         if engine := call.engine_for(algorithm):
             plan = NodePlan(call, engine.plan_reduce(send, target, op, root, call.digest))
         else:
-            move = partial(messages.reduce, op=op, root=root, algorithm=algorithm)
-            plan = MessagePlan(call, move)
+            how = Reduction(op, algorithm)
+            plan = MessagePlan(call, partial(messages.reduce, how=how, root=root))
         plan.first(call, send, target)  # step 6
         plans.keep(group, key, x, result if own else x, plan)  # step 7
     return None if target is None else loan.give_back(host.store(flat, result))
@@ -235,7 +237,8 @@ def reduce_scatter(
             before = bounds[group.rank] * array.itemsize  # the kernel counts from the whole's begin
             plan = NodePlan(call, work, result.shape, before)
         else:
-            move = partial(messages.reduce_scatter, bounds=bounds, op=op, algorithm=algorithm)
+            how = Reduction(op, algorithm)
+            move = partial(messages.reduce_scatter, how=how, bounds=bounds)
             plan = MessagePlan(call, move, result.shape)
         plan.first(call, send, result.reshape(-1))  # step 6
         plans.keep(group, key, x, None, plan)  # step 7
@@ -279,7 +282,7 @@ def plan_allreduce(group: Group, x: A, *, op: Op = MEAN, timeout: float | None =
         call.agree()
         flat = array.reshape(-1)
         call.add(operation=plans.PLANNED)
-        return Plan(x, flat, plans.allreduce(call, flat, flat, op), timeout)
+        return Plan(x, flat, plans.allreduce(call, flat, flat, Reduction(op)), timeout)
 
 
 def _memory(loan: Borrowed) -> tuple[Array, Array, Array]:
