@@ -1,1 +1,11 @@
-"""Schedules that move and reduce flat host buffers; each module offers what it is good at."""
+"""Who sends what to whom: one module for each schedule, each with its seconds beside its steps.
+
+They all take the same things:
+
+    transport   the ranks; `levels` where the stages in and between nodes are done in their own ways
+    buffer      shape (n,), contiguous, changed in place; the same n on all ranks. What is reduced
+                has been prepared by `reduction.prepare`
+    bounds      P + 1 offsets; chunk `c` is `buffer[bounds[c]:bounds[c + 1]]`
+    op          how to combine
+    deadline    the limit of every wait
+"""

@@ -69,7 +69,7 @@ _WAITING = 1.13
 
 
 def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: Deadline) -> None:
-    """Replace `buffer` by the reduction over all ranks, in place; arguments as `ring.allreduce`."""
+    """Replace `buffer` by the reduction over all ranks, in place."""
     if buffer.nbytes <= DOUBLING_BYTES:
         double(transport, buffer, reduction.combine(op), deadline)
         return
@@ -105,7 +105,7 @@ def reduce_scatter(
     op: reduction.Op,
     deadline: Deadline,
 ) -> None:
-    """Reduce so that this rank's chunk of `buffer` is complete; as `ring.reduce_scatter`."""
+    """Reduce so that this rank's chunk of `buffer` is complete; the others hold partial results."""
     combine = reduction.combine(op)
     steps = list(topology.halving_reduce_scatter(transport.rank, transport.size))
     largest = max(
@@ -133,7 +133,7 @@ def reduce_scatter_seconds(nbytes: float, layout: Layout) -> float:
 def allgather(
     transport: Transport, buffer: Array, bounds: Sequence[int], deadline: Deadline
 ) -> None:
-    """Fill `buffer` with every rank's own chunk, in place; as `ring.allgather`."""
+    """Fill `buffer` with every rank's own chunk, in place."""
     sends: list[Message] = []
     for step in topology.doubling_allgather(transport.rank, transport.size):
         into = _run(buffer, bounds, step.receive, step.chunks)
@@ -167,11 +167,7 @@ def double(
 ) -> None:
     """Exchange whole buffers with a partner at twice the distance in every round.
 
-    Args:
-        transport: the ranks.
-        buffer: shape (n,), contiguous; the same n on all ranks.
-        combine: changes its first argument, a buffer, by another rank's.
-        deadline: the limit of every wait.
+    `combine` changes its first argument, a buffer, by another rank's.
     """
     part = topology.doubling(transport.rank, transport.size)
     if part.proxy is not None:

@@ -109,7 +109,7 @@ def levels(transport: Transport, leaders: Sequence[int]) -> Levels:
 
 
 def allreduce(levels: Levels, buffer: Array, op: Op, deadline: Deadline) -> None:
-    """Replace `buffer` by the reduction over all ranks of all nodes; as `ring.allreduce`."""
+    """Replace `buffer` by the reduction over all ranks of all nodes, in place."""
     bounds = _bounds(levels, buffer)
     levels.reduce_scatter(buffer, bounds, op, deadline)
     own = buffer[bounds[levels.node.rank] : bounds[levels.node.rank + 1]]
@@ -162,11 +162,7 @@ def double(
 ) -> None:
     """Combine small buffers, in a way that no op describes: one rank per node speaks for it.
 
-    Args:
-        levels: the ranks and how each stage is done.
-        buffer: shape (n,), contiguous; the same n on all ranks.
-        combine: changes its first argument, a buffer, by that of ranks with higher numbers.
-        deadline: the limit of every wait.
+    `combine` changes its first argument, a buffer, by that of ranks with higher numbers.
     """
     bounds = range(0, (levels.node.size + 1) * buffer.size, buffer.size)
     all_of_node = np.empty(bounds[-1], buffer.dtype)

@@ -69,14 +69,7 @@ SLICE_BYTES = 1 << 18
 
 
 def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: Deadline) -> None:
-    """Replace `buffer` by the reduction over all ranks, in place.
-
-    Args:
-        transport: the ranks.
-        buffer: shape (n,), contiguous, prepared by `reduction.prepare`; the same n on all ranks.
-        op: how to combine.
-        deadline: the limit of every wait.
-    """
+    """Replace `buffer` by the reduction over all ranks, in place."""
     bounds = topology.chunk_bounds(buffer.size, transport.size)
     reduce_scatter(transport, buffer, bounds, op, deadline)
     allgather(transport, buffer, bounds, deadline)
@@ -94,15 +87,7 @@ def reduce_scatter(
     op: reduction.Op,
     deadline: Deadline,
 ) -> None:
-    """Reduce so that this rank's chunk of `buffer` is complete; the others hold partial results.
-
-    Args:
-        transport: the ranks.
-        buffer: shape (n,), contiguous; the same n on all ranks.
-        bounds: P + 1 offsets; chunk `c` is `buffer[bounds[c]:bounds[c + 1]]`.
-        op: how to combine.
-        deadline: the limit of every wait.
-    """
+    """Reduce so that this rank's chunk of `buffer` is complete; the others hold partial results."""
     steps = list(topology.ring_reduce_scatter(transport.rank, transport.size))
     _circulate(transport, buffer, bounds, steps, deadline, reduction.combine(op))
 
@@ -115,7 +100,7 @@ def reduce_scatter_seconds(nbytes: float, layout: Layout) -> float:
 def allgather(
     transport: Transport, buffer: Array, bounds: Sequence[int], deadline: Deadline
 ) -> None:
-    """Fill `buffer` with every rank's own chunk, in place; arguments as `reduce_scatter`."""
+    """Fill `buffer` with every rank's own chunk, in place."""
     steps = list(topology.ring_allgather(transport.rank, transport.size))
     _circulate(transport, buffer, bounds, steps, deadline, None)
 
