@@ -67,7 +67,8 @@ class Communicator(Group):
     After a `CollectiveTimeout` or a `PeerFailure` messages may still be under way, so every later
     call raises `CollectiveError` at once.
 
-    `init`, `split` and `group` make them; arguments as `collectives.operations.group.Group`.
+    `rank`, `size`, `local_rank`, `local_size`, `node_rank` and `num_nodes` say where this process
+    stands; these attributes, and the arguments, are those of `collectives.operations.group.Group`.
     """
 
     def __repr__(self) -> str:

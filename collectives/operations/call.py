@@ -1,8 +1,10 @@
 """One call of one operation: its limit, its check, and what its failure means for later calls.
 
-    enter       number the call, begin the wait's limit, make the node engine in the first one
-    describe    what must be equal on all ranks, once the arguments have been looked at
-    compare     by `agree`, `carry` or `agree_on_rows`, or as the ranks meet in the engine (`met`)
+    enter       step 2 of docs/how-a-call-goes.md: number the call, begin the wait's limit, make the
+                node engine in the first one
+    describe    step 4: what must be equal on all ranks, once the arguments have been looked at
+    compare     step 6: by `agree`, `carry` or `agree_on_rows`, or as the ranks meet in the engine
+                (`met`)
     refuse      where this rank's arguments are wrong: the others are told, and none goes on
     end         record it; after any other error the group is unusable
 

@@ -15,6 +15,7 @@ from collectives.algorithms.selection import Layout
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailure
 from collectives.node import engine
 from collectives.operations import recorder, status
+from collectives.operations.recorder import NO_FIELDS, Record
 from collectives.transport import liveness
 from collectives.transport.transport import Deadline, Transport
 
@@ -29,8 +30,6 @@ _SAMPLE_EVERY = 64
 # short limit of operations says nothing about how long the other ranks' programs go on.
 _LEAST_EXIT_SECONDS = 60.0
 
-_NO_FIELDS: Mapping[str, object] = {}
-
 T = TypeVar("T")
 
 
@@ -44,7 +43,12 @@ class Group:
         name: in flight records.
 
     Attributes:
-        nodes: where this rank stands among the nodes.
+        rank: number of this process in the group, `0 .. size - 1`.
+        size: number of processes in the group.
+        local_rank: number of this process among those of its node.
+        local_size: number of the group's processes on this node.
+        node_rank: number of this node, in the order of the nodes' lowest ranks.
+        num_nodes: number of nodes that the group spans.
         layout: what "auto" goes by.
         levels_by_messages: the stages in and between nodes, all of them by messages.
         levels: the same, in shared memory inside this rank's node where the ranks meet there.
@@ -64,13 +68,15 @@ class Group:
         name: str = "world",
     ) -> None:
         self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
         self.leaders = list(leaders)
-        self.nodes = topology.nodes(self.leaders, transport.rank)
+        nodes = topology.nodes(self.leaders, self.rank)
+        self.local_rank, self.local_size, self.node_rank, self.num_nodes = nodes
         self.settings = configuration or settings.from_environment()
         self.recorder = recorder.Recorder(name, transport.rank, transport.size)
         self.status: status.Board | None = None
         machine = self.settings.links.machine
-        self.layout = Layout(transport.size, self.nodes.num_nodes, machine)
+        self.layout = Layout(self.size, self.num_nodes, machine)
         self.levels_by_messages = hierarchical.levels(transport, self.leaders)
         self.levels = self.levels_by_messages
         self.node_engine: engine.Engine | None = None
@@ -80,36 +86,6 @@ class Group:
         self.unusable: str | None = None
         self._met = False  # whether the ranks of a node have tried to make an engine
         self._kept: dict[Callable[..., Any], Any] = {}
-
-    @property
-    def rank(self) -> int:
-        """Number of this process in the group, `0 .. size - 1`."""
-        return self.transport.rank
-
-    @property
-    def size(self) -> int:
-        """Number of processes in the group."""
-        return self.transport.size
-
-    @property
-    def local_rank(self) -> int:
-        """Number of this process among those of its node."""
-        return self.nodes.local_rank
-
-    @property
-    def local_size(self) -> int:
-        """Number of the group's processes on this node."""
-        return self.nodes.local_size
-
-    @property
-    def node_rank(self) -> int:
-        """Number of this node, in the order of the nodes' lowest ranks."""
-        return self.nodes.node_rank
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes that the group spans."""
-        return self.nodes.num_nodes
 
     def kept(self, make: Callable[[Group], T]) -> T:
         """Return what an operation keeps between its calls, made when it is first asked for."""
@@ -122,7 +98,7 @@ class Group:
         limit = self.settings.timeout if timeout is None else timeout
         return Deadline(operation, limit, self.settings.stall_warning, self._missing)
 
-    def begin(self, operation: str, fields: Mapping[str, object] = _NO_FIELDS) -> recorder.Record:
+    def begin(self, operation: str, fields: Mapping[str, object] = NO_FIELDS) -> Record:
         """Record that an operation begins, where other ranks of the node can see it."""
         # This method, its caller, and that one's: a look at each would cost 0.2 us.
         record = self.recorder.begin(self.number, operation, fields, ours=3)
@@ -130,7 +106,7 @@ class Group:
             self.status.enter(record)
         return record
 
-    def end(self, record: recorder.Record, error: BaseException | None) -> None:
+    def end(self, record: Record, error: BaseException | None) -> None:
         """Record that it ends; write all records to a file if a rank was missing or dead."""
         record.end(error)
         if self.status is not None:

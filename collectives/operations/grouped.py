@@ -167,21 +167,21 @@ def grouped_allreduce(
     Cost: two copies of all arrays beside the reduction, in shared memory through the cache; memory
         for one list of results is kept.
     """
-    with enter(group, "grouped_allreduce", timeout) as call:
+    with enter(group, "grouped_allreduce", timeout) as call:  # step 2 of docs/how-a-call-goes.md
         compression = chosen(compression, call.operation)
-        loans = [_lent(x, call.operation) for x in xs]
+        loans = [_lent(x, call.operation) for x in xs]  # step 3
         hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
         kinds = tuple([(array.shape, array.dtype) for array in hosts])
         key = op, str(compression), kinds
         groupings = group.kept(Groupings)
         known = groupings.known.get(key)
         if known is None:
-            known = _new(kinds, op, compression, call)
+            known = _new(kinds, op, compression, call)  # step 4
             call.agree()
             if call.engine is not None:
                 known.facts["planned"] = True  # what is driven below is not what was agreed by
                 call.describe(**known.facts)
-                known.work.extend(groupings.plan(call, call.engine, known.stages, op))
+                known.work.extend(groupings.plan(call, call.engine, known.stages, op))  # step 5
         else:
             call.describe(**known.facts)
             if call.engine is None or not known.stages:
@@ -191,9 +191,9 @@ def grouped_allreduce(
         if engine is not None:
             for stage, (shared, work) in zip(known.stages, known.work, strict=True):
                 _pack(stage, hosts, shared)
-                call.drive(work)
+                call.drive(work)  # step 6
                 _part(stage, results)[...] = shared
-        groupings.made(key, known)
+        groupings.made(key, known)  # step 7
     if engine is None:
         for stage in known.stages:
             part = _part(stage, results)

@@ -29,6 +29,9 @@ class JoinPlan:
         call: that makes it, and has been described.
         engine: where the ranks meet.
         array: shape (n, ...).
+
+    Attributes:
+        rows: how many each rank has brought in the last call.
     """
 
     by_messages = False
@@ -43,7 +46,7 @@ class JoinPlan:
         self._addresses = address(self._own), address(self._everyones)
         self._tell = NodePlan(call, engine.plan_publish(each, table, call.digest, each))
         self._move = self._tell  # for rows of all ranks that are not known yet
-        self._rows: list[int] = []
+        self.rows: list[int] = []
 
     def first(self, call: Call, flat: Array) -> Array:
         """Carry out the call that has made the plan."""
@@ -72,7 +75,7 @@ class JoinPlan:
     def _joined(self) -> Array:
         """Plan the move of what each rank has said it brings, and make room for all of it."""
         rows = self._everyones.tolist()
-        if rows != self._rows:
+        if rows != self.rows:
             bounds = [0, *(self._row_bytes * n for n in itertools.accumulate(rows))]
             table = [
                 (rank, 0, stop - start, start)
@@ -81,7 +84,7 @@ class JoinPlan:
             ]
             own = int(self._own[0]) * self._row_bytes
             self._move = self._tell.like(own, table, max(rows) * self._row_bytes)
-            self._rows = rows
+            self.rows = rows
         return np.empty((sum(rows), *self._row), self._dtype)
 
 
@@ -95,20 +98,33 @@ def gather(
         result: Array | None = run(own, counts, root, call.deadline)
         return result
     joined = np.empty(sum(counts), own.dtype) if call.group.rank == root else None
-    _publish(call, engine, own, [] if joined is None else _parts(joined, counts), counts)
+    wanted = [] if joined is None else _parts(joined, counts)
+    longest = max(counts) * own.itemsize
+    call.met(engine.publish(own, wanted, call.digest, call.deadline, longest))
     return joined
 
 
-def allgather(call: Call, own: Array, counts: Sequence[int], algorithm: str = "auto") -> Array:
-    """Join the ranks' arrays on all ranks; the counts have been agreed on."""
-    joined = np.empty(sum(counts), own.dtype)
+def allgather(
+    call: Call, array: Array, algorithm: str = "auto"
+) -> tuple[Array, list[int], JoinPlan | None]:
+    """Join the ranks' arrays, shape (n, ...), on all ranks, in a call that has been described.
+
+    Returns:
+        The rows of all ranks, how many each has brought, and in the engine the plan for later.
+    """
+    own = array.reshape(-1)
     if engine := call.engine_for(algorithm):
-        _publish(call, engine, own, _parts(joined, counts), counts)
-        return joined
-    bounds = [0, *itertools.accumulate(counts)]
-    joined[bounds[call.group.rank] : bounds[call.group.rank + 1]] = own
-    call.algorithm("allgather", algorithm, joined.nbytes)(joined, bounds, call.deadline)
-    return joined
+        plan = JoinPlan(call, engine, array)  # step 5
+        joined = plan.first(call, own)  # step 6
+        return joined, plan.rows, plan
+    rows = call.agree_on_rows(len(array))  # step 6
+    width = math.prod(array.shape[1:])
+    bounds = [0, *(width * n for n in itertools.accumulate(rows))]
+    joined = np.empty((sum(rows), *array.shape[1:]), array.dtype)
+    flat = joined.reshape(-1)
+    flat[bounds[call.group.rank] : bounds[call.group.rank + 1]] = own
+    call.algorithm("allgather", algorithm, joined.nbytes)(flat, bounds, call.deadline)
+    return joined, rows, None
 
 
 def scatter(
@@ -172,16 +188,7 @@ def alltoall(
     return joined, int(facts[:, 1].sum())
 
 
-_Parts = list[tuple[int, int, Array]]
-
-
-def _publish(call: Call, engine: Engine, own: Array, wanted: _Parts, counts: Sequence[int]) -> None:
-    """Publish this rank's array, and take what is wanted of the others'."""
-    longest = max(counts) * own.itemsize
-    call.met(engine.publish(own, wanted, call.digest, call.deadline, longest))
-
-
-def _parts(joined: Array, counts: Sequence[int]) -> _Parts:
+def _parts(joined: Array, counts: Sequence[int]) -> list[tuple[int, int, Array]]:
     """Say which rank's bytes go where in the joined array."""
     bounds = itertools.pairwise([0, *itertools.accumulate(counts)])
     return [(rank, 0, joined[start:stop]) for rank, (start, stop) in enumerate(bounds)]

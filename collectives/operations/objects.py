@@ -44,9 +44,8 @@ def allgather_object(group: Group, obj: T, *, timeout: float | None = None) -> l
     """
     with enter(group, "allgather_object", timeout) as call:
         data = _pickled(obj)
-        call.describe()
-        lengths = call.agree_on_rows(data.size)
-        joined = joins.allgather(call, data, lengths)
+        call.describe()  # step 4 of docs/how-a-call-goes.md
+        joined, lengths, _ = joins.allgather(call, data)
     parts = zip(itertools.accumulate(lengths), lengths, strict=True)
     return [pickle.loads(joined[end - length : end].data) for end, length in parts]
 

@@ -116,7 +116,7 @@ class OnDevices:
 
     def allreduce(self, call: Call, there: BorrowedOnDevice, how: Reduction) -> None:
         """Reduce a lent array over all ranks; the call has been described."""
-        call.agree()
+        call.agree()  # step 6 of docs/how-a-call-goes.md
         if how.codec is not None and (packed := self._pack(call, there, how, how.codec)):
             self._allreduce_packed(call, packed, how, how.codec)
             cuda.widen(packed, there.target)
@@ -127,7 +127,7 @@ class OnDevices:
 
     def broadcast(self, call: Call, there: BorrowedOnDevice, root: int, algorithm: str) -> None:
         """Replace the target by the root's source; the call has been described."""
-        call.agree()
+        call.agree()  # step 6
         is_root = self._group.rank == root
         if is_root and there.target is not there.source:
             there.target.copy_from(there.source)

@@ -30,6 +30,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 __all__ = [
+    "NO_FIELDS",
     "Origin",
     "Record",
     "Recorder",
@@ -143,7 +144,7 @@ def _caller(ours: int) -> tuple[CodeType, int]:
     return frame.f_code, frame.f_lasti
 
 
-_NO_FIELDS: Mapping[str, object] = {}
+NO_FIELDS: Mapping[str, object] = {}
 
 
 class Record:
@@ -157,7 +158,7 @@ class Record:
     began: float
 
     def __init__(self) -> None:
-        self.fields = _NO_FIELDS
+        self.fields = NO_FIELDS
         self.ended: float | None = None
         self.state = "not begun"
 
@@ -217,7 +218,7 @@ class Recorder:
         self,
         number: int,
         operation: str,
-        fields: Mapping[str, object] = _NO_FIELDS,
+        fields: Mapping[str, object] = NO_FIELDS,
         ours: int = 0,
     ) -> Record:
         """Note that an operation begins.

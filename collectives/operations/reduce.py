@@ -225,6 +225,7 @@ def reduce_scatter(
         reduction.check(op, array.dtype, operation=call.operation)
         if array.ndim == 0:
             raise ValueError("reduce_scatter: a scalar has no rows, expected shape (n, ...)")
+        # Step 4.
         call.describe(op=op.value, dtype=array.dtype, shape=array.shape, algorithm=algorithm)
         rows = topology.chunk_bounds(array.shape[0], group.size)
         own = rows[group.rank + 1] - rows[group.rank]
@@ -267,7 +268,7 @@ def plan_allreduce(group: Group, x: A, *, op: Op = MEAN, timeout: float | None =
         >>> average().tolist() == [(comm.size - 1) / 2] * 4
         True
     """
-    with enter(group, "plan_allreduce", timeout) as call:
+    with enter(group, "plan_allreduce", timeout) as call:  # step 2
         like = host.borrow(x, operation=call.operation).host
         reduction.check(op, like.dtype, operation=call.operation)
         array, _ = host.borrow_out(x, like.shape, like.dtype, operation=call.operation)
@@ -278,11 +279,11 @@ def plan_allreduce(group: Group, x: A, *, op: Op = MEAN, timeout: float | None =
             )
         if not array.flags.c_contiguous:
             raise ValueError("plan_allreduce: the array is not contiguous")
-        call.describe(op=op.value, dtype=array.dtype, shape=array.shape)
+        call.describe(op=op.value, dtype=array.dtype, shape=array.shape)  # step 4
         call.agree()
         flat = array.reshape(-1)
         call.add(operation=plans.PLANNED)
-        return Plan(x, flat, plans.allreduce(call, flat, flat, Reduction(op)), timeout)
+        return Plan(x, flat, plans.allreduce(call, flat, flat, Reduction(op)), timeout)  # step 5
 
 
 def _memory(loan: Borrowed) -> tuple[Array, Array, Array]:

@@ -24,7 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from collectives.arrays import streams
 from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError
@@ -48,10 +48,6 @@ _NAMES = 10
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class _Closes(Protocol):
-    def close(self) -> None: ...
 
 
 class _Job:
@@ -174,9 +170,9 @@ class Progress:
             that makes it. *Collective.*
     """
 
-    def __init__(self, duplicate: Callable[[], _Closes]) -> None:
+    def __init__(self, duplicate: Callable[[], Group]) -> None:
         self._duplicate = duplicate
-        self._private: _Closes | None = None
+        self._private: Group | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._starting = threading.Lock()
@@ -252,7 +248,7 @@ class Progress:
         self._thread.start()
         _started.add(self)
 
-    def _work(self, private: _Closes) -> None:
+    def _work(self, private: Group) -> None:
         this_thread.stop = self._stop
         while True:
             with self._changed:
@@ -267,7 +263,7 @@ class Progress:
                 self._changed.notify_all()
             del job  # it holds the result, perhaps the last one for a long time
 
-    def _carry_out(self, job: _Job, private: _Closes) -> None:
+    def _carry_out(self, job: _Job, private: Group) -> None:
         run, job.run = job.run, None
         if self._failed is not None:
             job.fail(CollectiveError(f"{job}: not carried out, since {self._failed}"))

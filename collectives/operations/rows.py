@@ -1,4 +1,7 @@
-"""Rows of arrays, joined and shared: `gather`, `allgather`, `scatter`, `alltoall`."""
+"""Rows of arrays, joined and shared: `gather`, `allgather`, `scatter`, `alltoall`.
+
+The steps are those of `docs/how-a-call-goes.md`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from collectives.operations import joins, objects
 from collectives.operations import plan as plans
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
-from collectives.operations.joins import JoinPlan
 from collectives.operations.signatures import (
     A,
     Detachable,
@@ -100,17 +102,10 @@ def allgather(
     with enter(group, "allgather", timeout) as call:  # step 2
         loan = host.borrow(x, operation="allgather")  # step 3
         array = np.atleast_1d(loan.host)
-        row = array.shape[1:]
-        call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4
-        if engine := call.engine_for(algorithm):
-            plan = JoinPlan(call, engine, array)  # step 5
-            joined = plan.first(call, host.flat(array))  # step 6
+        call.describe(dtype=array.dtype, row=array.shape[1:], algorithm=algorithm)  # step 4
+        joined, _, plan = joins.allgather(call, np.ascontiguousarray(array), algorithm)
+        if plan is not None:
             plans.keep(group, key, x, None, plan)  # step 7
-        else:
-            rows = call.agree_on_rows(array.shape[0])
-            counts = [n * math.prod(row) for n in rows]
-            flat = joins.allgather(call, host.flat(array), counts, algorithm)
-            joined = flat.reshape(sum(rows), *row)
     return loan.give_back(joined)
 
 

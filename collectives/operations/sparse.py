@@ -71,8 +71,8 @@ def sparse_allreduce(
 
     Cost: the rows of all ranks on each rank, or 2 (P - 1)/P bytes of the large array.
     """
-    with enter(group, "sparse_allreduce", timeout) as call:
-        loan = host.borrow(values, operation=call.operation)
+    with enter(group, "sparse_allreduce", timeout) as call:  # step 2 of docs/how-a-call-goes.md
+        loan = host.borrow(values, operation=call.operation)  # step 3
         rows = loan.host
         where = host.borrow(indices, operation=call.operation).host
         if op not in (SUM, MEAN):
@@ -92,7 +92,7 @@ def sparse_allreduce(
                 f"{where.min()} .. {where.max()}"
             )
         call.describe(op=op.value, dtype=rows.dtype, row=rows.shape[1:], num_rows=num_rows)
-        total = sum(call.agree_on_rows(len(where)))
+        total = sum(call.agree_on_rows(len(where)))  # step 6, of the comparison
     where = where.astype(np.int64)
     row_bytes = rows.dtype.itemsize * max(1, math.prod(rows.shape[1:]))
     if num_rows is not None and total * (row_bytes + 8) > 2 * num_rows * row_bytes:

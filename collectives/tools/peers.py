@@ -46,35 +46,23 @@ def native(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
     offsets = bounds[:-1]
     # The first op that is defined for a dtype: SUM, or MIN for bool, which MPI calls LAND.
     mpi_op = MPI.LAND if x.dtype.kind == "b" else MPI.SUM
-    send = [x, kind]
-    if operation == "allreduce":
-        out = np.empty_like(x)
-        return lambda: mpi_world.Allreduce(send, [out, kind], mpi_op)
-    if operation == "reduce":
-        into = [np.empty_like(x), kind] if rank == root else None
-        return lambda: mpi_world.Reduce(send, into, mpi_op, root)
-    if operation == "reduce_scatter":
-        own = np.empty(counts[rank], x.dtype)
-        return lambda: mpi_world.Reduce_scatter(send, [own, kind], counts, mpi_op)
-    if operation == "broadcast":
-        buffer = [x.copy(), kind]
-        return lambda: mpi_world.Bcast(buffer, root)
-    whole = np.empty(bounds[-1], x.dtype)
-    if operation == "allgather":
-        return lambda: mpi_world.Allgatherv(send, [whole, counts, offsets, kind])
-    if operation == "gather":
-        gathered = [whole, counts, offsets, kind] if rank == root else None
-        return lambda: mpi_world.Gatherv(send, gathered, root)
-    if operation == "scatter":
-        own = np.empty(counts[rank], x.dtype)
-        parts = [x, counts, offsets, kind] if rank == root else None
-        return lambda: mpi_world.Scatterv(parts, [own, kind], root)
-    own_counts = [counts[rank]] * size
+    send, out, at_root = [x, kind], [x.copy(), kind], rank == root
+    own = [np.empty(counts[rank], x.dtype), kind]
+    whole = [np.empty(bounds[-1], x.dtype), counts, offsets, kind]
+    parts = [x, counts, offsets, kind]
     starts = [counts[rank] * r for r in range(size)]
-    received = np.empty(counts[rank] * size, x.dtype)
-    return lambda: mpi_world.Alltoallv(
-        [x, counts, offsets, kind], [received, own_counts, starts, kind]
-    )
+    received = [np.empty(counts[rank] * size, x.dtype), [counts[rank]] * size, starts, kind]
+    calls: dict[str, Call] = {
+        "allreduce": lambda: mpi_world.Allreduce(send, out, mpi_op),
+        "reduce": lambda: mpi_world.Reduce(send, out if at_root else None, mpi_op, root),
+        "reduce_scatter": lambda: mpi_world.Reduce_scatter(send, own, counts, mpi_op),
+        "broadcast": lambda: mpi_world.Bcast(out, root),
+        "allgather": lambda: mpi_world.Allgatherv(send, whole),
+        "gather": lambda: mpi_world.Gatherv(send, whole if at_root else None, root),
+        "scatter": lambda: mpi_world.Scatterv(parts if at_root else None, own, root),
+        "alltoall": lambda: mpi_world.Alltoallv(parts, received),
+    }
+    return calls[operation]
 
 
 def gloo(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:

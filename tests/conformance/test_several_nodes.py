@@ -366,7 +366,7 @@ def test_shared_arrays_go_through_no_slot(monkeypatch):
             lambda stream, *rest: published.append(0 if stream is None else stream.nbytes)
             or publish(stream, *rest),
         )  # fmt: skip
-        monkeypatch.setattr(engine, "reduce_scatter", None)
+        monkeypatch.setattr(engine, "plan_reduce_scatter", None)
         levels = comm.levels
         x[...] = 1
         limit = comm.deadline("allreduce", 20)
