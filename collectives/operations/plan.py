@@ -130,11 +130,6 @@ class NodePlan:
         before: how many bytes before the result the whole array would begin, of which it is a part.
     """
 
-    __slots__ = (
-        "_before", "_description", "_engine", "_fields", "_operation", "_out", "_send", "_words",
-        "_work", "block", "group", "kernel", "shape",
-    )  # fmt: skip
-
     by_messages = False
 
     def __init__(
@@ -238,8 +233,6 @@ class MessagePlan:
         move: compares the call, and moves flat arrays.
         shape: of the result; that of the array if None.
     """
-
-    __slots__ = ("_fields", "_move", "_operation", "group", "shape")
 
     by_messages = True
 

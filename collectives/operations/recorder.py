@@ -246,9 +246,7 @@ class Recorder:
     def facts(self) -> dict[str, Any]:
         """Return everything as values that JSON knows."""
         operations = [record.facts() for record in self.records]
-        return {
-            "name": self.name, "rank": self.rank, "size": self.size, "operations": operations,
-        }  # fmt: skip
+        return {"name": self.name, "rank": self.rank, "size": self.size, "operations": operations}
 
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()

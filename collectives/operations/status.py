@@ -104,11 +104,10 @@ class Board:
 
     def last(self, rank: int) -> str:
         """Say what a rank did last: "after allreduce #2 at train.py:5"."""
-        number, _, text = self._note(rank)
-        operation, _, site = text.partition(" at ")
-        if number == 0:
+        note = self._note(rank)
+        if note.number == 0:
             return "before its first call"
-        return f"{'in' if number > 0 else 'after'} {operation} #{abs(number)} at {site}"
+        return f"{'in' if note.number > 0 else 'after'} {note}"
 
     def _note(self, rank: int) -> _Note:
         # The other rank may be writing. Its note is short, so what is read is old, new, or, at
@@ -122,12 +121,15 @@ class _Note(NamedTuple):
     since: float
     text: str
 
+    def __str__(self) -> str:
+        operation, _, site = self.text.partition(" at ")
+        return f"{operation} #{abs(self.number)} at {site}"
+
 
 def _told(name: str, note: _Note) -> str:
     if note.number == 0:
         return f"{name} has called nothing yet"
-    operation, _, site = note.text.partition(" at ")
     ago = max(0.0, time.monotonic() - note.since)
     if note.number < 0:
-        return f"{name} left {operation} #{-note.number} at {site} {ago:.0f} s ago"
-    return f"{name} has been in {operation} #{note.number} at {site} for {ago:.0f} s"
+        return f"{name} left {note} {ago:.0f} s ago"
+    return f"{name} has been in {note} for {ago:.0f} s"

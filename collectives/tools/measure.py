@@ -28,7 +28,6 @@ import numpy as np
 from collectives import topology
 from collectives.algorithms import halving, ring, selection, tree
 from collectives.arrays import reduction
-from collectives.arrays.host import Array
 from collectives.arrays.reduction import MAX
 from collectives.communicator import Communicator
 from collectives.links import Link
@@ -142,20 +141,14 @@ def measure(clock: Clock, seconds: float) -> dict[str, Link]:
 
 
 def _gamma(clock: Clock, seconds: float) -> float:
+    times = clock.times({str(nbytes): _sum(nbytes) for nbytes in _COMBINED}, seconds)
+    return fitted([[1.0, nbytes] for nbytes in _COMBINED], list(times.values()))[1]
+
+
+def _sum(nbytes: int) -> Case:
+    ours, theirs = np.zeros((2, nbytes // 4), np.float32)
     combine = reduction.combine(reduction.SUM)
-    cases = {}
-    for nbytes in _COMBINED:
-        ours, theirs = np.zeros((2, nbytes // 4), np.float32)
-        cases[str(nbytes)] = Case(partial(_combine, combine, ours, theirs))
-    times = clock.times(cases, seconds)
-    shape = [[1.0, nbytes] for nbytes in _COMBINED]
-    return fitted(shape, list(times.values()))[1]
-
-
-def _combine(
-    combine: Callable[[Array, Array], None], ours: Array, theirs: Array, deadline: Deadline
-) -> None:
-    combine(ours, theirs)
+    return Case(lambda deadline: combine(ours, theirs))
 
 
 def _steps(clock: Clock, ranks: Transport | None, seconds: float) -> tuple[float, float]:
