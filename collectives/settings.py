@@ -24,9 +24,10 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 from collectives import links
 
@@ -34,15 +35,6 @@ __all__ = ["VARIABLES", "Check", "CudaAware", "Settings", "from_environment", "s
 
 Check = Literal["off", "sample", "always"]
 CudaAware = Literal["auto", "on", "off"]
-
-W = TypeVar("W", bound=str)
-
-VARIABLES = (
-    "UNISONO_ABORT_ON_EXCEPTION", "UNISONO_CHECK", "UNISONO_CLUSTER", "UNISONO_CUDA_AWARE",
-    "UNISONO_MPI_SETTINGS", "UNISONO_NETWORK_LINK", "UNISONO_NODE_LINK", "UNISONO_RECORDER_DIR",
-    "UNISONO_SHARED_MEMORY", "UNISONO_STALL_WARNING", "UNISONO_TIMEOUT", "UNISONO_TUNED",
-)  # fmt: skip
-"""What the packages read."""
 
 # Of slurm/train.sbatch, which the processes that it starts inherit, and of the tests.
 _OTHERS = (
@@ -67,9 +59,10 @@ class Settings:
     tuned: str | None = None  # a file, "off", or None for the usual place
     node_link: Mapping[str, float] = field(default_factory=dict)  # as `links.parse` returns it
     network_link: Mapping[str, float] = field(default_factory=dict)
-    # What follows from the last three, the same on all ranks: `tuned.agreed` puts it here.
+    # What follows from the last three, and "on" or "off" for the device memory that MPI takes: the
+    # same on all ranks, as `operations.settle` has found them.
     links: links.Links = field(default_factory=links.defaults)
-    cuda_aware: CudaAware = "auto"  # "on" or "off" once the ranks agree: `cuda_aware.agreed`
+    cuda_aware: CudaAware = "auto"
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
@@ -82,20 +75,14 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
         ValueError: a variable has a value that cannot be used; the message names it.
     """
     env = os.environ if environ is None else environ
-    default = Settings()
-    return Settings(
-        timeout=_seconds(env, "UNISONO_TIMEOUT", default.timeout),
-        stall_warning=_seconds(env, "UNISONO_STALL_WARNING", default.stall_warning),
-        check=_one_of(env, "UNISONO_CHECK", get_args(Check), default.check),
-        shared_memory=_directory(env, "UNISONO_SHARED_MEMORY", default.shared_memory),
-        recorder_dir=env.get("UNISONO_RECORDER_DIR", "").strip() or None,
-        abort_on_exception=_switch(env, "UNISONO_ABORT_ON_EXCEPTION", default.abort_on_exception),
-        mpi_settings=_switch(env, "UNISONO_MPI_SETTINGS", default.mpi_settings),
-        tuned=env.get("UNISONO_TUNED", "").strip() or None,
-        node_link=_link(env, "UNISONO_NODE_LINK"),
-        network_link=_link(env, "UNISONO_NETWORK_LINK"),
-        cuda_aware=_one_of(env, "UNISONO_CUDA_AWARE", get_args(CudaAware), default.cuda_aware),
-    )
+    chosen: dict[str, Any] = {}
+    for variable, (setting, read) in _READERS.items():
+        if text := env.get(variable, "").strip():
+            try:
+                chosen[setting] = read(text)
+            except ValueError as error:
+                raise ValueError(f"settings: {variable} {error}") from None
+    return Settings(**chosen)
 
 
 def slips(environ: Mapping[str, str]) -> list[str]:
@@ -116,46 +103,49 @@ def _nearest(name: str) -> str:
     return short[near[0]] if near else f"one of {' '.join(VARIABLES)}"
 
 
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(name, "").strip()
-    if not text:
-        return default
+def _seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not value > 0:
-        raise ValueError(f"settings: {name} is not a time, expected seconds > 0, got {text!r}")
+        raise ValueError(f"is not a time, expected seconds > 0, got {text!r}")
     return value
 
 
-def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:
-    text = env.get(name, "").strip()
-    if text not in ("", "0", "1"):
-        raise ValueError(f"settings: {name} is not a switch, expected 0 or 1, got {text!r}")
-    return default if not text else text == "1"
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"is not a switch, expected 0 or 1, got {text!r}")
+    return text == "1"
 
 
-def _directory(env: Mapping[str, str], name: str, default: str | None) -> str | None:
-    text = env.get(name, "").strip()
-    if not text:
-        return default
-    return None if text == "off" else text
-
-
-def _link(env: Mapping[str, str], name: str) -> Mapping[str, float]:
-    text = env.get(name, "").strip()
+def _link(text: str) -> Mapping[str, float]:
     try:
-        return links.parse(text) if text else {}
+        return links.parse(text)
     except ValueError as error:
-        raise ValueError(f"settings: {name} does not describe a link: {error}") from None
+        raise ValueError(f"does not describe a link: {error}") from None
 
 
-def _one_of(env: Mapping[str, str], name: str, words: Sequence[W], default: W) -> W:
-    text = env.get(name, "").strip()
-    for word in words:
-        if text == word:
-            return word
-    if text:
-        raise ValueError(f"settings: {name} must be one of {' '.join(words)}, got {text!r}")
-    return default
+def _one_of(words: Sequence[str], text: str) -> str:
+    if text not in words:
+        raise ValueError(f"must be one of {' '.join(words)}, got {text!r}")
+    return text
+
+
+# Variable -> the setting that it makes, and what reads its text.
+_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "UNISONO_TIMEOUT": ("timeout", _seconds),
+    "UNISONO_STALL_WARNING": ("stall_warning", _seconds),
+    "UNISONO_CHECK": ("check", partial(_one_of, get_args(Check))),
+    "UNISONO_SHARED_MEMORY": ("shared_memory", lambda text: None if text == "off" else text),
+    "UNISONO_RECORDER_DIR": ("recorder_dir", str),
+    "UNISONO_ABORT_ON_EXCEPTION": ("abort_on_exception", _switch),
+    "UNISONO_MPI_SETTINGS": ("mpi_settings", _switch),
+    "UNISONO_TUNED": ("tuned", str),
+    "UNISONO_NODE_LINK": ("node_link", _link),
+    "UNISONO_NETWORK_LINK": ("network_link", _link),
+    "UNISONO_CUDA_AWARE": ("cuda_aware", partial(_one_of, get_args(CudaAware))),
+}
+
+VARIABLES = (*_READERS, "UNISONO_CLUSTER")
+"""What the packages read."""
