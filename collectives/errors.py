@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import TypeVar
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "PeerFailure",
     "await_turn",
     "in_turn",
+    "some",
 ]
 
 # Seconds between two turns: more than a launcher takes to end the processes of a job.
@@ -54,6 +56,17 @@ class PeerFailure(CollectiveError):
 
 class LaunchError(CollectiveError):
     """The processes were started in a way that cannot become one world."""
+
+
+def some(texts: Sequence[str], most: int = 8) -> str:
+    """Join the first few of many texts, as errors and warnings do.
+
+    Example:
+        >>> some(["a", "b", "c"], 2)
+        'a, b, and 1 more'
+    """
+    more = f", and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def in_turn(error: E, turn: int) -> E:

@@ -28,7 +28,7 @@ from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, Op
 from collectives.buckets.memory import Bucket, Options, Places
 from collectives.compression import NONE, Compression, chosen
-from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.errors import CollectiveError, CollectiveTimeout, some
 from collectives.operations import groups
 from collectives.operations.broadcast import broadcast
 from collectives.operations.call import enter
@@ -43,9 +43,6 @@ __all__ = ["Buckets", "plan_buckets"]
 # 6.5; small ones leave less to do when the last gradient is ready.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES, BUCKET_BYTES_MESSAGES = 4 << 20, 16 << 20
-
-# How many arrays an error names.
-_NAMES = 8
 
 # Buckets that have no name of their own are numbered.
 _numbers = itertools.count()
@@ -267,10 +264,8 @@ class Buckets:
         step = self._step or self._begun("wait")
         if len(step.order) < len(self._names):
             late = [name for i, name in enumerate(self._names) if i not in step.order]
-            more = ", ..." if len(late) > _NAMES else ""
             error = ValueError(
-                f"wait: {len(late)} of {len(self._names)} arrays are not ready: "
-                f"{', '.join(late[:_NAMES])}{more}"
+                f"wait: {len(late)} of {len(self._names)} arrays are not ready: {some(late)}"
             )
             self._end_by(error)
             raise error

@@ -32,7 +32,7 @@ import numpy as np
 
 from collectives.algorithms import halving, hierarchical
 from collectives.arrays.host import Array
-from collectives.errors import MismatchError, in_turn
+from collectives.errors import MismatchError, in_turn, some
 from collectives.operations import recorder
 from collectives.operations.group import Group
 from collectives.transport.transport import Deadline, Transport, named
@@ -70,8 +70,8 @@ _TEXT_BYTES = 384
 _SITE, _ENTRY = "site", "entry"
 _SITE_CHARACTERS = 64
 
-# How many different values, or refusals, an error lists.
-_VALUES = 8
+# How many refusals an error lists.
+_WHYS = 8
 
 
 class Contribution(NamedTuple):
@@ -176,9 +176,7 @@ def _by_ranks(values: Sequence[str], name: Callable[[Sequence[int]], str]) -> st
         ranks_of.setdefault(value, []).append(rank)
     if len(ranks_of) == 1:
         return f"{values[0]} on all ranks"
-    parts = [f"{value} on {name(ranks)}" for value, ranks in ranks_of.items()]
-    more = f", and {len(parts) - _VALUES} more" if len(parts) > _VALUES else ""
-    return ", ".join(parts[:_VALUES]) + more
+    return some([f"{value} on {name(ranks)}" for value, ranks in ranks_of.items()])
 
 
 def raise_mismatch(transport: Transport, call: Description, deadline: Deadline) -> NoReturn:
@@ -215,7 +213,7 @@ def _mismatch(
     names = " / ".join(dict.fromkeys(callers))
     refused = {rank: call["refused"] for rank, call in enumerate(calls) if "refused" in call}
     if refused:
-        whys = "; ".join(f"{name([rank])}: {why}" for rank, why in list(refused.items())[:_VALUES])
+        whys = "; ".join(f"{name([rank])}: {why}" for rank, why in list(refused.items())[:_WHYS])
         what = f"refused on {name(list(refused))}, so none goes on: {whys}"
         return f"{names}: {what}; {stands}", next(iter(refused))
     what = "the ranks do not mean the same call"

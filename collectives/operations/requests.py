@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from collectives.arrays import streams
-from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError
+from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError, some
 from collectives.operations import groups, recorder
 from collectives.operations.group import Group
 from collectives.transport.transport import this_thread
@@ -42,9 +42,6 @@ _DRAIN = 5.0
 
 # Seconds within which an operation that waits sees that it shall stop.
 _STOP = 1.0
-
-# How many requests one warning names.
-_NAMES = 10
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -229,10 +226,9 @@ class Progress:
             job.settled = True
             job.fail(CollectiveError(f"{job}: the communicator was closed before it was done"))
         if names:
-            more = ", ..." if len(names) > _NAMES else ""
             log.warning(
-                "%d request%s not done when their communicator was closed: %s%s",
-                len(names), "s" * (len(names) > 1), ", ".join(names[:_NAMES]), more,
+                "%d request%s not done when their communicator was closed: %s",
+                len(names), "s" * (len(names) > 1), some(names),
             )  # fmt: skip
         if self._thread is not None:
             if unfinished:

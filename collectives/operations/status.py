@@ -22,6 +22,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from collectives.arrays.host import Array
+from collectives.errors import some
 from collectives.node import engine
 from collectives.operations.recorder import Record
 
@@ -29,9 +30,6 @@ __all__ = ["NOTE_BYTES", "Board"]
 
 # Two cache lines, so that no rank's notes slow down another one's.
 NOTE_BYTES = engine.NOTE_BYTES
-
-# How many ranks one warning names.
-_NAMES = 8
 
 _LAYOUT = struct.Struct(f"qdH{NOTE_BYTES - 18}s")
 _TEXT = struct.Struct(f"H{NOTE_BYTES - 18}s")
@@ -96,11 +94,8 @@ class Board:
         """
         current = abs(self._note(self._rank).number)
         notes = [(rank, self._note(rank)) for rank in range(self._size)]
-        late = [
-            _told(self._names[rank], note) for rank, note in notes if abs(note.number) < current
-        ]
-        more = f", and {len(late) - _NAMES} more" if len(late) > _NAMES else ""
-        return ", ".join(late[:_NAMES]) + more
+        late = [(rank, note) for rank, note in notes if abs(note.number) < current]
+        return some([_told(self._names[rank], note) for rank, note in late])
 
     def last(self, rank: int) -> str:
         """Say what a rank did last: "after allreduce #2 at train.py:5"."""

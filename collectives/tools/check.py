@@ -23,9 +23,9 @@ from collectives import communicator, launch, settings, world
 from collectives.algorithms import selection
 from collectives.arrays.reduction import Op
 from collectives.communicator import Communicator
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, some
 from collectives.tools import environment, reference
-from collectives.tools.environment import Line, some
+from collectives.tools.environment import Line
 from collectives.transport.mpi import MpiTransport
 
 __all__ = ["run"]

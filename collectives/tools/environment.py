@@ -10,19 +10,19 @@ import logging
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from collectives.arrays.reduction import SUM
 from collectives.communicator import Communicator
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, some
 from collectives.tools import info
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline
 
-__all__ = ["Line", "Verdict", "bandwidth", "clocks", "node_engine", "some", "threads", "versions"]
+__all__ = ["Line", "Verdict", "bandwidth", "clocks", "node_engine", "threads", "versions"]
 
 Verdict = Literal["ok", "note", "FAILED"]
 
@@ -65,12 +65,6 @@ def versions(reports: Communicator) -> Iterator[Line]:
         else:
             text = f"{number} of {len(found)} ranks have {usual}, but {some(others)}"
             yield Line(name, "FAILED", text)
-
-
-def some(texts: Sequence[str], most: int = 8) -> str:
-    """Join the first few of many texts."""
-    more = f", and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
 
 
 def threads(reports: Communicator) -> Line:
