@@ -137,12 +137,8 @@ class Codec:
         from collectives.kernels import convert
 
         packed = np.empty(source.size, self.dtype)
-        convert.narrow(
-            source,
-            packed,
-            divisor=divisor,
-            residual=self._residual("contribution", source.size, source.dtype),
-        )
+        residual = self._residual("contribution", source.size, source.dtype)
+        convert.narrow(source, packed, divisor=divisor, residual=residual)
         return packed
 
     def unpack(self, packed: Array, out: Array) -> None:

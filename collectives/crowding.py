@@ -32,10 +32,6 @@ def find(world: MPI.Comm, environ: Mapping[str, str]) -> str | None:
 
     *Collective* over `world`.
 
-    Args:
-        world: all processes of the job.
-        environ: this process's environment.
-
     Cost: two reductions of 1 KiB at most inside each node.
     """
     from mpi4py import MPI

@@ -88,23 +88,17 @@ def allgather(
     from mpi4py import MPI
 
     t = _of_mpi(transport, "allgather", buffer.nbytes, "bytes")
-    counts = (np.diff(bounds) * buffer.itemsize).tolist()
-    starts = [at * buffer.itemsize for at in bounds[:-1]]
-    receive = [raw_bytes(buffer), counts, starts, MPI.BYTE]
-    t.wait([t.watch(t.mpi.Iallgatherv, MPI.IN_PLACE, receive)], deadline)
+    parts = _parts(buffer, np.diff(bounds).tolist())
+    t.wait([t.watch(t.mpi.Iallgatherv, MPI.IN_PLACE, parts)], deadline)
 
 
 def gather(
     transport: Transport, own: Array, counts: Sequence[int], root: int, deadline: Deadline
 ) -> Array | None:
     """Collect every rank's elements on the root, shape (sum(counts),); None elsewhere."""
-    from mpi4py import MPI
-
     t = _of_mpi(transport, "gather", sum(counts) * own.itemsize, "bytes")
     result = np.empty(sum(counts), own.dtype) if t.rank == root else None
-    receive = None
-    if result is not None:
-        receive = [raw_bytes(result), [count * own.itemsize for count in counts], MPI.BYTE]
+    receive = None if result is None else _parts(result, counts)
     t.wait([t.watch(t.mpi.Igatherv, raw_bytes(own), receive, root)], deadline)
     return result
 
@@ -118,14 +112,9 @@ def scatter(
     deadline: Deadline,
 ) -> Array:
     """Give every rank its part of the root's buffer; arguments and result as `tree.scatter`."""
-    from mpi4py import MPI
-
     t = _of_mpi(transport, "scatter", sum(counts) * dtype.itemsize, "bytes")
     own = np.empty(counts[t.rank], dtype)
-    send = None
-    if t.rank == root:
-        assert buffer is not None
-        send = [raw_bytes(buffer), [count * dtype.itemsize for count in counts], MPI.BYTE]
+    send = None if buffer is None or t.rank != root else _parts(buffer, counts)
     t.wait([t.watch(t.mpi.Iscatterv, send, raw_bytes(own), root)], deadline)
     return own
 
@@ -149,9 +138,8 @@ def alltoall(
         t.wait([t.watch(t.mpi.Iallreduce, MPI.IN_PLACE, longest, MPI.MAX)], deadline)
     _check_count("alltoall", int(longest[0]), "bytes")
     result = np.empty(sum(receive_counts), send.dtype)
-    outgoing = [raw_bytes(send), [n * send.itemsize for n in send_counts], MPI.BYTE]
-    incoming = [raw_bytes(result), [n * send.itemsize for n in receive_counts], MPI.BYTE]
-    t.wait([t.watch(t.mpi.Ialltoallv, outgoing, incoming)], deadline)
+    parts = _parts(send, send_counts), _parts(result, receive_counts)
+    t.wait([t.watch(t.mpi.Ialltoallv, *parts)], deadline)
     return result
 
 
@@ -181,6 +169,11 @@ def _check_count(operation: str, count: int, unit: str) -> None:
             f"{operation}: too long for this MPI library's own operation, expected at most "
             f"{_LARGEST_COUNT} {unit}, got {count}; use another algorithm"
         )
+
+
+def _parts(array: Array, counts: Sequence[int]) -> list[object]:
+    """Cut an array into the ranks' elements, in the way that MPI takes them."""
+    return [raw_bytes(array), [count * array.itemsize for count in counts]]
 
 
 def _reducible(buffer: Array) -> Array:

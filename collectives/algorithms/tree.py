@@ -132,14 +132,7 @@ def allreduce_seconds(nbytes: float, layout: Layout) -> float:
 def gather(
     transport: Transport, own: Array, counts: Sequence[int], root: int, deadline: Deadline
 ) -> Array | None:
-    """Collect every rank's array on the root.
-
-    Args:
-        transport: the ranks.
-        own: shape (counts[rank],), this rank's elements.
-        counts: the number of elements of every rank, equal on all ranks.
-        root: who gets them.
-        deadline: the limit of every wait.
+    """Collect every rank's array, shape (counts[rank],), on the root; all know all counts.
 
     Returns:
         shape (sum(counts),) in the order of the ranks on the root, None elsewhere.
@@ -173,15 +166,9 @@ def scatter(
     dtype: np.dtype[Any],
     deadline: Deadline,
 ) -> Array:
-    """Give every rank its part of the root's buffer.
+    """Give every rank its part of the root's buffer, in the order of the ranks.
 
-    Args:
-        transport: the ranks.
-        buffer: shape (sum(counts),) in the order of the ranks, on the root; not used elsewhere.
-        counts: the number of elements of every rank, equal on all ranks.
-        root: who has them.
-        dtype: of the elements, equal on all ranks.
-        deadline: the limit of every wait.
+    The buffer, shape (sum(counts),), is not used elsewhere; all know all counts and the dtype.
 
     Returns:
         A new array, shape (counts[rank],).

@@ -87,12 +87,7 @@ def _parts(memory: Array) -> list[Array]:
 
 
 class Lanes:
-    """Two streams of a device, one for each direction.
-
-    Args:
-        cupy: the module.
-        context: the device.
-    """
+    """Two streams of a device, one for each direction."""
 
     def __init__(self, cupy: Any, context: Any) -> None:
         self._context = context

@@ -59,13 +59,7 @@ class Options:
 
 
 class Places:
-    """Memory of several arrays, laid out once, from the last array to the first.
-
-    Args:
-        group: the ranks.
-        kinds: of the arrays.
-        options: of their buckets.
-    """
+    """Memory of several arrays, laid out once, from the last array to the first."""
 
     def __init__(self, group: Group, kinds: Sequence[Kind], options: Options) -> None:
         self.kinds = kinds

@@ -94,10 +94,6 @@ class Channel:
         bell: this rank's doorbell.
         dead_here: tells which ranks of this node have died.
         woken_by_all: whether every other rank can ring it.
-
-    Attributes:
-        rank: of this process.
-        size: number of ranks.
     """
 
     def __init__(

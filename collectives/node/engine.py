@@ -255,12 +255,7 @@ class Engine:
     ) -> Work:
         """Prepare a reduction of which every rank takes its chunk; as `plan_allreduce`.
 
-        Args:
-            send: flat.
-            out: as long; this rank's chunk of it is written. None: somewhere else.
-            bounds: of the chunks.
-            op: how to combine.
-            digest: of the call.
+        `out` is as long as `send`, and this rank's chunk of it is written; None: somewhere else.
         """
         k = self._rounds
         table = np.array(bounds, np.int64)
@@ -288,13 +283,9 @@ class Engine:
         return self.drive(work, deadline)
 
     def plan_publish(self, nbytes: int, rows: Rows, digest: int, longest: int) -> Work:
-        """Prepare to publish; as `plan_allreduce`.
+        """Prepare to `publish` so many bytes; as `plan_allreduce`.
 
-        Args:
-            nbytes: of this rank's stream.
-            rows: what this rank wants; where it goes is counted from the address of the result.
-            digest: of the call.
-            longest: bytes of the longest stream of all ranks, equal on all of them.
+        Rows go to places counted from the address of the result; `longest` as for `publish`.
         """
         k = self._rounds
         table = np.array(rows, np.int64).reshape(-1, 4)

@@ -33,9 +33,6 @@ _ATTEMPTS = 10
 def temporary(parent: str) -> Iterator[str]:
     """Make a folder that is removed on exit, and remove those of this user whose makers are dead.
 
-    Args:
-        parent: the directory for it.
-
     Yields:
         Its path; mode 0700.
 

@@ -36,12 +36,7 @@ class _Shared(NamedTuple):
 
 
 class SharedArrays:
-    """The shared arrays of a group of ranks on one node, which live as long as this does.
-
-    Args:
-        rank: this rank among them.
-        size: how many there are.
-    """
+    """The shared arrays of a group of ranks on one node, which live as long as this does."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank

@@ -127,7 +127,6 @@ class Call:
         """Whether an operation by messages is so small that it travels with the comparison.
 
         Args:
-            algorithm: which is asked for.
             nbytes: of all that a rank contributes, equal on all ranks.
         """
         checks = self.group.settings.check != "off"

@@ -104,10 +104,8 @@ def agree(
     """Return when all ranks describe their call alike.
 
     Args:
-        group: the ranks.
         own: the digest of this rank's description.
         call: the description, for the error.
-        deadline: the limit of every wait.
         contribution: to an operation that is carried out on the way.
 
     Returns:
@@ -152,10 +150,6 @@ def differences(
     calls: Sequence[Mapping[str, object]], name: Callable[[Sequence[int]], str] = named
 ) -> str:
     """Say which fields differ, and on which ranks.
-
-    Args:
-        calls: of all ranks.
-        name: names ranks.
 
     Example:
         >>> differences([{"op": "SUM", "dtype": "int32"}, {"op": "MAX", "dtype": "int32"}])

@@ -74,11 +74,7 @@ class _Grouping(NamedTuple):
 
 
 class Groupings:
-    """What `grouped_allreduce` keeps of its calls in one group.
-
-    Args:
-        group: the ranks.
-    """
+    """What `grouped_allreduce` keeps of its calls in one group."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -27,7 +27,6 @@ class JoinPlan:
 
     Args:
         call: that makes it, and has been described.
-        engine: where the ranks meet.
         array: shape (n, ...).
 
     Attributes:
@@ -56,12 +55,7 @@ class JoinPlan:
         return joined
 
     def run(self, send: int, _: int, timeout: float | None) -> Array:
-        """Make the call once more, whatever the other ranks bring; errors as `NodePlan.run`.
-
-        Args:
-            send: address of this rank's array.
-            timeout: seconds, None for the setting.
-        """
+        """Make the call once more, whatever the other ranks bring; as `NodePlan.run`."""
         joined = np.empty(0)
 
         def move() -> None:
@@ -152,11 +146,8 @@ def alltoall(
     """Give every rank its rows of this rank's array.
 
     Args:
-        call: under way, and described.
-        send: flat.
         rows: for every rank.
         width: elements of a row, perhaps 0; equal on all ranks.
-        algorithm: its name.
 
     Returns:
         This rank's rows of all arrays, flat, and how many they are.

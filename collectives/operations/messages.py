@@ -26,7 +26,6 @@ __all__ = [
     "allreduce_compared",
     "barrier",
     "broadcast",
-    "broadcast_compared",
     "reduce",
     "reduce_scatter",
 ]
@@ -117,11 +116,6 @@ def broadcast(
             bits[:] = joined
         return
     call.agree()
-    broadcast_compared(call, buffer, root=root, algorithm=algorithm)
-
-
-def broadcast_compared(call: Call, buffer: Array, *, root: int, algorithm: str) -> None:
-    """As `broadcast`, of what the ranks have agreed on, or of a slice of it."""
     call.algorithm("broadcast", algorithm, buffer.nbytes)(buffer, root, call.deadline)
 
 

@@ -67,9 +67,6 @@ class BorrowedOnDevice(NamedTuple):
 class OnDevices:
     """How the calls of one group treat device arrays.
 
-    Args:
-        group: the ranks.
-
     Attributes:
         aware: whether MPI takes device memory.
     """

@@ -214,11 +214,9 @@ class NodePlan:
             self.go_on(status, timeout)
 
     def go_on(self, status: int, timeout: float | None) -> None:
-        """Wait for the others, or say in what they differ; errors as `run`.
+        """Wait for the others, of whom the kernel has told this status, or say in what they differ.
 
-        Args:
-            status: what the kernel has returned.
-            timeout: seconds, None for the setting.
+        Arguments and errors as `run`.
         """
         deadline = self.group.deadline(self._operation, timeout)
         if not self._engine.drive(self._work, deadline, status):
@@ -283,7 +281,7 @@ def broadcast(
 def broadcast_part(call: Call, buffer: Array, root: int, algorithm: str = "auto") -> None:
     """Broadcast a part of what the ranks have agreed on, or will as they meet."""
     if call.engine_for(algorithm) is None:
-        messages.broadcast_compared(call, buffer, root=root, algorithm=algorithm)
+        call.algorithm("broadcast", algorithm, buffer.nbytes)(buffer, root, call.deadline)
     else:
         broadcast(call, buffer, root, algorithm).first(call, buffer, buffer)
 

@@ -224,8 +224,6 @@ class Recorder:
         """Note that an operation begins.
 
         Args:
-            number: of the operation.
-            operation: its name.
             fields: what else is known; the caller may fill in `fields` of the record later.
             ours: how many callers are known to belong to our packages, and need no look.
 

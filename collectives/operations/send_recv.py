@@ -145,11 +145,7 @@ class _Awaited(NamedTuple):
 
 
 class PointToPoint:
-    """What the `send` and `recv` of one group share.
-
-    Args:
-        group: the ranks.
-    """
+    """What the `send` and `recv` of one group share."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

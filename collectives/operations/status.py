@@ -44,7 +44,6 @@ class Board:
 
     Args:
         memory: shape (size * NOTE_BYTES,), uint8, zeros at first, shared by all ranks.
-        rank: this rank among them.
         names: by which warnings name them.
     """
 
