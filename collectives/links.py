@@ -174,10 +174,8 @@ def overridden(links: Links, changes: Mapping[str, Mapping[str, float]], source:
         changes: name of a link -> name of a number -> its value.
         source: where these come from; "{}" in it stands for the name of the link in capitals.
     """
-    machine, sources = (
-        links.machine._asdict(),
-        dict(zip(Machine._fields, links.sources, strict=True)),
-    )
+    machine = links.machine._asdict()
+    sources = dict(zip(Machine._fields, links.sources, strict=True))
     for name, numbers in changes.items():
         if not numbers:
             continue

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from collectives.arrays import foreign
-from collectives.arrays import host as arrays
+from collectives.arrays import foreign, host
 from collectives.arrays.host import Array
 
 __all__ = ["Kind", "View", "kind_of", "numpy_kind", "show"]
@@ -56,13 +55,12 @@ def kind_of(x: Any, *, operation: str) -> Kind:
         TypeError: this is not an array, or its dtype is not one of numbers.
         ValueError: a dimension is negative.
     """
-    pair = isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], (int, tuple, list))
-    if pair:
+    if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], (int, tuple, list)):
         return numpy_kind(*x, operation=operation)
     library = None if isinstance(x, (np.ndarray, np.generic)) else foreign.foreign(x)
     if library is None:
-        host = arrays.borrow(x, operation=operation).host
-        return Kind(host.shape, host.dtype, None)
+        array = host.borrow(x, operation=operation).host
+        return Kind(array.shape, array.dtype, None)
     return Kind(tuple(library.shape), _checked(library.dtype, operation), library)
 
 
@@ -92,4 +90,4 @@ def show(memory: Array, kind: Kind) -> View:
 
 def _checked(dtype: np.dtype[Any], operation: str) -> np.dtype[Any]:
     """Refuse a dtype that is not one of numbers; return it in native byte order."""
-    return arrays.borrow(np.empty(0, dtype), operation=operation).host.dtype
+    return host.borrow(np.empty(0, dtype), operation=operation).host.dtype

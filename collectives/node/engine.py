@@ -336,15 +336,7 @@ class Engine:
         if self._is_part:  # other nodes may wait for what this rank has sent
             self._transport.progress()
         if wait.pause():
-            self._look_for_the_dead(deadline.operation)
             self._look_after(missing, deadline.operation, wait)
-
-    def _look_for_the_dead(self, operation: str) -> None:
-        """Raise `PeerFailure` if a rank has died, however the job was launched."""
-        dead = self.dead()
-        if dead:
-            whole = self._transport.whole
-            raise PeerFailure(f"{operation}: {whole.name(dead)} died ({whole.where})")
 
     def dead(self) -> list[int]:
         """Return the ranks that have died, by their numbers in the whole group."""
@@ -354,11 +346,13 @@ class Engine:
         return [self._transport.number(rank) for rank in dead]
 
     def _look_after(self, missing: int, operation: str, wait: Wait) -> None:
-        """Raise `PeerFailure` if a rank that has not come has left."""
+        """Raise `PeerFailure` if a rank has died, or one that has not come has left."""
+        whole = self._transport.whole
+        if dead := self.dead():  # however the job was launched
+            raise PeerFailure(f"{operation}: {whole.name(dead)} died ({whole.where})")
         self._transport.look_around(operation, [missing])
         gone = "" if self._living is None else self._living.gone(missing)
         if gone and self._gone == (missing, wait):
-            whole = self._transport.whole
             how = f"{gone} ({self.last_call(missing)})"
             self._transport.pass_on(missing, how)
             name = whole.name([self._transport.number(missing)])

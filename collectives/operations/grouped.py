@@ -26,7 +26,7 @@ import numpy as np
 
 from collectives import bucket_layout
 from collectives.arrays import host, reduction
-from collectives.arrays.host import Array, Borrowed
+from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, Op
 from collectives.bucket_layout import Stage
 from collectives.compression import NONE, Compression, chosen
@@ -165,7 +165,12 @@ def grouped_allreduce(
     """
     with enter(group, "grouped_allreduce", timeout) as call:  # step 2 of docs/how-a-call-goes.md
         compression = chosen(compression, call.operation)
-        loans = [_lent(x, call.operation) for x in xs]  # step 3
+        loans = [  # step 3; of what is not as NumPy has it
+            None
+            if type(x) is np.ndarray and x.dtype.isnative
+            else host.borrow(x, operation=call.operation)
+            for x in xs
+        ]
         hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
         kinds = tuple([(array.shape, array.dtype) for array in hosts])
         key = op, str(compression), kinds
@@ -195,19 +200,10 @@ def grouped_allreduce(
             part = _part(stage, results)
             _pack(stage, hosts, part)
             allreduce(group, part, op=op, out=part, compression=compression, timeout=timeout)
-    return [
-        _result(kind, results, start)
-        if loan is None
-        else loan.give_back(_result(kind, results, start))
-        for kind, start, loan in zip(kinds, known.starts, loans, strict=True)
-    ]
-
-
-def _lent(x: Any, operation: str) -> Borrowed | None:
-    """Borrow an array, unless it is as NumPy has them."""
-    if type(x) is np.ndarray and x.dtype.isnative:
-        return None
-    return host.borrow(x, operation=operation)
+    places = zip(kinds, known.starts, strict=True)
+    made = [np.ndarray(shape, dtype, results, start) for (shape, dtype), start in places]
+    pairs = zip(made, loans, strict=True)
+    return [array if loan is None else loan.give_back(array) for array, loan in pairs]
 
 
 def _new(kinds: tuple[_Kind, ...], op: Op, compression: Compression, call: Call) -> _Grouping:
@@ -245,9 +241,3 @@ def _pack(stage: Stage, hosts: Sequence[Array], into: Array) -> None:
 
 def _part(stage: Stage, results: Array) -> Array:
     return results[stage.first : stage.first + stage.nbytes].view(stage.dtype)
-
-
-def _result(kind: _Kind, results: Array, start: int) -> Array:
-    shape, dtype = kind
-    result: Array = np.ndarray(shape, dtype, results, start)
-    return result

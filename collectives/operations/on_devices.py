@@ -16,7 +16,7 @@ With feedback, or between nodes only, they are packed where the host's are.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,7 +115,8 @@ class OnDevices:
         """Reduce a lent array over all ranks; the call has been described."""
         call.agree()  # step 6 of docs/how-a-call-goes.md
         if how.codec is not None and (packed := self._pack(call, there, how, how.codec)):
-            self._allreduce_packed(call, packed, how, how.codec)
+            op = SUM if how.op is MEAN else how.op  # what is packed has been divided
+            self._allreduce_staged(call, packed, packed, how._replace(op=op))
             cuda.widen(packed, there.target)
         elif how.codec is None and self.goes_to_mpi(how.algorithm):
             self._allreduce_there(call, there, how)
@@ -138,7 +139,7 @@ class OnDevices:
             plans.broadcast_part(call, part, root, algorithm)
 
         source, target = (there.target, None) if is_root else (None, there.target)
-        self._pass(call, source, target, work, there.target)
+        self._pass(call, source, target, work)
 
     def close(self) -> None:
         """Give back what is pinned."""
@@ -167,15 +168,19 @@ class OnDevices:
         self, call: Call, source: DeviceBuffer, target: DeviceBuffer, how: Reduction
     ) -> None:
         """Reduce slice by slice on the host."""
+        is_packed = how.codec is not None and source.dtype == how.codec.dtype
 
         def work(part: Array, number: int) -> None:
+            codec = how.codec and replace(how.codec, name=f"{how.codec.name}, slice {number}")
             if engine := call.engine_for(how.algorithm):
                 call.drive(engine.plan_allreduce(part, part, how.op, call.digest))
+            elif is_packed:
+                ranks = self._group.transport
+                compressed.allreduce_16(ranks, part, how.op, call.deadline, codec=codec)
             else:
-                own = how._replace(codec=_of_slice(how.codec, number))
-                messages.allreduce_compared(call, part, part, own)
+                messages.allreduce_compared(call, part, part, how._replace(codec=codec))
 
-        self._pass(call, source, target, work, source)
+        self._pass(call, source, target, work)
 
     def _pack(
         self, call: Call, there: BorrowedOnDevice, how: Reduction, codec: Codec
@@ -196,27 +201,12 @@ class OnDevices:
         divisor = self._group.size if how.op is MEAN else 1
         return cuda.narrow(there.source, codec.dtype, divisor=divisor, residual=residual)
 
-    def _allreduce_packed(
-        self, call: Call, packed: DeviceBuffer, how: Reduction, codec: Codec
-    ) -> None:
-        """Reduce what is packed, slice by slice on the host, in place."""
-        kind = SUM if how.op is MEAN else how.op  # what is packed has been divided
-        ranks = self._group.transport
-
-        def work(part: Array, number: int) -> None:
-            if engine := call.engine_for(how.algorithm):
-                call.drive(engine.plan_allreduce(part, part, kind, call.digest))
-            else:
-                own = _of_slice(codec, number)
-                compressed.allreduce_16(ranks, part, kind, call.deadline, codec=own)
-
-        self._pass(call, packed, packed, work, packed)
-
     def _pass(
-        self, call: Call, source: DeviceBuffer | None, target: DeviceBuffer | None, work: Any,
-        like: DeviceBuffer,
-    ) -> None:  # fmt: skip
+        self, call: Call, source: DeviceBuffer | None, target: DeviceBuffer | None, work: Any
+    ) -> None:
         """Pass an array through this communicator's windows."""
+        like = source or target
+        assert like is not None
         cupy, context = like.device.cupy, like.device.context
         if self._windows is None:  # on all ranks at the same call, since all agree on it
             memory = shared.allocate(call, staging.WINDOWS * self._slice)
@@ -229,11 +219,6 @@ class OnDevices:
         if lanes is None:
             lanes = self._lanes[context.id] = staging.Lanes(cupy, context)
         lanes.pass_slices(self._windows, source, target, work, like)
-
-
-def _of_slice(codec: Codec | None, number: int) -> Codec | None:
-    """Return the codec of one slice, whose residuals are its own."""
-    return codec and dataclasses.replace(codec, name=f"{codec.name}, slice {number}")
 
 
 def _zeros(like: DeviceBuffer, count: int) -> DeviceBuffer:

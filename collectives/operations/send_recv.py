@@ -193,10 +193,7 @@ class PointToPoint:
         head[_HEAD.size : start] = shape
         fits = start + array.nbytes <= _HEAD_BYTES
         elements = head[start : start + array.nbytes] if fits else self._memory(array.nbytes)
-        if array.flags.c_contiguous:
-            elements[...] = host.raw_bytes(array)
-        else:
-            elements[...] = host.raw_bytes(np.ascontiguousarray(array))
+        elements[...] = host.raw_bytes(np.ascontiguousarray(array))
         self._halfway = True
         for memory in [head] if fits else [head, elements]:
             message = self._open().start_send(memory, dest)

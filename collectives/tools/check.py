@@ -54,13 +54,6 @@ class _Case(NamedTuple):
         return f"{self.operation}{op} {self.dtype}, {self.size} elements, {self.algorithm}"
 
 
-class _Finding(NamedTuple):
-    """What one rank found in one part."""
-
-    wrong: str | None  # the first wrong result
-    error: str | None  # why the part ended early
-
-
 def run(limit: float = OPERATION_SECONDS, whole: float = WHOLE_SECONDS) -> int:
     """Check everything and print a table on rank 0; *collective* over the world.
 
@@ -117,7 +110,7 @@ def _lines(
 def _operation(comm: Communicator, reports: Communicator, operation: str) -> tuple[Line, bool]:
     """Check one operation; also tells whether the communicator can go on being used."""
     cases = list(_cases(operation, comm.size))
-    wrong, error = None, None
+    wrong, error = None, None  # the first wrong result; why this ended early
     for case in cases:
         try:
             problem = _try(comm, case)
@@ -126,10 +119,10 @@ def _operation(comm: Communicator, reports: Communicator, operation: str) -> tup
             break
         if problem is not None and wrong is None:
             wrong = f"{case}: {problem}"
-    findings = reports.allgather_object(_Finding(wrong, error))
-    bad = [f"rank {r}: {f.wrong}" for r, f in enumerate(findings) if f.wrong]
-    bad += [f"rank {r}: {f.error}" for r, f in enumerate(findings) if f.error]
-    intact = not any(f.error for f in findings)
+    findings = reports.allgather_object((wrong, error))
+    bad = [f"rank {r}: {found}" for r, (found, _) in enumerate(findings) if found]
+    bad += [f"rank {r}: {why}" for r, (_, why) in enumerate(findings) if why]
+    intact = not any(why for _, why in findings)
     if bad:
         text = f"on {len({b.split(':')[0] for b in bad})} ranks; {some(bad, 3)}"
         return Line(operation, "FAILED", text), intact

@@ -65,10 +65,6 @@ class Clock:
         self.transport = comm.transport
         self.noise: list[float] = []  # median over first quartile of every case so far
 
-    def deadline(self) -> Deadline:
-        """Return a deadline that begins now."""
-        return self.comm.deadline("tune")
-
     def times(self, cases: Mapping[str, Case], seconds: float) -> dict[str, float]:
         """Return the seconds of a step of every case, of the slowest rank.
 
@@ -103,7 +99,7 @@ class Clock:
 
     def _timed(self, case: Case, batch: int) -> float:
         """Return the seconds of a step, the same on all ranks: those of the slowest."""
-        deadline = self.deadline()
+        deadline = self.comm.deadline("tune")
         tree.barrier(self.transport, deadline)
         began = time.perf_counter()
         for _ in range(batch):
@@ -178,7 +174,8 @@ def _shared(clock: Clock, seconds: float) -> Link | None:
     node = comm.split(comm.node_rank)
     assert node is not None
     with node:
-        meets = _meets(node)
+        node.barrier()  # makes the engine
+        meets = node.node_engine is not None
         if not comm.allreduce(meets, op=MAX):
             return None
         cases = {str(nbytes): _meeting(node if meets else None, nbytes) for nbytes in SIZES}
@@ -191,15 +188,6 @@ def _shared(clock: Clock, seconds: float) -> Link | None:
     ]
     alpha, beta = fitted(factors, times)
     return Link(alpha, beta, beta)
-
-
-def _meets(node: Communicator) -> bool:
-    """Tell whether the ranks of a node meet in shared memory."""
-    try:
-        node.barrier(algorithm="node")
-    except ValueError:
-        return False
-    return True
 
 
 def _meeting(node: Communicator | None, nbytes: int) -> Case:
