@@ -106,27 +106,26 @@ def _explain_options(explain: argparse.ArgumentParser) -> None:
 
 
 def _info(options: argparse.Namespace) -> int:
-    from collectives.tools import info as information
+    from collectives.tools import info
 
     comm = world.init()
-    facts = information.gather_facts(comm)
+    facts = info.gather_facts(comm)
     if comm.rank == 0:
-        print(json.dumps(facts, indent=2) if options.json else information.table(facts))
+        print(json.dumps(facts, indent=2) if options.json else info.table(facts))
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
-    from collectives.tools import check as selftest
+    from collectives.tools import check
 
-    return selftest.run(options.limit, options.whole)
+    return check.run(options.limit, options.whole)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from collectives.tools import bench as benchmark
-    from collectives.tools import units
+    from collectives.tools import bench, units
 
     try:
-        chosen = benchmark.Options(
+        chosen = bench.Options(
             options.operation,
             units.sizes(options.sizes),
             options.dtype,
@@ -136,7 +135,7 @@ def _bench(options: argparse.Namespace) -> int:
         )
     except ValueError as error:
         return _refuse(error)
-    return benchmark.run(chosen, options.json, options.plot)
+    return bench.run(chosen, options.json, options.plot)
 
 
 def _tune(options: argparse.Namespace) -> int:

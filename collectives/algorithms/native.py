@@ -136,7 +136,7 @@ def alltoall(
     longest = np.array([max(sum(send_counts), sum(receive_counts)) * send.itemsize])
     if MPI.Get_version() < (4, 0):
         t.wait([t.watch(t.mpi.Iallreduce, MPI.IN_PLACE, longest, MPI.MAX)], deadline)
-    _check_count("alltoall", int(longest[0]), "bytes")
+    _of_mpi(transport, "alltoall", int(longest[0]), "bytes")
     result = np.empty(sum(receive_counts), send.dtype)
     parts = _parts(send, send_counts), _parts(result, receive_counts)
     t.wait([t.watch(t.mpi.Ialltoallv, *parts)], deadline)
@@ -153,22 +153,18 @@ def _of_mpi(
     transport: Transport, operation: str = "native", count: int = 0, unit: str = ""
 ) -> MpiTransport:
     """Return a transport over MPI, whose own operations are not too short for this count."""
+    from mpi4py import MPI
+
     if not isinstance(transport, MpiTransport):
         raise TypeError(
             f"native: this algorithm needs MPI below it, got {type(transport).__name__}"
         )
-    _check_count(operation, count, unit)
-    return transport
-
-
-def _check_count(operation: str, count: int, unit: str) -> None:
-    from mpi4py import MPI
-
     if count > _LARGEST_COUNT and MPI.Get_version() < (4, 0):
         raise ValueError(
             f"{operation}: too long for this MPI library's own operation, expected at most "
             f"{_LARGEST_COUNT} {unit}, got {count}; use another algorithm"
         )
+    return transport
 
 
 def _parts(array: Array, counts: Sequence[int]) -> list[object]:

@@ -22,7 +22,6 @@ from collectives.node import engine
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
-    "Layout",
     "automatic",
     "check",
     "estimate",

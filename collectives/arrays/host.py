@@ -110,7 +110,7 @@ def borrow_out(
     if memory is None:
         if not isinstance(out, np.ndarray):
             raise TypeError(
-                f"{operation}: out is no tensor, no device array and no NumPy array, "
+                f"{operation}: out must be a tensor, a device array or a NumPy array, "
                 f"got {_kind(out)}"
             )
         _check_fit(out, shape, dtype, operation)
@@ -175,23 +175,17 @@ def flat_target(result: Array, source: Array | None = None) -> Array:
 
 def store(flat: Array, out: Array) -> Array:
     """Put an algorithm's flat result into `out`, in its shape and dtype; returns `out`."""
-    if not _is_same(flat, out):
+    # To share memory is not enough: elements may lie elsewhere in it, or in another order.
+    is_there = (
+        flat.flags.c_contiguous
+        and out.flags.c_contiguous
+        and flat.dtype == out.dtype
+        and address(flat) == address(out)
+    )
+    if not is_there:
         with np.errstate(all="ignore"):  # as in `reduction.quiet`
             out[...] = flat.reshape(out.shape)
     return out
-
-
-def _is_same(array: Array, other: Array) -> bool:
-    """Tell whether two arrays of as many elements are one.
-
-    To share memory is not enough: the elements may lie elsewhere in it, or in another order.
-    """
-    return (
-        array.flags.c_contiguous
-        and other.flags.c_contiguous
-        and array.dtype == other.dtype
-        and address(array) == address(other)
-    )
 
 
 def address(array: Array) -> int:

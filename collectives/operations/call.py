@@ -47,7 +47,7 @@ def enter(group: Group, operation: str, timeout: float | None = None) -> Call:
     if timeout is None or (isinstance(timeout, Real) and timeout > 0):
         return Call(group, operation, timeout)
     with Call(group, operation):  # so that the others hear of it
-        raise ValueError(f"{operation}: timeout is no time, expected seconds > 0, got {timeout!r}")
+        raise ValueError(f"{operation}: timeout must be seconds > 0, got {timeout!r}")
 
 
 class Call:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from collectives import settings, topology
 from collectives.algorithms import hierarchical, stages
-from collectives.algorithms.selection import Layout
+from collectives.algorithms.layout import Layout
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailure
 from collectives.node import engine
 from collectives.operations import recorder, status

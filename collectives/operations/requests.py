@@ -192,7 +192,7 @@ class Progress:
         """
         job = _Job(name, run)
         if os.getpid() != self._process:
-            raise CollectiveError(f"{job}: a forked child is no rank, start requests in the parent")
+            raise CollectiveError(f"{job}: a forked child is not a rank: start it in the parent")
         with self._starting:
             if self._thread is None and not self._closed:
                 self._start()

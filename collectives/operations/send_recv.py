@@ -73,7 +73,7 @@ def send(group: Group, x: Any, dest: int, *, timeout: float | None = None) -> No
 
     Raises:
         ValueError: no such rank, or this one.
-        TypeError: the elements cannot be read, or are no numbers.
+        TypeError: the elements cannot be read, or are not numbers.
         CollectiveTimeout: an array that was sent before has not been received in its time.
         PeerFailure: a rank is dead.
 
@@ -243,10 +243,10 @@ class PointToPoint:
         """Look at the arguments that both operations have."""
         rank, size = self._group.rank, self._group.size
         if not limit > 0:
-            raise ValueError(f"{operation}: timeout is no time, expected seconds > 0, got {limit}")
+            raise ValueError(f"{operation}: timeout must be seconds > 0, got {limit}")
         if not 0 <= operator.index(peer) < size or peer == rank:
             raise ValueError(
-                f"{operation}: {_PEER[operation]} is no other rank, expected one of 0 .. "
+                f"{operation}: {_PEER[operation]} is not another rank, expected one of 0 .. "
                 f"{size - 1} but {rank}, got {peer}"
             )
 
@@ -278,13 +278,13 @@ def _read(head: Array, ranks: Transport, source: int) -> tuple[np.dtype[Any], tu
     """Return dtype and shape of the array that is announced, and where its elements would begin.
 
     Raises:
-        CollectiveError: this is no head.
+        CollectiveError: this is not a head.
     """
     magic, ndim, name = _HEAD.unpack_from(head.data)
     start = _HEAD.size + 8 * ndim
     if magic != _MAGIC or start > _HEAD_BYTES:
         raise CollectiveError(
-            f"recv: what {ranks.name([source])} sent is no array, it begins with "
+            f"recv: what {ranks.name([source])} sent is not an array, it begins with "
             f"{head[:16].tobytes().hex()}"
         )
     shape = tuple(head[_HEAD.size : start].view(np.int64).tolist())

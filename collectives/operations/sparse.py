@@ -79,7 +79,7 @@ def sparse_allreduce(
             raise TypeError(f"sparse_allreduce: expected SUM or MEAN, got {op}")
         reduction.check(op, rows.dtype, operation=call.operation)
         if where.dtype.kind not in "iu" and where.size:
-            raise TypeError(f"sparse_allreduce: indices are no integers, got {where.dtype}")
+            raise TypeError(f"sparse_allreduce: indices are not integers, got {where.dtype}")
         if where.ndim != 1 or rows.ndim < 1 or len(where) != len(rows):
             raise ValueError(
                 f"sparse_allreduce: expected an index for every row, got shapes {where.shape} and "

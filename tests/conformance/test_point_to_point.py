@@ -173,9 +173,9 @@ def test_wrong_arguments_are_named_and_do_no_harm(world):
     def check(comm):
         for wrong in (-1, comm.size, comm.rank):
             expected = f"expected one of 0 .. {comm.size - 1} but {comm.rank}, got {wrong}"
-            with pytest.raises(ValueError, match=rf"send: dest is no other rank, {expected}"):
+            with pytest.raises(ValueError, match=rf"send: dest is not another rank, {expected}"):
                 comm.send(1.0, wrong)
-            with pytest.raises(ValueError, match=rf"recv: source is no other rank, {expected}"):
+            with pytest.raises(ValueError, match=rf"recv: source is not another rank, {expected}"):
                 comm.recv(wrong)
         with pytest.raises(TypeError):
             comm.send(1.0, "0")
@@ -184,7 +184,7 @@ def test_wrong_arguments_are_named_and_do_no_harm(world):
             with pytest.raises(TypeError, match="send: this dtype cannot be sent"):
                 comm.send(["text"], right)
             for timeout in (0, -1, float("nan")):
-                with pytest.raises(ValueError, match="recv: timeout is no time"):
+                with pytest.raises(ValueError, match="recv: timeout must be seconds > 0"):
                     comm.recv(left, timeout=timeout)
             comm.send(comm.rank, right)
             assert comm.recv(left) == left

@@ -121,7 +121,7 @@ def test_an_out_that_does_not_fit_is_refused():
         (np.empty(3), TypeError, "wrong dtype, expected float32, got float64"),
         (np.empty(4, np.float32), ValueError, r"wrong shape, expected \(3,\), got \(4,\)"),
         (constant, ValueError, "read-only"),
-        ([0, 0, 0], TypeError, "no device array and no NumPy array, got list"),
+        ([0, 0, 0], TypeError, "a device array or a NumPy array, got list"),
         (np.ma.zeros(3, np.float32), TypeError, "mask"),
         (SimpleNamespace(), TypeError, "got types.SimpleNamespace"),
     ]:

@@ -11,6 +11,7 @@ import pytest
 
 from collectives import __main__, tuned
 from collectives.algorithms import selection
+from collectives.algorithms.layout import Layout
 from collectives.links import DEFAULT, Link, Machine
 from collectives.tools import bench, info, units
 from launcher import ROOT, commands, mpirun, run
@@ -370,7 +371,7 @@ def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     assert f"UNISONO_NODE_LINK (alpha), else {file}" in rows["node"]
     assert rows["network"].endswith(f"0.0100  {file}")
     (auto,) = (name for name, row in rows.items() if "picked by auto" in row)
-    expected = selection.pick("allreduce", 1 << 20, selection.Layout(2, 2, machine))
+    expected = selection.pick("allreduce", 1 << 20, Layout(2, 2, machine))
     assert auto == expected
     facts = mpirun(1, *COMMAND, "info", "--json", **where)
     link = json.loads(facts.stdout)["links"]["network"]
