@@ -232,7 +232,7 @@ def test_objects_reach_all_ranks(world, size):
         (ValueError, "out of range", lambda c: c.sparse_allreduce([-1], np.ones((1, 2)))),
         (ValueError, "out of range", lambda c: c.sparse_allreduce([7], np.ones(1), num_rows=7)),
         (ValueError, "out of range", lambda c: c.sparse_allreduce(HUGE, np.ones(1))),
-        (TypeError, "no integers", lambda c: c.sparse_allreduce([0.5], np.ones(1))),
+        (TypeError, "not integers", lambda c: c.sparse_allreduce([0.5], np.ones(1))),
         (TypeError, "SUM or MEAN", lambda c: c.sparse_allreduce([0], np.ones(1), op=cc.MAX)),
         (ValueError, "each at most once", lambda c: c.group([0, 0])),
         (ValueError, "splits do not fit", lambda c: c.alltoall(np.zeros(3), splits=[1] * 9)),
