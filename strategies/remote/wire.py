@@ -13,9 +13,8 @@ layout: text, numbers, None, lists, dicts, tuples, and arrays of objects of all 
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import ml_dtypes
@@ -78,7 +77,7 @@ def pack(values: Sequence[Any], operation: str = "message") -> Packed:
     frames: list[Frame] = []
     for value in found:
         shape = list(value.shape) if isinstance(value, np.ndarray) else None
-        layout.append([_checked(value.dtype, operation).name, shape])
+        layout.append([_name(value.dtype, operation), shape])
         raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         (small if raw.size <= _SMALL else frames).append(raw)
     if small:
@@ -123,17 +122,20 @@ def dtype_named(name: str) -> np.dtype[Any]:
     found = getattr(ml_dtypes, str(name), None)
     if not isinstance(found, type):
         raise TypeError(f"message: no numeric dtype has this name: {name!r:.80}")
-    return _checked(np.dtype(found), "message")
+    dtype = np.dtype(found)
+    _name(dtype, "message")
+    return dtype
 
 
-def _checked(dtype: np.dtype[Any], operation: str) -> np.dtype[Any]:
-    """Return a dtype whose name says all of it."""
+@functools.cache  # NumPy puts the name together each time
+def _name(dtype: np.dtype[Any], operation: str) -> str:
+    """Return the name of a dtype, if that says all of it."""
     if dtype.kind not in _KINDS or dtype.names is not None or not dtype.isnative:
         raise TypeError(
             f"{operation}: an array of this dtype cannot be sent, expected a numeric one in this "
             f"machine's byte order, got {dtype}"
         )
-    return dtype
+    return dtype.name
 
 
 def _is_numeric(value: Any) -> bool:
@@ -154,25 +156,25 @@ def _side_by_side(small: Sequence[Array]) -> Array:
 
 def _arrays(layout: Layout, frames: Sequence[Array]) -> tuple[list[Any], Sequence[Array]]:
     """Return the arrays and scalars, and the frames that hold none of them."""
-    described = [(dtype_named(name), _sizes(shape or ()), shape is None) for name, shape in layout]
-    # As Python's integers, which do not overflow.
-    lengths = [dtype.itemsize * math.prod(sizes) for dtype, sizes, _ in described]
-    small = [length for length in lengths if length <= _SMALL]
-    together = sum(map(_padded, small)) if len(small) > 1 else sum(small)
-    if small and frames[0].size != together:
-        raise ValueError(f"{frames[0].size} bytes, expected {together} of small arrays")
-    used, at = min(len(small), 1), 0
+    described = [(dtype_named(name), shape or (), shape is None) for name, shape in layout]
+    lengths = [_product(shape, dtype.itemsize) for dtype, shape, _ in described]
+    small = sum(length <= _SMALL for length in lengths)
+    used, at, end = min(small, 1), 0, 0
     found = []
-    for (dtype, sizes, is_scalar), length in zip(described, lengths, strict=True):
+    for (dtype, shape, is_scalar), length in zip(described, lengths, strict=True):
         if length <= _SMALL:
-            raw = frames[0][at : at + length]
-            at += _padded(length)
+            # In one step: a slice, a view and another shape would take three times as long.
+            array = np.ndarray(shape, dtype, frames[0], at)
+            end = at + length
+            at = _padded(end)
         else:
-            raw = frames[used]
+            # `reshape` finds a length that is wrong, and so does `view`.
+            array = frames[used].view(dtype).reshape(shape)
             used += 1
-        # `reshape` finds a length that is wrong, and so does `view`.
-        array = raw.view(dtype).reshape(sizes)
         found.append(array[()] if is_scalar else array)
+    expected = at if small > 1 else end  # one alone was not copied
+    if small and frames[0].size != expected:
+        raise ValueError(f"{frames[0].size} bytes, expected {expected} of small arrays")
     return found, frames[used:]
 
 
@@ -180,11 +182,13 @@ def _padded(length: int) -> int:
     return -(-length // _ALIGN) * _ALIGN
 
 
-def _sizes(shape: Any) -> tuple[int, ...]:
-    # A size below 0 would mean "whatever fits" to NumPy.
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"shape {shape!r:.80}")
-    return tuple(shape)
+def _product(sizes: Sequence[Any], unit: int = 1) -> int:
+    for size in sizes:  # Python's integers do not overflow
+        # A size below 0 would mean "whatever fits" to NumPy.
+        if type(size) is not int or size < 0:
+            raise ValueError(f"shape {sizes!r:.80}")
+        unit *= size
+    return unit
 
 
 # All else, by msgpack.
@@ -192,7 +196,7 @@ def _sizes(shape: Any) -> tuple[int, ...]:
 
 def _packed(value: Any, found: list[Any], operation: str, levels: int) -> bytes:
     """Write values in which extensions are nested in at most so many levels."""
-    extension = partial(_extension, found=found, operation=operation, levels=levels)
+    extension = functools.partial(_extension, found=found, operation=operation, levels=levels)
     try:
         packed: bytes = msgpack.packb(
             value, default=extension, strict_types=True, unicode_errors="surrogatepass"
@@ -229,7 +233,7 @@ def _extension(value: Any, found: list[Any], operation: str, levels: int) -> msg
 
 
 def _unpacked(data: Any, found: Sequence[Any], levels: int) -> Any:
-    extension = partial(_from_extension, found=found, levels=levels)
+    extension = functools.partial(_from_extension, found=found, levels=levels)
     return msgpack.unpackb(
         data, ext_hook=extension, unicode_errors="surrogatepass", strict_map_key=False
     )
@@ -246,10 +250,9 @@ def _from_extension(code: int, data: bytes, found: Sequence[Any], levels: int) -
     if code == _TUPLE:
         return tuple(content)
     shape, elements = content
-    sizes = _sizes(shape)
-    if math.prod(sizes) != len(elements):
-        raise ValueError(f"{len(elements)} elements for shape {sizes}")
+    if _product(shape) != len(elements):
+        raise ValueError(f"{len(elements)} elements for shape {shape}")
     objects = np.empty(len(elements), object)
     for index, element in enumerate(elements):
         objects[index] = element
-    return objects.reshape(sizes)
+    return objects.reshape(shape)
