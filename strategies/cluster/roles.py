@@ -15,7 +15,7 @@ from typing import Any
 
 from strategies.cluster.spec import ClusterSpec
 
-__all__ = ["check", "collective_leader", "id_in_cluster", "is_chief", "normalised", "worker_count"]
+__all__ = ["check", "normalised"]
 
 _JOBS = ("chief", "evaluator", "ps", "worker")
 
@@ -55,61 +55,3 @@ def check(
         )
     spec.task_address(job, index)
     return spec
-
-
-def is_chief(cluster: ClusterSpec | Mapping[str, Any], job: str, index: int) -> bool:
-    """Tell whether a task does what is done once; the evaluator does so in its own cluster."""
-    spec = check(cluster, job, index)
-    if job == "worker":
-        return not _count(spec, "chief") and index == spec.task_indices("worker")[0]
-    return job in ("chief", "evaluator")
-
-
-def collective_leader(cluster: ClusterSpec | Mapping[str, Any], job: str, index: int) -> str:
-    """Return the device string of the task that leads those that train; "" if there is none.
-
-    Example:
-        >>> collective_leader({"worker": ["a:1", "b:1"]}, "worker", 1)
-        '/job:worker/task:0'
-    """
-    spec = check(cluster, job, index)
-    if job == "evaluator":
-        return ""
-    leader = "chief" if _count(spec, "chief") else "worker"
-    if not _count(spec, leader):
-        return ""
-    return f"/job:{leader}/task:{spec.task_indices(leader)[0]}"
-
-
-def worker_count(cluster: ClusterSpec | Mapping[str, Any], job: str) -> int:
-    """Return how many tasks train with one of this job: chief and workers, or the evaluator.
-
-    Raises:
-        ValueError: the job does not train.
-    """
-    spec = normalised(cluster)
-    if job == "evaluator" and _count(spec, "evaluator"):
-        return 1
-    if job not in ("chief", "worker") or not _count(spec, job):
-        raise ValueError(
-            f"worker_count: expected a job of the cluster that trains or evaluates, got {job!r}"
-        )
-    return _count(spec, "chief") + _count(spec, "worker")
-
-
-def id_in_cluster(cluster: ClusterSpec | Mapping[str, Any], job: str, index: int) -> int:
-    """Return a task's number among those that train together: the chief's is 0.
-
-    Raises:
-        ValueError: there is no such task, or its job does not train.
-    """
-    spec = check(cluster, job, index)
-    if job in ("chief", "evaluator"):
-        return 0
-    if job != "worker":
-        raise ValueError(f"id_in_cluster: expected a job that trains or evaluates, got {job!r}")
-    return _count(spec, "chief") + spec.task_indices("worker").index(index)
-
-
-def _count(spec: ClusterSpec, job: str) -> int:
-    return spec.num_tasks(job) if job in spec.jobs else 0

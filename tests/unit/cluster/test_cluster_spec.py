@@ -148,37 +148,8 @@ def test_a_cluster_becomes_one_of_roles_whatever_it_was():
             roles.normalised(wrong)
 
 
-def test_who_is_chief():
-    assert roles.is_chief(ROLES, "chief", 0)
-    assert not roles.is_chief(ROLES, "worker", 0)
-    assert not roles.is_chief(ROLES, "ps", 0)
-    assert roles.is_chief(NO_CHIEF, "worker", 0)
-    assert not roles.is_chief(NO_CHIEF, "worker", 1)
-    assert roles.is_chief(ROLES, "evaluator", 0)
-    assert roles.is_chief({"worker": {2: "a:1", 5: "b:1"}}, "worker", 2)
+def test_a_task_is_one_of_its_cluster():
+    assert roles.check(ROLES, "chief", 0) == ClusterSpec(ROLES)
     for job, index in (("worker", 2), ("moon", 0), (None, 0), ("worker", None)):
         with pytest.raises(ValueError, match="cluster: "):
-            roles.is_chief(NO_CHIEF, job, index)
-
-
-def test_numbers_among_those_that_train():
-    numbers = [roles.id_in_cluster(ROLES, job, i) for job, i in (("chief", 0), ("worker", 0))]
-    assert numbers == [0, 1]
-    assert roles.id_in_cluster(ROLES, "worker", 1) == 2
-    assert roles.id_in_cluster(NO_CHIEF, "worker", 1) == 1
-    assert roles.id_in_cluster(ROLES, "evaluator", 0) == 0
-    with pytest.raises(ValueError, match="got 'ps'"):
-        roles.id_in_cluster(ROLES, "ps", 0)
-    assert roles.worker_count(ROLES, "worker") == roles.worker_count(ROLES, "chief") == 3
-    assert roles.worker_count(NO_CHIEF, "worker") == 2
-    assert roles.worker_count(ROLES, "evaluator") == 1
-    for cluster, job in ((ROLES, "ps"), (NO_CHIEF, "chief"), (NO_CHIEF, "evaluator")):
-        with pytest.raises(ValueError, match=f"got '{job}'"):
-            roles.worker_count(cluster, job)
-
-
-def test_who_leads():
-    assert roles.collective_leader(ROLES, "worker", 1) == "/job:chief/task:0"
-    assert roles.collective_leader(NO_CHIEF, "worker", 1) == "/job:worker/task:0"
-    assert roles.collective_leader(ROLES, "evaluator", 0) == ""
-    assert roles.collective_leader({"ps": ["a:1"]}, "ps", 0) == ""
+            roles.check(NO_CHIEF, job, index)
