@@ -16,7 +16,6 @@ whoever calls `put`, `wait` or `done` next; then all is as if new.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -82,18 +81,14 @@ class Closure:
 
     Args:
         call: makes it on the worker with the given number; returns its value.
-        worker: the only one that may make it; None for any.
 
     Attributes:
         result: where its value or error goes.
-        attempts: how often it was begun.
     """
 
-    def __init__(self, call: Callable[[int], Any], worker: int | None = None) -> None:
+    def __init__(self, call: Callable[[int], Any]) -> None:
         self.call = call
-        self.worker = worker
         self.result = RemoteValue()
-        self.attempts = 0
 
 
 class ClosureQueue:
@@ -134,23 +129,15 @@ class ClosureQueue:
             self._queued.append(closure)
             self._changed.notify_all()
 
-    def get(self, worker: int, timeout: float | None = None) -> Closure | None:
-        """Take the first closure that this worker may make; None after `close` or `timeout`."""
+    def get(self, timeout: float | None = None) -> Closure | None:
+        """Take the first closure; None after `close` or `timeout`."""
         with self._changed:
-            deadline = None if timeout is None else time.monotonic() + timeout
-            while not self._stopped:
-                for closure in self._queued:
-                    if closure.worker in (None, worker):
-                        self._queued.remove(closure)
-                        self._in_flight += 1
-                        closure.attempts += 1
-                        self._changed.notify_all()
-                        return closure
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                self._changed.wait(left)
-            return None
+            self._changed.wait_for(lambda: self._queued or self._stopped, timeout)
+            if not self._queued:  # which a close has emptied
+                return None
+            self._in_flight += 1
+            self._changed.notify_all()
+            return self._queued.popleft()
 
     def put_back(self, closure: Closure) -> None:
         """Take back a closure in flight that its worker cannot finish; it comes first again."""

@@ -19,7 +19,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as LateError
-from types import TracebackType
 from typing import Any
 
 from strategies.errors import FailedPreconditionError, OutOfRangeError, UnavailableError
@@ -261,12 +260,7 @@ class ClusterCoordinator:
     def __enter__(self) -> ClusterCoordinator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:  # the threads end with the service
             self._queue.close(f"the coordinator has failed: {error!r:.200}")
             self._threads.clear()
@@ -281,7 +275,7 @@ class ClusterCoordinator:
 
     def _drive(self, worker: int) -> None:
         """Give calls to one worker, until it is lost or there will be no more."""
-        while (closure := self._queue.get(worker)) is not None:
+        while (closure := self._queue.get()) is not None:
             try:
                 value = closure.call(worker)
             except UnavailableError as error:

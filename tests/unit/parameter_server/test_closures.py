@@ -14,8 +14,8 @@ from strategies.parameter_server.closures import Closure, ClosureQueue
 LIMIT = 20.0
 
 
-def closure(worker=None):
-    return Closure(lambda worker: worker, worker)
+def closure():
+    return Closure(lambda worker: worker)
 
 
 def queue_of(count, **options):
@@ -36,8 +36,8 @@ def in_thread(function, *args):
 def test_calls_are_taken_in_order_and_end_with_their_values():
     queue, (a, b) = queue_of(2)
     assert not queue.done()
-    assert queue.get(0) is a
-    assert queue.get(1) is b
+    assert queue.get() is a
+    assert queue.get() is b
     assert not a.result.ready
     queue.finish(a, 10)
     assert not queue.done()
@@ -51,37 +51,36 @@ def test_nothing_to_do_is_done():
     queue = ClosureQueue()
     assert queue.done()
     queue.wait(0)
-    assert queue.get(0, timeout=0) is None
+    assert queue.get(timeout=0) is None
 
 
 def test_what_a_lost_worker_had_comes_first_again_and_is_made_at_least_once():
     queue, (a, b) = queue_of(2)
-    taken = queue.get(0)
+    taken = queue.get()
     queue.put_back(taken)
-    assert queue.get(1) is a
-    assert a.attempts == 2
+    assert queue.get() is a
     queue.finish(a, 1)
-    queue.finish(queue.get(1), 2)
+    queue.finish(queue.get(), 2)
     queue.wait(LIMIT)
-    assert b.attempts == 1
+    assert (a.result.fetch(), b.result.fetch()) == (1, 2)
 
 
 def test_waiting_ends_when_a_call_that_was_put_back_is_made():
     queue, (a,) = queue_of(1)
-    queue.get(0)
+    queue.get()
     waiting = in_thread(queue.wait, LIMIT)
     queue.put_back(a)
     with pytest.raises(DeadlineExceededError, match=r"join: not all calls .* within 0.01 s"):
         queue.wait(0.01)
-    queue.finish(queue.get(1), 1)
+    queue.finish(queue.get(), 1)
     waiting.result(LIMIT)
 
 
 @pytest.mark.parametrize("raiser", ["put", "wait", "done"])
 def test_the_first_error_cancels_what_is_queued_and_is_raised_once(raiser):
     queue, (a, b, c) = queue_of(3)
-    queue.get(0)
-    queue.get(1)
+    queue.get()
+    queue.get()
     queue.fail(a, KeyError("first"))
     with pytest.raises(CancelledError, match="an earlier call failed: KeyError"):
         c.result.fetch(0)
@@ -94,7 +93,7 @@ def test_the_first_error_cancels_what_is_queued_and_is_raised_once(raiser):
     # All is as if new.
     assert queue.done()
     queue.put(late)
-    assert queue.get(0) is late
+    assert queue.get() is late
     queue.finish(late, "fine")
     queue.wait(LIMIT)
     with pytest.raises(KeyError):
@@ -106,8 +105,8 @@ def test_the_first_error_cancels_what_is_queued_and_is_raised_once(raiser):
 
 def test_the_error_is_raised_only_when_calls_in_flight_have_ended():
     queue, (a, b) = queue_of(2)
-    queue.get(0)
-    queue.get(1)
+    queue.get()
+    queue.get()
     queue.fail(a, KeyError("first"))
     with pytest.raises(DeadlineExceededError):
         queue.wait(0.01)
@@ -120,8 +119,8 @@ def test_the_error_is_raised_only_when_calls_in_flight_have_ended():
 
 def test_after_an_error_what_comes_back_from_a_lost_worker_is_cancelled():
     queue, (a, b) = queue_of(2)
-    queue.get(0)
-    queue.get(1)
+    queue.get()
+    queue.get()
     queue.fail(a, KeyError("first"))
     queue.put_back(b)
     with pytest.raises(CancelledError):
@@ -136,14 +135,14 @@ def test_a_full_queue_lets_put_wait():
     with pytest.raises(DeadlineExceededError, match="schedule: the queue of calls is full"):
         queue.put(late, timeout=0.01)
     waiting = in_thread(queue.put, late)
-    queue.get(0)
+    queue.get()
     waiting.result(LIMIT)
     queue.finish(a, None)
 
 
 def test_an_error_wakes_a_put_that_waits():
     queue, (a,) = queue_of(1, capacity=1)
-    queue.get(0)
+    queue.get()
     queue.put(closure())
     waiting = in_thread(queue.put, closure())
     queue.fail(a, KeyError("first"))
@@ -151,33 +150,25 @@ def test_an_error_wakes_a_put_that_waits():
         waiting.result(LIMIT)
 
 
-def test_a_call_for_one_worker_is_made_by_that_one():
-    queue = ClosureQueue()
-    own, anyones = closure(worker=3), closure()
-    queue.put(own)
-    queue.put(anyones)
-    assert queue.get(1) is anyones
-    assert queue.get(1, timeout=0) is None
-    assert queue.get(3) is own
-
-
-def test_close_cancels_what_is_queued_and_wakes_who_waits():
+def test_close_cancels_what_is_queued():
     queue, (a, b) = queue_of(2)
-    queue.get(0)
-    idle = in_thread(queue.get, 7)
-    assert idle.result(LIMIT) is b
-    idle = in_thread(queue.get, 7)
-    c = closure(worker=5)
-    queue.put(c)
+    queue.get()
     queue.close("the coordinator is closed")
-    assert idle.result(LIMIT) is None
+    assert queue.get() is None
     with pytest.raises(CancelledError, match="the coordinator is closed"):
-        c.result.fetch(0)
+        b.result.fetch(0)
     with pytest.raises(CancelledError, match="schedule: the coordinator is closed"):
         queue.put(closure())
     queue.put_back(a)
     with pytest.raises(CancelledError):
         a.result.fetch(0)
+
+
+def test_close_wakes_who_waits_for_a_call():
+    queue = ClosureQueue()
+    idle = in_thread(queue.get)
+    queue.close("the coordinator is closed")
+    assert idle.result(LIMIT) is None
 
 
 def test_a_value_that_is_not_there_in_time():
@@ -187,12 +178,14 @@ def test_a_value_that_is_not_there_in_time():
 
 def test_many_workers_make_each_call_once_or_again_after_a_loss():
     queue, closures = queue_of(200)
-    made = Counter()
+    began, made = Counter(), Counter()
     lock = threading.Lock()
 
     def work(worker):
-        while (taken := queue.get(worker)) is not None:
-            if worker == 0 and taken.attempts == 1:
+        while (taken := queue.get()) is not None:
+            with lock:
+                began[taken] += 1
+            if worker == 0 and began[taken] == 1:
                 queue.put_back(taken)  # this one is lost again and again
                 continue
             with lock:
