@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from strategies.cluster.cluster import Cluster
 from strategies.errors import UnavailableError
 from strategies.ranks import Ranks
@@ -68,10 +66,5 @@ class Server:
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.service.__exit__(kind, error, trace)
