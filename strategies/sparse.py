@@ -140,7 +140,7 @@ def fitted(
     fits = has == expected or _allowed(has, expected)
     if cast and not fits:
         raise ValueError(
-            f"{operation}: the gradient has the wrong shape, expected {expected}, got {has} "
+            f"{operation}: the gradient does not fit in shape, expected {expected}, got {has} "
             f"({where})"
         )
     if cast and own != dtype and not _castable(array, dtype):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from strategies import arrays
 from strategies.arrays import COMPUTE
-from strategies.sparse import Rows, in_order
+from strategies.sparse import Rows, fitted
 
 __all__ = ["Pair", "check_slots", "floats", "is_variable", "refuse_jax", "resolve", "split"]
 
@@ -149,33 +149,20 @@ def _paired(key: str, where: str, value: Any, gradient: Any, operation: str) -> 
         return Pair(key, where, value, None)
     sparse = isinstance(gradient, Rows)
     array = floats("gradient", gradient.values if sparse else gradient, operation, where)
-    shape = (*array.shape[:1], *value.shape[1:]) if sparse else tuple(value.shape)
-    _check_like("gradient", array, arrays.dtype_name(value), shape, operation, where)
     both_host = isinstance(array, np.ndarray) and isinstance(value, np.ndarray)
     if not both_host and arrays.place(array) != arrays.place(value):
         raise TypeError(
             f"{operation}: gradient is in another memory than the variable, expected "
             f"{_describe(value)}, got {_describe(array)} ({where})"
         )
-    if not sparse:
-        return Pair(key, where, value, array)
-    length = value.shape[0] if value.ndim else 0
-    rows = in_order(Rows(gradient.indices, array), operation, where, length=length)
-    return Pair(key, where, value, rows.values, rows.indices)
+    given = Rows(gradient.indices, array) if sparse else array
+    given = fitted(given, tuple(value.shape), arrays.dtype_name(value), operation, where)
+    array, rows = (given.values, given.indices) if sparse else (given, None)
+    return Pair(key, where, value, array, rows)
 
 
 def _describe(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__name__} on {array_api_compat.device(array)}"
-
-
-def _check_like(
-    what: str, array: Any, dtype: str, shape: tuple[int, ...], operation: str, where: str
-) -> None:
-    if (tuple(array.shape), arrays.dtype_name(array)) != (shape, dtype):
-        raise ValueError(
-            f"{operation}: {what} does not fit, expected {dtype} of shape {shape}, "
-            f"got {arrays.dtype_name(array)} of shape {tuple(array.shape)} ({where})"
-        )
 
 
 def check_slots(
@@ -201,6 +188,10 @@ def check_slots(
                 f"{operation}: loaded state belongs to other variables, "
                 f"got slots for {', '.join(unused)} and none for this one ({pair.where})"
             )
-        dtype = COMPUTE[arrays.dtype_name(pair.value)]
+        shape, dtype = tuple(pair.value.shape), COMPUTE[arrays.dtype_name(pair.value)]
         for slot in slots.get(pair.key, ()):
-            _check_like("slot", slot, dtype, tuple(pair.value.shape), operation, pair.where)
+            if (tuple(slot.shape), arrays.dtype_name(slot)) != (shape, dtype):
+                raise ValueError(
+                    f"{operation}: slot does not fit, expected {dtype} of shape {shape}, got "
+                    f"{arrays.dtype_name(slot)} of shape {tuple(slot.shape)} ({pair.where})"
+                )

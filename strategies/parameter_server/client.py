@@ -13,8 +13,7 @@ import collectives as cc
 from strategies.cluster.cluster import Cluster
 from strategies.errors import FailedPreconditionError, UnavailableError
 from strategies.parameter_server import saved
-from strategies.parameter_server.layout import Part, cut, cut_rows
-from strategies.parameter_server.part import State
+from strategies.parameter_server.saved import State
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Record
@@ -24,6 +23,7 @@ from strategies.remote.containers import Address
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.sparse import Gradient, Rows
+from strategies.variables import partition
 from strategies.variables.actions import compressed, widened
 from strategies.variables.items import packing
 
@@ -138,9 +138,10 @@ class Client:
         parts: list[list[Any]] = [[] for _ in self.servers]
         arrays: list[list[Any]] = [[] for _ in self.servers]
         for gradient, variable in pairs:
-            for part in variable.parts:
-                parts[part.task].append([self._numbers[part.name], isinstance(gradient, Rows)])
-                arrays[part.task] += self._packed(gradient, part)
+            pieces = self._packed(gradient, variable)
+            for part, piece in zip(variable.parts, pieces, strict=True):
+                parts[part.task].append([self._numbers[part.name], len(piece) == 2])
+                arrays[part.task] += piece
         worker = self._cluster.comm.rank
         told = [
             {
@@ -157,46 +158,41 @@ class Client:
         self._take(answers)
         return tuple(Decision(a.metadata["staleness"], a.metadata["weight"]) for a in answers)
 
-    def _packed(self, gradient: Gradient, part: Part) -> list[npt.NDArray[Any]]:
-        """Return what travels of a gradient to a part of its variable."""
-        if not isinstance(gradient, Rows):
-            return [compressed(cut(gradient, part), self._compression, part.name)]
-        piece = cut_rows(gradient, part)
-        values = np.asarray(piece.values)
-        # Rows are others in every step: what rounding leaves over would come to the wrong ones.
-        return [piece.indices, compressed(values, self._rows_compression)]
+    def _packed(self, gradient: Gradient, variable: ServedVariable) -> list[list[npt.NDArray[Any]]]:
+        """Return what travels of a gradient to each part of its variable."""
+        if isinstance(gradient, Rows):
+            # Rows are others in every step: what rounding leaves over would come to the wrong ones.
+            rounding = self._rows_compression
+            return [
+                [rows.indices, compressed(np.asarray(rows.values), rounding)]
+                for rows in partition.row_pieces(gradient, variable.offsets)
+            ]
+        return [
+            [compressed(piece, self._compression, part.name)]
+            for part, piece in zip(variable.parts, variable.pieces(gradient), strict=True)
+        ]
 
     def rows(self, variable: ServedVariable, indices: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return some rows of a variable."""
         result = np.empty((len(indices), *variable.shape[1:]), variable.dtype)
-        held = [(part, np.flatnonzero(part.holds(indices))) for part in variable.parts]
-        wanted = [(part, places) for part, places in held if places.size]
-        questions = [
-            Question(
-                self._places[part.task],
-                "rows",
-                {"part": self._numbers[part.name], "values_as": self._values_as},
-                [indices[places] - part.start],
-            )
-            for part, places in wanted
-        ]
-        for (_, places), answer in zip(wanted, self._answers(questions), strict=True):
-            result[places] = self._widened(answer.values[0], variable)
+        found = partition.places(indices, variable.offsets)
+        asked = [n for n, places in enumerate(found) if places.size]
+        questions = []
+        for n in asked:
+            part, rows = variable.parts[n], indices[found[n]] - variable.offsets[n]
+            told = {"part": self._numbers[part.name], "values_as": self._values_as}
+            questions.append(Question(self._places[part.task], "rows", told, [rows]))
+        for n, answer in zip(asked, self._answers(questions), strict=True):
+            result[found[n]] = self._widened(answer.values[0], variable)
         return result
 
     def assign(self, variable: ServedVariable, value: npt.NDArray[Any]) -> None:
         """Let a variable take another value."""
-        self._answers(
-            [
-                Question(
-                    self._places[part.task],
-                    "assign",
-                    {"part": self._numbers[part.name]},
-                    [cut(value, part)],
-                )
-                for part in variable.parts
-            ]
-        )
+        questions = [
+            Question(self._places[part.task], "assign", {"part": self._numbers[part.name]}, [piece])
+            for part, piece in zip(variable.parts, variable.pieces(value), strict=True)
+        ]
+        self._answers(questions)
 
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
         """Return what a checkpoint keeps; see `saved`."""

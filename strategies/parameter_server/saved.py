@@ -14,20 +14,57 @@ joined and cut again; of counts that differ among parts or ps tasks, the largest
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from strategies.parameter_server.layout import cut
-from strategies.parameter_server.part import VALUE, State
 from strategies.parameter_server.served_variable import ServedVariable
+from strategies.variables.store import Stored
 
-__all__ = ["divided", "joined"]
+__all__ = ["State", "divided", "joined", "load", "state_of"]
 
 Array = npt.NDArray[Any]
 
+_VALUE = "value"  # stands where the name of a slot stands, for the variable itself
 _UPDATES = "updates"
+
+
+class State(NamedTuple):
+    """What a checkpoint keeps of a part.
+
+    Attributes:
+        counts: "step", the updates so far, and what else the optimizer counts.
+        arrays: "value" and name of each slot -> array, of the part's shape.
+    """
+
+    counts: dict[str, int]
+    arrays: dict[str, Array]
+
+
+def state_of(part: Stored) -> State:
+    """Return all of a part, as it is now."""
+    assert part.optimizer is not None
+    found = State({}, {_VALUE: part.view()})
+    for key, entry in part.optimizer.state_dict().items():
+        kind = key.removesuffix(f"/{part.name}")
+        (found.arrays if isinstance(entry, np.ndarray) else found.counts)[kind] = entry
+    return found
+
+
+def load(part: Stored, state: State) -> None:
+    """Let a part go on from a state.
+
+    Raises:
+        ValueError: it belongs to another optimizer.
+    """
+    assert part.optimizer is not None
+    entries: dict[str, Any] = {**state.counts, **state.arrays}
+    value = entries.pop(_VALUE)
+    part.optimizer.load_state_dict(
+        {kind if kind == "step" else f"{kind}/{part.name}": entries[kind] for kind in entries}
+    )
+    part.writable(keep=False)[...] = value
 
 
 def joined(
@@ -83,10 +120,11 @@ def divided(
         for kind in kinds.counts:
             name = _key(kind, variable.name)
             counts[kind] = _counts(_taken(rest, name), len(variable.parts), name)
+        pieces = {kind: variable.pieces(array) for kind, array in arrays.items()}
         for number, part in enumerate(variable.parts):
             states[part.name] = State(
                 {kind: counts[kind][number] for kind in counts},
-                {kind: cut(arrays[kind], part) for kind in arrays},
+                {kind: pieces[kind][number] for kind in pieces},
             )
     if rest:
         raise ValueError(
@@ -97,7 +135,7 @@ def divided(
 
 
 def _key(kind: str, variable: str) -> str:
-    return f"variable/{variable}" if kind == VALUE else f"optimizer/{kind}/{variable}"
+    return f"variable/{variable}" if kind == _VALUE else f"optimizer/{kind}/{variable}"
 
 
 def _taken(rest: dict[str, Array], name: str) -> Array:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from strategies.parameter_server.layout import Part
+from strategies.parameter_server.layout import Part, offsets
+from strategies.variables import partition
 
 __all__ = ["Owner", "ServedVariable"]
 
@@ -35,6 +36,7 @@ class ServedVariable:
     Attributes:
         name: as in checkpoints and errors.
         parts: where it is.
+        offsets: the first row of each part, and the row after the last one.
         shape: of the value.
         dtype: of the value.
         strategy: that made it.
@@ -53,6 +55,7 @@ class ServedVariable:
         self.parts = tuple(parts)
         self.shape = value.shape
         self.dtype = value.dtype
+        self.offsets = offsets(value.shape, len(parts))
         self.strategy = strategy
         self.resident = resident
         self._value: Array | None = None
@@ -83,6 +86,10 @@ class ServedVariable:
     def components(self) -> tuple[Array, ...]:
         """The array, as for variables of other strategies."""
         return (self.value,)
+
+    def pieces(self, array: Array) -> list[Array]:
+        """Return what of an array of its shape lies in each part, as views."""
+        return partition.pieces(array, self.offsets)
 
     def take(self, value: Array) -> None:
         """Let the copy be this array, which does not change any more."""

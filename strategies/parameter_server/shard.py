@@ -18,6 +18,7 @@ because the worker has left, or is dead.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from strategies import sums
-from strategies.arrays import dtype_name
+from strategies.arrays import COMPUTE, dtype_name
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -35,15 +36,22 @@ from strategies.errors import (
     UnavailableError,
 )
 from strategies.optimizers import Optimizer
-from strategies.parameter_server.part import HeldPart, HeldParts, State
+from strategies.parameter_server import saved
+from strategies.parameter_server.saved import State
 from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
 from strategies.remote.containers import Handler, ResourceKind, Work, register
 from strategies.sparse import Gradient, Rows, fitted
 from strategies.variables.actions import rounded, widened
+from strategies.variables.store import Stored
 
 __all__ = ["PARAMETERS", "Rules", "Shard"]
 
 log = logging.getLogger(__name__)
+
+# Bytes of gradients from which an update is worth several threads: handing out the work takes some
+# 0.1 ms, in which one thread changes about this much.
+_WORTH_THREADS = 1 << 20
+_MOST_THREADS = min(4, os.cpu_count() or 1)  # more do not make memory faster
 
 
 class Rules(NamedTuple):
@@ -86,7 +94,8 @@ class Shard:
     def __init__(self, name: str) -> None:
         self.name = name
         self._rules: Rules | None = None
-        self._parts = HeldParts(name)
+        self._parts: list[Stored] = []
+        self._residents: list[Stored] = []  # of which workers have copies
         self._ledger = Ledger()
         self._members: dict[int, Work] = {}  # worker -> its `join`
         self._waiting: dict[int, _Push] = {}  # worker -> its push in this round
@@ -94,6 +103,7 @@ class Shard:
         self._warm_at: int | None = None  # version at which it was over
         self._before = 0  # updates that a checkpoint has brought
         self._line = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix=f"{name}-update")
 
     def prepare(self, rules: Rules) -> None:
         """Say how this is trained; before any worker joins.
@@ -118,9 +128,18 @@ class Shard:
             value: shape (...), copied.
             resident: whether workers hold a copy, which every answer brings up to date.
         """
-        self._line.submit(
-            lambda: self._parts.append(HeldPart(name, value, self.rules.optimizer, resident))
-        ).result()
+
+        def hold() -> None:
+            part = Stored(name)
+            part.initialize(value, self.rules.optimizer)
+            # Others are never updated, only assigned.
+            if part.optimizer is not None and value.dtype.name in COMPUTE:
+                part.optimizer.prepare([part.named()])
+            self._parts.append(part)
+            if resident:
+                self._residents.append(part)
+
+        self._line.submit(hold).result()
 
     @property
     def rules(self) -> Rules:
@@ -153,7 +172,7 @@ class Shard:
                 push.work.fail(gone)
             self._waiting.clear()
             self._held.clear()
-            self._parts.close()
+            self._threads.shutdown(wait=False)
 
         self._later(end, end)
         self._line.shutdown(wait=False)
@@ -232,11 +251,11 @@ class Shard:
             if number in given:
                 raise InvalidArgumentError(f"push: a part is given twice (variable: {part.name})")
             indices = next(values) if sparse else None
-            array = widened(next(values), told, part.value.dtype)
+            array = widened(next(values), told, part.held.dtype)
             gradient = array if indices is None else Rows(indices, array)
             given[number] = gradient
-            where, value = f"variable: {part.name}", part.value
-            fitted(gradient, value.shape, dtype_name(value), "push", where)
+            where = f"variable: {part.name}"
+            fitted(gradient, part.held.shape, dtype_name(part.held), "push", where)
         if not 0 <= told["version"] <= self._ledger.version:
             raise InvalidArgumentError(
                 f"push: no such version, expected 0 .. {self._ledger.version}, got "
@@ -285,14 +304,20 @@ class Shard:
         for push, weight in pushes:
             for i, gradient in push.gradients.items():
                 columns.setdefault(i, []).append((gradient, weight / total))
-        dtypes = {i: dtype_name(self._parts[i].value) for i in columns}
+        dtypes = {i: dtype_name(self._parts[i].held) for i in columns}
         return {i: sums.mean(column, 1, dtypes[i]) for i, column in columns.items()}
 
     def _update(self, given: Mapping[int, Gradient], factor: float = 1.0) -> None:
-        """Change variables by their gradients."""
+        """Change variables by their gradients, at the same time where that is worth it."""
         if self._warm_at is not None:
             factor *= self.rules.rate_scale
-        self._parts.update(given, factor)
+
+        def step(number: int) -> None:
+            self._parts[number].step(given[number], factor)
+
+        sizes = [g.values.nbytes if isinstance(g, Rows) else g.nbytes for g in given.values()]
+        side_by_side = len(sizes) > 1 and sum(sizes) >= _WORTH_THREADS
+        list((self._threads.map if side_by_side else map)(step, given))
         self._ledger.version += 1
 
     @property
@@ -305,7 +330,7 @@ class Shard:
 
     def _answer(self, work: Work, **facts: Any) -> None:
         how = work.arguments.get("values_as")
-        values = [rounded(part.value, how) for part in self._parts if part.resident]
+        values = [rounded(part.view(), how) for part in self._residents]
         work.reply(values, version=self._ledger.version, **facts)
 
     def _end(self, work: Work, error: OpError | None = None) -> None:
@@ -339,19 +364,19 @@ class Shard:
     def rows(self, work: Work) -> None:
         """Answer with some rows of a variable."""
         part = self._parts[work.arguments["part"]]
-        rows = part.value[work.values[0]]
+        rows = part.held[work.values[0]]
         work.reply([rounded(rows, work.arguments.get("values_as"))])
 
     def assign(self, work: Work) -> None:
         """Let a variable take another value."""
         part, value = self._parts[work.arguments["part"]], work.values[0]
-        if (value.shape, value.dtype) != (part.value.shape, part.value.dtype):
+        if (value.shape, value.dtype) != (part.held.shape, part.held.dtype):
             raise InvalidArgumentError(
-                f"assign: the value does not fit, expected {part.value.dtype} of shape "
-                f"{part.value.shape}, got {value.dtype} of shape {value.shape} (variable: "
+                f"assign: the value does not fit, expected {part.held.dtype} of shape "
+                f"{part.held.shape}, got {value.dtype} of shape {value.shape} (variable: "
                 f"{part.name})"
             )
-        part.assign(value)
+        part.writable(keep=False)[...] = value
         work.reply()
 
     def report(self, work: Work) -> None:
@@ -364,7 +389,7 @@ class Shard:
 
     def state(self, work: Work) -> None:
         """Answer with all that a checkpoint keeps."""
-        states = [part.state() for part in self._parts]
+        states = [saved.state_of(part) for part in self._parts]
         arrays = [array for held in states for array in held.arrays.values()]
         parts = [[held.counts, list(held.arrays)] for held in states]
         work.reply(arrays, parts=parts, updates=self._updates)
@@ -379,7 +404,7 @@ class Shard:
         told = work.arguments
         values = iter(work.values)
         for part, (counts, kinds) in zip(self._parts, told["parts"], strict=True):
-            part.load(State(counts, {kind: next(values) for kind in kinds}))
+            saved.load(part, State(counts, {kind: next(values) for kind in kinds}))
         self._before = told["updates"] - self._ledger.version
         if self._updates < self.rules.warmup_steps:
             self._warm_at = None

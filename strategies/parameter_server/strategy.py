@@ -29,7 +29,7 @@ from strategies.cluster.scopes import Placeable
 from strategies.cluster.setter import RoundRobin
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client, Report
-from strategies.parameter_server.layout import Part, Partitioner, cut, number_of_parts, parts_of
+from strategies.parameter_server.layout import Part, number_of_parts, parts_of
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS, Rules, Shard
 from strategies.parameter_server.staleness import Decision, StalenessRule
@@ -40,6 +40,7 @@ from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.sparse import Gradient, Rows, fitted
 from strategies.strategy import Strategy
+from strategies.variables.partition import Partitioner
 
 __all__ = ["ParameterServerStrategy", "Report"]
 
@@ -261,9 +262,9 @@ class ParameterServerStrategy(Strategy):
 
     def _hold(self, variable: ServedVariable, value: npt.NDArray[Any]) -> None:
         """On a ps: take over its parts of a variable."""
-        for part in variable.parts:
+        for part, piece in zip(variable.parts, variable.pieces(value), strict=True):
             if self._shard is not None and self._servers[part.task] == self.cluster.comm.rank:
-                self._shard.add(part.name, cut(value, part), resident=variable.resident)
+                self._shard.add(part.name, piece, resident=variable.resident)
 
     def pull(self) -> None:
         """Bring the copies of all resident variables up to date.

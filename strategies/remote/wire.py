@@ -135,7 +135,8 @@ def _name(dtype: np.dtype[Any], operation: str) -> str:
             f"{operation}: an array of this dtype cannot be sent, expected a numeric one in this "
             f"machine's byte order, got {dtype}"
         )
-    return dtype.name
+    name: str = dtype.name
+    return name
 
 
 def _is_numeric(value: Any) -> bool:

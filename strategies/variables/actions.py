@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import collectives as cc
-from strategies.arrays import COMPUTE
+from strategies import sums
+from strategies.arrays import COMPUTE, dtype_name
 from strategies.errors import FailedPreconditionError, InvalidArgumentError, OpError
 from strategies.remote.wire import Array
-from strategies.sparse import Rows, in_order
+from strategies.sparse import Rows, fitted, in_order
 from strategies.variables.store import Stored
 
 __all__ = ["ACTIONS", "READS", "Outcome", "act", "compressed", "rounded", "widened"]
@@ -36,13 +37,6 @@ class Outcome(NamedTuple):
 
 
 Action = Callable[[Stored, Sequence[Array], Mapping[str, Any]], Outcome]
-
-
-class _Named(NamedTuple):
-    """A variable as optimizers want it."""
-
-    name: str
-    value: Array
 
 
 def act(
@@ -187,12 +181,12 @@ def _apply_gradients(thing: Stored, arrays: Sequence[Array], options: Mapping[st
     most = options.get("most")
     if staleness is not None and most is not None and staleness > most:
         return Outcome([thing.version, staleness, False], [])
-    gradient: Any = _like_dtype("apply_gradients", thing, arrays[-1])
-    if len(arrays) == 2:
-        gradient = Rows(_indices("apply_gradients", thing, arrays[0]), gradient)
-    thing.rate.instead = options.get("rate")
-    thing.rate.factor = 1.0 / (1 + (staleness or 0)) if options.get("scaled") else 1.0
-    thing.optimizer.apply_gradients([(gradient, _Named(thing.name, thing.writable()))])
+    gradient: Any = arrays[0] if len(arrays) == 1 else Rows(*arrays)
+    where, dtype = f"variable: {thing.name}", dtype_name(thing.held)
+    gradient = fitted(gradient, thing.held.shape, dtype, "apply_gradients", where, cast=True)
+    gradient = sums.rounded(gradient, dtype)
+    factor = 1.0 / (1 + (staleness or 0)) if options.get("scaled") else 1.0
+    thing.step(gradient, factor, options.get("rate"))
     thing.version += 1
     return Outcome([thing.version, staleness, True], [])
 

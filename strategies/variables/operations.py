@@ -20,7 +20,7 @@ from strategies.remote.containers import Address
 from strategies.remote.service import Service
 from strategies.remote.wire import Array
 from strategies.sparse import Rows
-from strategies.variables import items
+from strategies.variables import items, partition
 from strategies.variables.actions import Outcome, compressed
 from strategies.variables.items import Item, Reading, Update, host_array, packing
 from strategies.variables.serving import KIND
@@ -117,12 +117,14 @@ class Operations(abc.ABC, Generic[V]):
         wanted = items.wanted_rows("gather", indices, self.name)
         unique, positions = np.unique(wanted, return_inverse=True)
         options = packing(compression, "gather")
-        cuts = self._cuts("gather", unique)
+        chosen = [unique]
+        if self.offsets is not None:
+            self._check_rows("gather", unique)
+            own = zip(partition.places(unique, self.offsets), self.offsets, strict=False)
+            chosen = [unique[places] - first for places, first in own]
         asked: list[Item | None] = [
-            Item(address, [unique[low:high] - first], options) if low < high else None
-            for address, first, (low, high) in zip(
-                self.addresses, self.offsets or (0,), itertools.pairwise(cuts), strict=False
-            )
+            Item(address, [rows], options) if rows.size else None
+            for address, rows in zip(self.addresses, chosen, strict=True)
         ]
         if not unique.size:  # the first part knows how a row looks
             asked[0] = Item(self.addresses[0], [unique], options)
@@ -264,7 +266,7 @@ class Operations(abc.ABC, Generic[V]):
                 f"{operation}: the value has the wrong shape, expected {self.shape}, got "
                 f"{array.shape} (variable: {self.name})"
             )
-        return [[piece] for piece in np.split(array, self.offsets[1:-1], self.axis)]
+        return [[piece] for piece in partition.pieces(array, self.offsets, self.axis)]
 
     def steps(
         self,
@@ -345,29 +347,22 @@ class Operations(abc.ABC, Generic[V]):
                 f"{values.shape} (variable: {self.name})"
             )
         wanted = items.wanted_rows(operation, where, self.name)
-        order = np.argsort(wanted, kind="stable")
-        ordered = wanted[order]
-        cuts = itertools.pairwise(self._cuts(operation, ordered))
-        return [
-            [ordered[low:high] - first, values[order[low:high]]] if low < high else None
-            for first, (low, high) in zip(self.offsets, cuts, strict=False)
-        ]
+        self._check_rows(operation, wanted)
+        found = partition.row_pieces(Rows(wanted, values), self.offsets)
+        return [[rows.indices, rows.values] if rows.indices.size else None for rows in found]
 
-    def _cuts(self, operation: str, ordered: Array) -> Sequence[Any]:
-        """Return where among indices in order those of each part begin, and the end."""
-        if self.offsets is None:
-            return [0, len(ordered)]
+    def _check_rows(self, operation: str, indices: Array) -> None:
+        """Refuse indices that do not lie in any part."""
         if self.axis != 0 or not self.shape:
             raise InvalidArgumentError(
                 f"{operation}: rows lie in several parts, expected a variable that is cut along "
                 f"axis 0, got axis {self.axis} (variable: {self.name})"
             )
-        if ordered.size and not 0 <= ordered[0] <= ordered[-1] < self.shape[0]:
+        if indices.size and not 0 <= indices.min() <= indices.max() < self.shape[0]:
             raise InvalidArgumentError(
                 f"{operation}: an index is out of range, expected 0 .. {self.shape[0] - 1}, got "
-                f"{ordered[0]} .. {ordered[-1]} (variable: {self.name})"
+                f"{indices.min()} .. {indices.max()} (variable: {self.name})"
             )
-        return list(np.searchsorted(ordered, self.offsets))
 
 
 def is_missing(service: Service, address: Address) -> bool:

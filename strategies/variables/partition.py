@@ -12,13 +12,16 @@ Example:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from strategies.errors import InvalidArgumentError
+from strategies.sparse import Rows
 
 __all__ = [
     "Partitioner",
@@ -30,6 +33,9 @@ __all__ = [
     "min_max_variable",
     "min_size",
     "offsets",
+    "pieces",
+    "places",
+    "row_pieces",
     "variable_axis_size",
 ]
 
@@ -143,6 +149,27 @@ def offsets(shape: Sequence[int], partition: Sequence[int]) -> tuple[int, ...]:
     axis = axis_of(partition)
     size, longer = divmod(shape[axis], partition[axis])
     return tuple(size * part + min(part, longer) for part in range(partition[axis] + 1))
+
+
+def pieces(array: npt.NDArray[Any], ends: Sequence[int], axis: int = 0) -> list[npt.NDArray[Any]]:
+    """Return what of an array lies in each part, as views; see `offsets`."""
+    return np.split(array, ends[1:-1], axis) if len(ends) > 2 else [array]
+
+
+def places(indices: npt.NDArray[np.int64], ends: Sequence[int]) -> list[npt.NDArray[np.intp]]:
+    """Return for each part where the indices of its rows are, by increasing index."""
+    order = np.argsort(indices, kind="stable")
+    cuts = np.searchsorted(indices[order], ends)
+    return [order[low:high] for low, high in itertools.pairwise(cuts)]
+
+
+def row_pieces(rows: Rows, ends: Sequence[int]) -> list[Rows]:
+    """Return what of a gradient's rows lies in each part, by their indices there."""
+    if len(ends) == 2:
+        return [rows]
+    values = np.asarray(rows.values)
+    chosen = zip(places(rows.indices, ends), ends, strict=False)
+    return [Rows(rows.indices[where] - first, values[where]) for where, first in chosen]
 
 
 def _along_rows(partitioner: Partitioner) -> Partitioner:

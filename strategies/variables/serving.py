@@ -20,7 +20,7 @@ from strategies.remote import message, pool
 from strategies.remote.containers import GroupHandler, ResourceKind, Work, register
 from strategies.remote.wire import Array
 from strategies.variables.actions import ACTIONS, READS, Outcome, act
-from strategies.variables.store import AllReady, Rate, Stored, make_optimizer
+from strategies.variables.store import AllReady, Stored, make_optimizer
 
 __all__ = ["KIND", "attempt", "outcome_of", "set_first"]
 
@@ -217,9 +217,9 @@ def set_first(thing: Stored, value: Array, wanted: Mapping[str, Any]) -> None:
         thing.check(wanted)
         return
     words = wanted["optimizer"]
-    optimizer, rate = (None, Rate(0.0)) if words is None else make_optimizer(words)
+    optimizer = None if words is None else make_optimizer(words)
     with thing.lock:
-        first = thing.initialize(value, optimizer, rate, wanted)
+        first = thing.initialize(value, optimizer, wanted)
     if first:
         thing.tell()
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from strategies.remote.attempt import Attempt
 from strategies.remote.names import function_named, name_of
 from strategies.remote.wire import Array
 
-__all__ = ["AllReady", "Rate", "Stored", "make_optimizer", "optimizer_as_words"]
+__all__ = ["AllReady", "Stored", "make_optimizer", "optimizer_as_words"]
 
 # What a task may be asked to make: the optimizers of this package, by name.
 _KINDS: dict[str, type[Optimizer]] = {
@@ -31,16 +31,8 @@ _KINDS: dict[str, type[Optimizer]] = {
 }
 
 
-class Rate:
-    """The learning rate of a variable's optimizer, which a single update may have another of.
-
-    Args:
-        given: what the optimizer was to have.
-
-    Attributes:
-        instead: of the update that is being made; None if it has the given one.
-        factor: by which the rate of that update is multiplied.
-    """
+class _Rate:
+    """The learning rate of a variable's optimizer, which a single update may have another of."""
 
     def __init__(self, given: LearningRate) -> None:
         self._given = given
@@ -75,17 +67,24 @@ def optimizer_as_words(optimizer: Optimizer | None, operation: str) -> dict[str,
     return {"class": kind.__name__, **words}
 
 
-def make_optimizer(words: Mapping[str, Any]) -> tuple[Optimizer, Rate]:
-    """Make an optimizer, and what its learning rate can be changed with."""
+def make_optimizer(words: Mapping[str, Any]) -> Optimizer:
+    """Undo `optimizer_as_words`."""
     arguments = dict(words)
     kind = _KINDS[arguments.pop("class")]
     given = arguments["learning_rate"]
-    rate = Rate(function_named(given) if isinstance(given, str) else given)
-    return kind(**{**arguments, "learning_rate": rate}), rate
+    rate = function_named(given) if isinstance(given, str) else given
+    return kind(**{**arguments, "learning_rate": rate})
 
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int)) else float(value)
+
+
+class Named(NamedTuple):
+    """A variable as optimizers want it."""
+
+    name: str
+    value: Array
 
 
 class Stored:
@@ -100,8 +99,7 @@ class Stored:
         version: how often the value has been changed.
         value: None until it is set for the first time.
         properties: what all who ask for the variable must agree in, by name; empty at first.
-        optimizer: for `apply_gradients`, or None.
-        rate: of the optimizer.
+        optimizer: for `step`, or None.
     """
 
     def __init__(self, name: str) -> None:
@@ -111,7 +109,7 @@ class Stored:
         self.value: Array | None = None
         self.properties: dict[str, Any] = {}
         self.optimizer: Optimizer | None = None
-        self.rate = Rate(0.0)
+        self._rate = _Rate(0.0)
         self._before: Array | None = None  # memory of an earlier value, to be used again
         self._door = threading.Lock()  # of those that wait; never held for long, unlike `lock`
         self._gone: OpError | None = None
@@ -120,14 +118,22 @@ class Stored:
     def initialize(
         self,
         value: Array,
-        optimizer: Optimizer | None,
-        rate: Rate,
+        optimizer: Optimizer | None = None,
         properties: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Set the first value, copied; False if there is one already. With the lock held."""
+        """Set the first value, copied; False if there is one already. With the lock held.
+
+        Args:
+            value: shape (...).
+            optimizer: the variable gets one like it, for itself alone.
+            properties: see the attribute.
+        """
         if self.value is not None:
             return False
-        self.optimizer, self.rate = optimizer, rate
+        if optimizer is not None:
+            arguments = optimizer.settings
+            self._rate = _Rate(arguments["learning_rate"])
+            self.optimizer = type(optimizer)(**{**arguments, "learning_rate": self._rate})
         self.properties = dict(properties or {})
         self.value = np.array(value, order="C")  # last: who sees it may use everything
         return True
@@ -164,6 +170,22 @@ class Stored:
                 other[...] = self.value
             self._before, self.value = self.value, other
         return self.value
+
+    def step(self, gradient: Any, factor: float = 1.0, rate: float | None = None) -> None:
+        """Let the optimizer change the value; with the lock held.
+
+        Args:
+            gradient: an array, or `Rows`.
+            factor: by which the learning rate is multiplied.
+            rate: instead of the optimizer's own; None for that.
+        """
+        assert self.optimizer is not None
+        self._rate.factor, self._rate.instead = factor, rate
+        self.optimizer.apply_gradients([(gradient, self.named())])
+
+    def named(self) -> Named:
+        """Return the variable as optimizers want it, to be changed."""
+        return Named(self.name, self.writable())
 
     def when_ready(self, call: Callable[[OpError | None], None]) -> None:
         """Call when there is a value, which may be now, or with an error if there will be none."""

@@ -7,9 +7,10 @@ import pytest
 
 from strategies.cluster.scopes import Placeable
 from strategies.cluster.setter import GreedyLoadBalancing, RoundRobin, byte_size
-from strategies.parameter_server.layout import cut, cut_rows, number_of_parts, parts_of
+from strategies.parameter_server.layout import number_of_parts, offsets, parts_of
 from strategies.parameter_server.staleness import Decision, Drop, Ledger, Record, Scale, weight
 from strategies.sparse import Rows
+from strategies.variables import partition
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
@@ -71,8 +72,9 @@ def test_parts_cover_all_rows_once(rows, count):
     parts = parts_of("v", (rows, 2), "f4", count, choice)
     assert len(parts) == count <= rows
     values = np.arange(2 * rows).reshape(rows, 2)
-    np.testing.assert_array_equal(np.concatenate([cut(values, part) for part in parts]), values)
-    sizes = [len(cut(values, part)) for part in parts]
+    ends = offsets(values.shape, count)
+    np.testing.assert_array_equal(np.concatenate(partition.pieces(values, ends)), values)
+    sizes = [len(piece) for piece in partition.pieces(values, ends)]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
     assert [part.task for part in parts] == [i % 3 for i in range(count)]
@@ -82,17 +84,16 @@ def test_parts_cover_all_rows_once(rows, count):
     # Rows go where the part is, by their index in it.
     indices = np.array([rows - 1, 0, rows // 2, 0])
     total = np.zeros((rows, 2))
-    for part in parts:
-        own = cut_rows(Rows(indices, np.ones((4, 2))), part)
-        np.add.at(cut(total, part), own.indices, own.values)
+    rows_of = partition.row_pieces(Rows(indices, np.ones((4, 2))), ends)
+    for piece, own in zip(partition.pieces(total, ends), rows_of, strict=True):
+        np.add.at(piece, own.indices, own.values)
     expected = np.zeros((rows, 2))
     np.add.at(expected, indices, 1)
     np.testing.assert_array_equal(total, expected)
 
 
 def test_ten_rows_in_four_parts():
-    parts = parts_of("v", (10,), "f4", 4, lambda thing: 0)
-    assert [(part.start, part.stop) for part in parts] == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert offsets((10,), 4) == (0, 3, 6, 8, 10)
 
 
 def test_greedy_placement_sees_the_bytes_of_parts():

@@ -29,7 +29,7 @@ from strategies.variables import (
     serving,
     shared_variable,
 )
-from strategies.variables.store import Rate, Stored
+from strategies.variables.store import Stored
 from tapped import silence
 
 LIMIT = 20.0
@@ -50,7 +50,7 @@ def until(condition):
 
 def stored(value):
     thing = Stored("v")
-    thing.initialize(value, None, Rate(0.0))
+    thing.initialize(value)
     return thing
 
 
@@ -90,7 +90,7 @@ def test_what_is_assigned_is_not_copied_before():
 
 def test_a_value_set_twice_stays_the_first():
     thing = stored(np.zeros(2))
-    assert not thing.initialize(np.ones(2), None, Rate(0.0))
+    assert not thing.initialize(np.ones(2))
     assert thing.value.tolist() == [0, 0]
 
 
