@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from strategies.accumulators.sums import Gradient, Part, Sum, checked, form_of
@@ -80,7 +80,7 @@ class Engine(Waiting, Protocol):
         """Return the step, the number of gradients in, and per worker those used and dropped."""
 
 
-class Accumulation:
+class Accumulation(Engine):
     """The engine of an accumulator on this task; usable from any thread.
 
     Args:
@@ -121,11 +121,6 @@ class Accumulation:
             with self._lock:
                 self._takes.append(attempt)
             self._advance()
-
-    def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
-        """Set the callback of an attempt that waits."""
-        with self._lock:
-            return attempt.call_when_done(on_done)
 
     def withdraw(self, attempt: Attempt, error: OpError) -> None:
         """End a take that waits."""

@@ -15,7 +15,8 @@ from strategies.accumulators.engine import Accumulation, Apply, Engine, Take
 from strategies.accumulators.sums import Gradient, Part
 from strategies.errors import DataLossError
 from strategies.remote.attempt import Attempt, RemoteAttempts, serve
-from strategies.remote.containers import ResourceKind, Work, register
+from strategies.remote.containers import ResourceKind, register
+from strategies.remote.incoming import Work
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.sparse import Rows

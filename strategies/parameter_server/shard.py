@@ -39,7 +39,8 @@ from strategies.optimizers import Optimizer
 from strategies.parameter_server import saved
 from strategies.parameter_server.saved import State
 from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
-from strategies.remote.containers import Handler, ResourceKind, Work, register
+from strategies.remote.containers import Handler, ResourceKind, register
+from strategies.remote.incoming import Work
 from strategies.sparse import Gradient, Rows, fitted
 from strategies.variables.actions import rounded, widened
 from strategies.variables.store import Stored

@@ -22,7 +22,7 @@ from typing import Any
 from strategies.errors import CancelledError, OpError, OutOfRangeError
 from strategies.queues.components import Components
 from strategies.queues.store import Columns, RowStore
-from strategies.remote.attempt import Attempt
+from strategies.remote.attempt import Attempt, Waiting
 
 __all__ = ["Close", "Dequeue", "Engine", "Enqueue"]
 
@@ -82,7 +82,7 @@ class Dequeue(Attempt):
         self.on_done = on_done
 
 
-class Engine:
+class Engine(Waiting):
     """The state of one queue, and the only code that changes it.
 
     Args:
@@ -143,11 +143,6 @@ class Engine:
                     self._run()
         if self._finished:
             self._tell()
-
-    def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
-        """Set the callback of an attempt that waits; return False, unset, if it has finished."""
-        with self._lock:
-            return attempt.call_when_done(on_done)
 
     def close_now(self) -> None:
         """Close and fail all that waits on the enqueue side; rows that are in stay."""

@@ -25,7 +25,8 @@ from strategies.queues.kinds import (
 )
 from strategies.queues.values import as_dtype
 from strategies.remote.attempt import Attempt, RemoteAttempts, serve
-from strategies.remote.containers import Handler, ResourceKind, Work, register
+from strategies.remote.containers import Handler, ResourceKind, register
+from strategies.remote.incoming import Work
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.remote.wire import dtype_named
@@ -248,22 +249,14 @@ def _give_back(queue: Queue, work: Work) -> None:
     work.reply()
 
 
-def _size(queue: Queue, work: Work) -> None:
-    work.reply(size=queue.size())
-
-
-def _is_closed(queue: Queue, work: Work) -> None:
-    work.reply(closed=queue.is_closed())
-
-
 OPERATIONS: dict[str, Handler] = {
     "close": _close,
     "close_now": _close_now,
     "dequeue": _dequeue,
     "enqueue": _enqueue,
     "give_back": _give_back,
-    "is_closed": _is_closed,
-    "size": _size,
+    "is_closed": lambda queue, work: work.reply(closed=queue.is_closed()),
+    "size": lambda queue, work: work.reply(size=queue.size()),
 }
 
 

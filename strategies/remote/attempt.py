@@ -21,7 +21,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnavailableError
-from strategies.remote.containers import Address, Work
+from strategies.remote.containers import Address
+from strategies.remote.incoming import Work
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 
@@ -76,13 +77,21 @@ A = TypeVar("A", bound=Attempt)
 
 
 class Waiting(Protocol):
-    """Where attempts are made: a thing on this task, or its counterpart for another task."""
+    """Where attempts are made: a thing on this task, or its counterpart for another task.
+
+    Attributes:
+        _lock: held while an attempt is changed.
+    """
+
+    _lock: threading.Lock
 
     def submit(self, attempt: Attempt) -> None:
         """Let an attempt run, now or when its turn comes; `on_done` follows."""
 
     def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
         """Set the callback of an attempt that waits; return False, unset, if it has finished."""
+        with self._lock:
+            return attempt.call_when_done(on_done)
 
     def withdraw(self, attempt: Attempt, error: OpError) -> None:
         """End an attempt that waits, with `error`; nothing if it has finished."""
@@ -151,8 +160,8 @@ class _Sent(NamedTuple):
     carries: bool
 
 
-class RemoteAttempts(abc.ABC):
-    """Makes attempts on a thing of another task, as `Waiting` says.
+class RemoteAttempts(Waiting):
+    """Makes attempts on a thing of another task.
 
     Args:
         service: reaches the other task.
@@ -192,11 +201,6 @@ class RemoteAttempts(abc.ABC):
                 self._sent[attempt] = _Sent(number, bool(values))
         except OpError as error:
             self._finish(attempt, error)
-
-    def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
-        """Set the callback of an attempt that waits."""
-        with self._lock:
-            return attempt.call_when_done(on_done)
 
     def withdraw(self, attempt: Attempt, error: OpError) -> None:
         """Ask that an attempt ends; its end still comes."""

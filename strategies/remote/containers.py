@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from strategies.errors import (
     AbortedError,
     InvalidArgumentError,
     NotFoundError,
-    OpError,
     UnimplementedError,
 )
+from strategies.remote.incoming import Work
 
 __all__ = [
     "Containers",
@@ -28,29 +28,12 @@ __all__ = [
     "Handler",
     "Address",
     "ResourceKind",
-    "Work",
     "container",
     "current_container",
     "kind_named",
     "offer",
     "register",
 ]
-
-
-class Work(Protocol):
-    """A request under way at the task that serves it; answer it once, then or later."""
-
-    arguments: Mapping[str, Any]
-    values: list[Any]
-
-    def reply(self, values: Sequence[Any] = (), *, confirm: bool = False, **metadata: Any) -> None:
-        """Send a result; with `confirm` it is given up unless it is known to have arrived."""
-
-    def fail(self, error: Exception, **metadata: Any) -> None:
-        """Send an error."""
-
-    def wait(self, withdraw: Callable[[OpError], object], give_up: Callable[[], object]) -> None:
-        """Say how to end the work with an error, or if its answer does not reach anybody."""
 
 
 Handler = Callable[[Any, Work], None]

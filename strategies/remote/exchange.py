@@ -17,8 +17,7 @@ from typing import Any
 import collectives as cc
 from strategies.errors import DeadlineExceededError, InternalError
 from strategies.remote import message as protocol
-from strategies.remote.containers import Work
-from strategies.remote.incoming import Incoming
+from strategies.remote.incoming import Incoming, Work
 from strategies.remote.message import Kind, Message
 from strategies.remote.outgoing import Requests
 from strategies.remote.wire import Frame

@@ -10,7 +10,8 @@ from typing import Any
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
 from strategies.remote import pool, wire
-from strategies.remote.containers import Address, Work, offer
+from strategies.remote.containers import Address, offer
+from strategies.remote.incoming import Work
 from strategies.remote.names import function_named, name_of
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service

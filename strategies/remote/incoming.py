@@ -12,7 +12,7 @@ from strategies.remote import message as protocol
 from strategies.remote.message import Kind, Message
 from strategies.remote.wire import Frame
 
-__all__ = ["Incoming", "RemoteWork"]
+__all__ = ["Incoming", "Work"]
 
 _log = logging.getLogger(__name__)
 
@@ -23,8 +23,15 @@ def _ignore(*arguments: Any) -> None:
     """Do nothing: the request has ended."""
 
 
-class RemoteWork:
-    """One request of another task; see `container.Work`."""
+class Work:
+    """A request of another task under way at this one; answer it once, then or later.
+
+    Attributes:
+        source: the task that asks.
+        number: of the request there.
+        arguments: what msgpack has carried.
+        values: what came with it.
+    """
 
     def __init__(self, incoming: Incoming, source: int, message: Message) -> None:
         self.source = source
@@ -37,7 +44,7 @@ class RemoteWork:
         self._incoming = incoming
 
     def reply(self, values: Sequence[Any] = (), *, confirm: bool = False, **metadata: Any) -> None:
-        """Send a result."""
+        """Send a result; with `confirm` it is given up unless it is known to have arrived."""
         if confirm:
             metadata["confirm"] = True
         self._incoming.answer(self, Kind.RESULT, metadata, values, keep=confirm)
@@ -50,7 +57,7 @@ class RemoteWork:
         self._incoming.answer(self, Kind.ERROR, metadata, (), keep=False)
 
     def wait(self, withdraw: Callable[[OpError], object], give_up: Callable[[], object]) -> None:
-        """Say how to end the work."""
+        """Say how to end the work with an error, or if its answer does not reach anybody."""
         self.withdraw, self.give_up = withdraw, give_up
 
 
@@ -64,18 +71,18 @@ class Incoming:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._lock = threading.Lock()
-        self._open: dict[tuple[int, int], RemoteWork] = {}
+        self._open: dict[tuple[int, int], Work] = {}
 
-    def accept(self, source: int, message: Message) -> RemoteWork:
+    def accept(self, source: int, message: Message) -> Work:
         """Take in a request."""
-        work = RemoteWork(self, source, message)
+        work = Work(self, source, message)
         with self._lock:
             self._open[source, message.number] = work
         return work
 
     def answer(
         self,
-        work: RemoteWork,
+        work: Work,
         kind: Kind,
         metadata: Mapping[str, Any],
         values: Sequence[Any],

@@ -18,7 +18,8 @@ from typing import Any
 
 from strategies.errors import CancelledError, OpError, OutOfRangeError, UnavailableError
 from strategies.remote.attempt import Attempt, RemoteAttempts, serve
-from strategies.remote.containers import ResourceKind, Work, register
+from strategies.remote.containers import ResourceKind, register
+from strategies.remote.incoming import Work
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.remote.wire import Array

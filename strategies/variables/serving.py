@@ -17,7 +17,8 @@ import numpy as np
 
 from strategies.errors import CancelledError, OpError
 from strategies.remote import message, pool
-from strategies.remote.containers import GroupHandler, ResourceKind, Work, register
+from strategies.remote.containers import GroupHandler, ResourceKind, register
+from strategies.remote.incoming import Work
 from strategies.remote.wire import Array
 from strategies.variables.actions import ACTIONS, READS, Outcome, act
 from strategies.variables.store import AllReady, Stored, make_optimizer
@@ -244,16 +245,15 @@ def _initialize(thing: Stored, work: Work) -> None:
         job()
 
 
-def _missing(thing: Stored, work: Work) -> None:
-    work.reply(missing=thing.value is None)
-
-
 KIND = register(
     ResourceKind(
         "Variable",
         lambda description, name: Stored(name),
         Stored.difference,
-        {"initialize": _initialize, "missing": _missing},
+        {
+            "initialize": _initialize,
+            "missing": lambda thing, work: work.reply(missing=thing.value is None),
+        },
         Stored.discard,
         {operation: _handler(operation) for operation in ACTIONS},
     )

@@ -17,7 +17,7 @@ import numpy as np
 from strategies import optimizers
 from strategies.errors import CancelledError, InvalidArgumentError, OpError
 from strategies.optimizers import LearningRate, Optimizer
-from strategies.remote.attempt import Attempt
+from strategies.remote.attempt import Attempt, Waiting
 from strategies.remote.names import function_named, name_of
 from strategies.remote.wire import Array
 
@@ -242,7 +242,7 @@ def _alone() -> int:
 _ALONE = _alone()
 
 
-class AllReady(Attempt):
+class AllReady(Attempt, Waiting):
     """Waits until several variables have their first values; it is its own engine.
 
     Args:
@@ -259,11 +259,6 @@ class AllReady(Attempt):
         for thing in self._things:
             thing.when_ready(self._one)
         self._one(None)  # so that it does not end before all were asked
-
-    def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
-        """Set the callback, unless the wait has ended."""
-        with self._lock:
-            return self.call_when_done(on_done)
 
     def withdraw(self, attempt: Attempt, error: OpError) -> None:
         """End the wait with an error."""
