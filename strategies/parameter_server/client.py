@@ -17,8 +17,7 @@ from strategies.parameter_server.saved import State
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Record
-from strategies.remote import asking
-from strategies.remote.asking import Question
+from strategies.remote.asking import Question, begin
 from strategies.remote.containers import Address
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
@@ -253,7 +252,7 @@ class Client:
         return self._answers(questions, timeout)
 
     def _answers(self, questions: Sequence[Question], timeout: float | None = None) -> list[Answer]:
-        answers = asking.ask(self._service, questions, timeout)
+        answers = begin(self._service, questions).answers(timeout)
         errors = [answer.error for answer in answers if answer.error is not None]
         if not errors:
             return answers

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strategies.errors import DeadlineExceededError, OpError, UnavailableError
+from strategies.remote import attempt
 from strategies.remote.containers import Address
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 
-__all__ = ["Asked", "Question", "ask", "begin"]
-
-# Seconds that a task has, after a deadline, to say whether the request has succeeded after all.
-_DECISION = 2.0
+__all__ = ["Asked", "Question", "begin"]
 
 
 class Question(NamedTuple):
@@ -26,13 +25,6 @@ class Question(NamedTuple):
     operation: str
     arguments: Mapping[str, Any]
     values: Sequence[Any] = ()
-
-
-def ask(
-    service: Service, questions: Sequence[Question], timeout: float | None = None
-) -> list[Answer]:
-    """Ask, and return the answers; see `begin` and `Asked.answers`."""
-    return begin(service, questions).answers(timeout)
 
 
 def begin(service: Service, questions: Sequence[Question]) -> Asked:
@@ -47,8 +39,7 @@ def begin(service: Service, questions: Sequence[Question]) -> Asked:
         raise RuntimeError(f"{operation}: called where answers arrive, which must not wait")
     asked = Asked(service, questions)
     try:
-        for index in range(len(questions)):
-            asked.send(index)
+        asked.send()
     except BaseException:
         asked.disown()
         raise
@@ -65,28 +56,21 @@ class Asked:
         self._answers: list[Answer | None] = [None] * len(questions)
         self._changed = threading.Condition()
 
-    def send(self, index: int) -> None:
-        """Send one of the questions; a task that is gone is an answer."""
-        question = self._questions[index]
-
-        def take(answer: Answer) -> None:
-            with self._changed:
-                self._answers[index] = answer
-                self._changed.notify()
-
-        try:
-            self._numbers[index] = self._service.start(
-                question.address, question.operation, take, question.arguments, question.values
-            )
-        except UnavailableError as error:
-            self._answers[index] = Answer({}, (), error)
+    def send(self) -> None:
+        """Send the questions; that a task is gone is an answer."""
+        for index, (address, operation, arguments, values) in enumerate(self._questions):
+            take = functools.partial(self._take, index)
+            try:
+                number = self._service.start(address, operation, take, arguments, values)
+                self._numbers[index] = number
+            except UnavailableError as error:
+                take(Answer({}, (), error))
 
     def disown(self) -> None:
         """Say that nobody wants the answers any more."""
-        for index, number in self._numbers.items():
-            if self._answers[index] is None:
-                with contextlib.suppress(OpError):
-                    self._service.disown(number)
+        for index in self._open():
+            with contextlib.suppress(OpError):
+                self._service.disown(self._numbers[index])
 
     def answers(self, timeout: float | None = None, *, began: float | None = None) -> list[Answer]:
         """Wait for all answers; those that do not come in time are withdrawn.
@@ -102,10 +86,15 @@ class Asked:
             since = time.monotonic() if began is None else began
             if not self._wait(None if timeout is None else since + timeout):
                 for index in self._open():
-                    self._withdraw(index, timeout)
-                self._wait(time.monotonic() + _DECISION)
+                    late = self._error(index, f"not done within {timeout} s")
+                    self._service.withdraw(self._numbers[index], DeadlineExceededError(late))
+                self._wait(time.monotonic() + attempt.DECISION)
                 for index in self._open():
-                    self._give_up(index)
+                    if self._service.disown(self._numbers[index]):
+                        silent = self._error(
+                            index, "its task does not say whether it succeeded after all"
+                        )
+                        self._take(index, Answer({}, (), UnavailableError(silent)))
                 self._wait(None)
         except BaseException:
             self.disown()
@@ -113,7 +102,13 @@ class Asked:
         return [answer for answer in self._answers if answer is not None]
 
     def _open(self) -> list[int]:
-        return [index for index, answer in enumerate(self._answers) if answer is None]
+        """Return those that were sent and not answered."""
+        return [index for index in self._numbers if self._answers[index] is None]
+
+    def _take(self, index: int, answer: Answer) -> None:
+        with self._changed:
+            self._answers[index] = answer
+            self._changed.notify()
 
     def _wait(self, until: float | None) -> bool:
         # Ends without a deadline, too: a task that does not answer is given up by the service.
@@ -121,19 +116,6 @@ class Asked:
             left = None if until is None else max(until - time.monotonic(), 0)
             return self._changed.wait_for(lambda: None not in self._answers, left)
 
-    def _withdraw(self, index: int, timeout: float | None) -> None:
+    def _error(self, index: int, what: str) -> str:
         question = self._questions[index]
-        error = DeadlineExceededError(
-            f"{question.operation}: not done within {timeout} s (object: {question.address})"
-        )
-        self._service.withdraw(self._numbers[index], error)
-
-    def _give_up(self, index: int) -> None:
-        question = self._questions[index]
-        if self._service.disown(self._numbers[index]):
-            error = UnavailableError(
-                f"{question.operation}: task {question.address.task} does not say whether it "
-                f"succeeded within the timeout (object: {question.address})"
-            )
-            with self._changed:
-                self._answers[index] = Answer({}, (), error)
+        return f"{question.operation}: {what} (object: {question.address})"
