@@ -19,6 +19,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as LateError
+from dataclasses import dataclass
 from typing import Any
 
 from strategies.errors import FailedPreconditionError, OutOfRangeError, UnavailableError
@@ -37,33 +38,33 @@ log = logging.getLogger(__name__)
 _LOOK_EVERY = 1.0  # seconds between two looks whether a silent worker is still wanted
 
 
+@dataclass(frozen=True)
 class PerWorkerDataset:
     """Batches of which every worker makes its own; given to calls, which get those of their worker.
 
-    Args:
+    Attributes:
         number: among those of the coordinator.
         maker: name of the function that makes them.
     """
 
-    def __init__(self, number: int, maker: str) -> None:
-        self.number = number
-        self.maker = maker
+    number: int
+    maker: str
 
     def __iter__(self) -> Iterator[Any]:
         return PerWorkerIterator(self.number, self.maker)
 
 
+@dataclass(frozen=True)
 class PerWorkerIterator:
     """The iterator of every worker over its own batches; goes on from call to call.
 
-    Args:
-        number: of the dataset.
-        maker: likewise.
+    Attributes:
+        number: of the dataset, as is its maker.
+        maker: name of the function that makes the batches.
     """
 
-    def __init__(self, number: int, maker: str) -> None:
-        self.number = number
-        self.maker = maker
+    number: int
+    maker: str
 
     def __iter__(self) -> PerWorkerIterator:
         return self
@@ -149,7 +150,7 @@ class ClusterCoordinator:
                 strategy by `strategies.get_strategy()`, and variables in `strategy.variables`.
             args: what `Task.submit` takes; in place of a `PerWorkerDataset` or `PerWorkerIterator`
                 the function gets that of its worker. Arrays must not change before the call ends.
-            kwargs: likewise, by name.
+            kwargs: the same by name.
 
         Returns:
             Where the result will be.
@@ -162,9 +163,7 @@ class ClusterCoordinator:
         """
         self._require()
         name = name_of(fn, "schedule")
-        given: dict[str, Any] = {str(i): value for i, value in enumerate(args)}
-        count = len(given)
-        given |= {f"={key}": value for key, value in (kwargs or {}).items()}
+        given: dict[Any, Any] = {**dict(enumerate(args)), **(kwargs or {})}  # by position or name
         if any(isinstance(leaf, RemoteValue) for leaf in leaves(list(given.values()))):
             raise ValueError(
                 "schedule: an argument is the result of a call, expected its value: result.fetch()"
@@ -179,7 +178,7 @@ class ClusterCoordinator:
 
         def call(worker: int) -> Any:
             task = Task(self._strategy.service, worker)
-            return task.run(_perform, shared_name, worker, name, count, plain, own)
+            return task.run(_perform, shared_name, worker, name, plain, own)
 
         return self._put(Closure(call))
 
@@ -328,13 +327,13 @@ class _Side:
         self._iterators: dict[int, Iterator[Any]] = {}
 
     def call(
-        self, name: str, count: int, given: dict[str, Any], own: Mapping[str, Sequence[Any]]
+        self, name: str, given: Mapping[int | str, Any], own: Mapping[int | str, Sequence[Any]]
     ) -> Any:
         """Make a call; see `_perform`."""
         with self._busy, self._strategy.scope():
-            given = given | {key: self._own(*what) for key, what in own.items()}
-            arguments = [given.pop(str(i)) for i in range(count)]
-            named = {key[1:]: value for key, value in given.items()}
+            known = {**given, **{key: self._own(*what) for key, what in own.items()}}
+            arguments = [known[key] for key in sorted(k for k in known if isinstance(k, int))]
+            named = {key: value for key, value in known.items() if isinstance(key, str)}
             try:
                 return function_named(name)(*arguments, **named)
             except StopIteration as error:
@@ -359,9 +358,8 @@ def _perform(
     shared_name: str,
     worker: int,
     name: str,
-    count: int,
-    given: dict[str, Any],
-    own: dict[str, Any],
+    given: dict[int | str, Any],
+    own: dict[int | str, Any],
 ) -> Any:
     """Make a call on this worker.
 
@@ -369,11 +367,10 @@ def _perform(
         shared_name: of the strategy.
         worker: its rank.
         name: of the function.
-        count: how many arguments have positions; they are under "0", "1", ...
-        given: arguments; those with names are under "=name".
-        own: likewise, [number, maker, whether an iterator] of those that the worker has itself.
+        given: arguments by position or name.
+        own: [number, maker, whether an iterator] of those that the worker has itself.
     """
-    return _sides[shared_name, worker].call(name, count, given, own)
+    return _sides[shared_name, worker].call(name, given, own)
 
 
 def _ping() -> bool:
