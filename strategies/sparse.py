@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from strategies import arrays
 
-__all__ = ["Gradient", "Rows", "fitted", "in_order", "summed"]
+__all__ = ["Gradient", "Rows", "fits", "fitted", "in_order", "summed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +138,8 @@ def fitted(
         length = shape[0] if shape else None
         gradient = in_order(gradient, operation, where, length=length)
         expected = None if shape is None else (*has[:1], *shape[1:])
-    fits = has == expected or _allowed(has, expected)
-    if cast and not fits:
+    alike = has == expected or fits(has, expected)
+    if cast and not alike:
         raise ValueError(
             f"{operation}: the gradient does not fit in shape, expected {expected}, got {has} "
             f"({where})"
@@ -147,7 +148,7 @@ def fitted(
         raise TypeError(
             f"{operation}: the gradient has the wrong dtype, expected {dtype}, got {own} ({where})"
         )
-    if not cast and not (fits and own == dtype):
+    if not cast and not (alike and own == dtype):
         raise ValueError(
             f"{operation}: gradient does not fit, expected {dtype} of shape {expected}, got {own} "
             f"of shape {has} ({where})"
@@ -155,12 +156,12 @@ def fitted(
     return gradient
 
 
-def _allowed(shape: tuple[int, ...], expected: tuple[int | None, ...] | None) -> bool:
+def fits(shape: Sequence[int | None], expected: Sequence[int | None] | None) -> bool:
     """Whether a shape is as expected, where some sizes, or all of it, may be any."""
     if expected is None:
         return True
     sizes = zip(shape, expected, strict=False)
-    return len(shape) == len(expected) and all(wanted in (None, size) for size, wanted in sizes)
+    return len(shape) == len(expected) and all(None in pair or len({*pair}) == 1 for pair in sizes)
 
 
 def _castable(array: Any, dtype: str) -> bool:

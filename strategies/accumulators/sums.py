@@ -44,10 +44,7 @@ class Part:
 
     def fits(self, shape: Sequence[int | None]) -> bool:
         """Whether the variable may have this shape."""
-        return self.shape is None or (
-            len(self.shape) == len(shape)
-            and all(None in p or p[0] == p[1] for p in zip(self.shape, shape, strict=True))
-        )
+        return sparse.fits(shape, self.shape)
 
 
 def form_of(gradient: Array | Rows) -> tuple[str, tuple[int | None, ...]]:

@@ -8,13 +8,12 @@ import numpy as np
 
 from strategies.errors import InvalidArgumentError
 from strategies.queues.store import Array
+from strategies.remote.wire import is_numeric
 
 __all__ = ["DType", "as_array", "as_dtype", "boxed_rows", "dtype_of", "padded_rows", "scalar_types"]
 
 DType = np.dtype[Any] | type[str] | type[bytes]
 """A NumPy dtype of fixed size, or `str` / `bytes` for components that are Python objects."""
-
-_KINDS = "biufcV"  # V: the 16-bit floats of ml_dtypes call themselves void
 
 
 def dtype_of(values: Any) -> DType:
@@ -36,7 +35,7 @@ def as_dtype(dtype: Any) -> DType:
     known = np.dtype(dtype)
     if known.kind in "US":
         return str if known.kind == "U" else bytes
-    if known.kind not in _KINDS or known.hasobject or known.names is not None:
+    if not is_numeric(known):
         raise TypeError(f"queue: dtype must be numeric, str or bytes, got {dtype!r}")
     native: DType = known.newbyteorder("=")
     return native

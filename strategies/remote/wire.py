@@ -25,14 +25,23 @@ import numpy.typing as npt
 from strategies import arrays
 from strategies.errors import DataLossError
 
-__all__ = ["DEEPEST", "Array", "Frame", "Layout", "Packed", "dtype_named", "pack", "unpack"]
+__all__ = [
+    "DEEPEST",
+    "Array",
+    "Frame",
+    "Layout",
+    "Packed",
+    "dtype_named",
+    "is_numeric",
+    "pack",
+    "unpack",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 Frame: TypeAlias = bytes | Array
 Layout: TypeAlias = list[Any]
 """Per array [dtype, shape]; the shape is None for a scalar."""
 
-_KINDS = "biufcV"  # V: the 16-bit floats of ml_dtypes call themselves void
 _DTYPES = {
     np.dtype(code).name: np.dtype(code)
     for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
@@ -67,7 +76,7 @@ def pack(values: Sequence[Any], operation: str = "message") -> Packed:
     Raises:
         TypeError: something else, or tuples and arrays of objects that are nested more deeply.
     """
-    found = [value for value in values if _is_numeric(value)]
+    found = [value for value in values if _travels(value)]
     rest = None
     if len(found) < len(values):
         found = []
@@ -130,7 +139,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
 @functools.cache  # NumPy puts the name together each time
 def _name(dtype: np.dtype[Any], operation: str) -> str:
     """Return the name of a dtype, if that says all of it."""
-    if dtype.kind not in _KINDS or dtype.names is not None or not dtype.isnative:
+    if not is_numeric(dtype) or not dtype.isnative:
         raise TypeError(
             f"{operation}: an array of this dtype cannot be sent, expected a numeric one in this "
             f"machine's byte order, got {dtype}"
@@ -139,7 +148,14 @@ def _name(dtype: np.dtype[Any], operation: str) -> str:
     return name
 
 
-def _is_numeric(value: Any) -> bool:
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is one of numbers, those of ml_dtypes included."""
+    kinds = "biufcV"  # V: the 16-bit floats of ml_dtypes call themselves void
+    return dtype.kind in kinds and dtype.names is None and not dtype.hasobject
+
+
+def _travels(value: Any) -> bool:
+    """Whether this is an array or a scalar that has a place in the layout."""
     return isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
 
 
@@ -220,7 +236,7 @@ def _extension(value: Any, found: list[Any], operation: str, levels: int) -> msg
                 f"and tuples, lists and dicts of them, got {type(value).__name__}"
             )
         value = array
-    if not is_tuple and _is_numeric(value):
+    if not is_tuple and _travels(value):
         found.append(value)
         return msgpack.ExtType(_ARRAY, str(len(found) - 1).encode())
     if not levels:

@@ -21,7 +21,7 @@ from strategies.remote.asking import Question, begin
 from strategies.remote.containers import Address
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
-from strategies.remote.wire import Array, dtype_named
+from strategies.remote.wire import Array, dtype_named, is_numeric
 from strategies.variables import actions, serving
 from strategies.variables.actions import Outcome
 from strategies.variables.serving import KIND
@@ -185,7 +185,7 @@ def host_array(value: Any, operation: str, name: str) -> Array:
         raise TypeError(
             f"{operation}: not an array of numbers, got {type(value).__name__} (variable: {name})"
         )
-    if array.dtype.kind not in "biufcV" or array.dtype.names is not None:
+    if not is_numeric(array.dtype):
         raise InvalidArgumentError(
             f"{operation}: not an array of numbers, got {array.dtype} (variable: {name})"
         )
