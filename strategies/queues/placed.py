@@ -15,12 +15,7 @@ __all__ = ["PlacedRows", "PrioritisedRows", "ShuffledRows"]
 
 
 class PlacedRows(RowStore):
-    """Rows at free places of the columns; what is derived from it keeps their order.
-
-    Args:
-        dtypes: dtype per component.
-        shapes: shape per component, without the dimension that counts rows.
-    """
+    """Rows at free places of the columns; what is derived from it keeps their order."""
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__(dtypes, shapes)
@@ -99,8 +94,8 @@ class ShuffledRows(PlacedRows):
     on how many are taken at a time.
 
     Args:
-        dtypes: dtype per component.
-        shapes: shape per component, without the dimension that counts rows.
+        dtypes: as for `RowStore`.
+        shapes: as for `RowStore`.
         seed: of the order; None for a different one each time.
     """
 
@@ -140,12 +135,7 @@ class ShuffledRows(PlacedRows):
 
 
 class PrioritisedRows(PlacedRows):
-    """The row with the smallest first component is next; among equals, the one that came first.
-
-    Args:
-        dtypes: dtype per component.
-        shapes: shape per component, without the dimension that counts rows.
-    """
+    """The row with the smallest first component is next; among equals, the one that came first."""
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__(dtypes, shapes)

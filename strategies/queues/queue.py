@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from strategies.errors import InvalidArgumentError
-from strategies.queues.components import Components, Shape
+from strategies.queues.components import Components
 from strategies.queues.engine import Close, Dequeue, Engine, Enqueue
 from strategies.queues.store import RowStore
-from strategies.queues.values import DType
 from strategies.remote.attempt import perform
 
 __all__ = ["Queue"]
@@ -24,6 +23,10 @@ class Queue:
     Attributes:
         name: for errors and threads.
         capacity: number of elements at which enqueues begin to wait; negative for no limit.
+        dtypes: a NumPy dtype, `str` or `bytes` per component.
+        shapes: shape of each component of one element, or None if elements may differ; a size is
+            None where elements may differ and are padded.
+        names: keys of the elements if they are dicts, or None.
         components: what elements consist of; checks and converts values.
         engine: the state machine, for those who submit attempts instead of waiting in a thread.
     """
@@ -40,28 +43,13 @@ class Queue:
         self.name = name
         self.capacity = capacity
         self.components = components
+        self.dtypes = components.dtypes
+        self.shapes = components.shapes
+        self.names = components.names
         self.engine = Engine(
             store, components, capacity=capacity, min_after_dequeue=min_after_dequeue, name=name
         )
         self._context = f" (queue: {name}, capacity: {capacity})"  # of errors
-
-    @property
-    def dtypes(self) -> tuple[DType, ...]:
-        """A NumPy dtype, `str` or `bytes` per component."""
-        return self.components.dtypes
-
-    @property
-    def shapes(self) -> tuple[Shape, ...] | None:
-        """Shape of each component of one element, or None if elements may differ.
-
-        A size is None where elements may differ and are padded.
-        """
-        return self.components.shapes
-
-    @property
-    def names(self) -> tuple[str, ...] | None:
-        """Keys of the elements if they are dicts, or None."""
-        return self.components.names
 
     @staticmethod
     def from_list(index: int, queues: list[Queue]) -> Queue:

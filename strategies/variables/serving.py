@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,17 +65,6 @@ def outcome_of(facts: Any, arrays: list[Array]) -> Outcome | OpError:
     return message.error_from(facts) if isinstance(facts, dict) else Outcome(facts, arrays)
 
 
-class _Part:
-    """A job of an order: the variables of these numbers."""
-
-    def __init__(self, numbers: Sequence[int], do: Callable[[_Part], None]) -> None:
-        self.numbers = numbers
-        self._do = do
-
-    def __call__(self) -> None:
-        self._do(self)
-
-
 class _Order:
     """One request: an action on each of several variables."""
 
@@ -89,7 +79,7 @@ class _Order:
         self._options = options if len(options) > 1 else options * len(things)
         self._outcomes: list[Outcome | OpError | None] = [None] * len(things)
         self._lock = threading.Lock()
-        self._parts: list[_Part] = []
+        self._jobs: dict[tuple[int, ...], Callable[[], None]] = {}  # by numbers of variables
         self._missing = 0
         self._wait = AllReady(things)
         self._wait.on_done = self._go
@@ -100,9 +90,9 @@ class _Order:
 
     def _withdraw(self, error: OpError) -> None:
         self._wait.withdraw(self._wait, error)  # nothing, if all are ready
-        for part in self._parts:  # one that has begun is finished
-            if pool.UPDATES.withdraw(part):
-                self._end(part, dict.fromkeys(part.numbers, error))
+        for numbers, job in self._jobs.items():  # one that has begun is finished
+            if pool.UPDATES.withdraw(job):
+                self._end(dict.fromkeys(numbers, error))
 
     def _go(self) -> None:
         self._wait.on_done = None  # else arrays live until the garbage collector finds the circle
@@ -110,10 +100,10 @@ class _Order:
             self._release()
             self._work.fail(self._wait.error)
         elif not self._at_once():
-            self._parts = self._divided()
-            self._missing = len(self._parts)
-            for part in list(self._parts):
-                pool.UPDATES.submit(part)
+            self._jobs = {numbers: partial(self._do, numbers) for numbers in self._divided()}
+            self._missing = len(self._jobs)
+            for job in list(self._jobs.values()):
+                pool.UPDATES.submit(job)
 
     def _at_once(self) -> bool:
         """Perform everything here if that is short, and if no lock has to be waited for."""
@@ -152,29 +142,26 @@ class _Order:
             total += arrays[0].size * (thing.held.nbytes // max(length, 1)) if rows else 0
         return total
 
-    def _divided(self) -> list[_Part]:
-        """Return jobs: one for each long variable, and one for all others."""
+    def _divided(self) -> list[tuple[int, ...]]:
+        """Return the variables of each job: one for each long variable, and one for all others."""
         numbers = range(len(self._things))
         reads = self._operation in READS
-        long = [n for n in numbers if not reads and self._size(n) >= _LONG]
+        sizes = [sum(array.nbytes for array in arrays) for arrays in self._arrays]
+        long = [n for n in numbers if not reads and sizes[n] >= _LONG]
         short = sorted({*numbers} - {*long})
-        groups = [[n] for n in long] + ([short] if short else [])
-        return [_Part(group, self._do) for group in groups]
+        return [(n,) for n in long] + ([tuple(short)] if short else [])
 
-    def _size(self, number: int) -> int:
-        return sum(array.nbytes for array in self._arrays[number])
-
-    def _do(self, part: _Part) -> None:
+    def _do(self, numbers: Sequence[int]) -> None:
         outcomes = {
             n: attempt(self._operation, self._things[n], self._arrays[n], self._options[n])
-            for n in part.numbers
+            for n in numbers
         }
-        self._end(part, outcomes)
+        self._end(outcomes)
 
-    def _end(self, part: _Part, outcomes: Mapping[int, Outcome | OpError]) -> None:
+    def _end(self, outcomes: Mapping[int, Outcome | OpError]) -> None:
         with self._lock:
-            for number in part.numbers:
-                self._outcomes[number] = outcomes[number]
+            for number, outcome in outcomes.items():
+                self._outcomes[number] = outcome
             self._missing -= 1
             last = self._missing == 0
         if last:
