@@ -21,7 +21,7 @@ from strategies.remote.attempt import Attempt, Waiting
 from strategies.remote.names import function_named, name_of
 from strategies.remote.wire import Array
 
-__all__ = ["AllReady", "Stored", "make_optimizer", "optimizer_as_words"]
+__all__ = ["AllReady", "Named", "Stored", "make_optimizer", "optimizer_as_words"]
 
 # What a task may be asked to make: the optimizers of this package, by name.
 _KINDS: dict[str, type[Optimizer]] = {
