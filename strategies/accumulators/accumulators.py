@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from strategies.accumulators.engine import Accumulation, Apply, Engine, Take
-from strategies.accumulators.remote import open_accumulation
+from strategies.accumulators.engine import Accumulation, Apply, Take
+from strategies.accumulators.remote import Engine, open_accumulation
 from strategies.accumulators.sums import Part, checked
 from strategies.arrays import COMPUTE
 from strategies.errors import InvalidArgumentError

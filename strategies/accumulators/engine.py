@@ -17,13 +17,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 from strategies.accumulators.sums import Gradient, Part, Sum, checked, form_of
 from strategies.errors import CancelledError, InvalidArgumentError, OpError
 from strategies.remote.attempt import Attempt, Waiting
 
-__all__ = ["Accumulation", "Apply", "Engine", "Take"]
+__all__ = ["Accumulation", "Apply", "Take"]
 
 _log = logging.getLogger(__name__)
 
@@ -67,20 +66,7 @@ class Take(Attempt):
         self.step = -1
 
 
-class Engine(Waiting, Protocol):
-    """What an accumulator can do, on this task or on another."""
-
-    def cancel_pending(self) -> None:
-        """Fail all takes that wait, with `CancelledError`."""
-
-    def set_step(self, step: int) -> None:
-        """Set the current step; gradients of earlier ones are dropped from now on."""
-
-    def state(self) -> tuple[int, int, dict[int, list[int]]]:
-        """Return the step, the number of gradients in, and per worker those used and dropped."""
-
-
-class Accumulation(Engine):
+class Accumulation(Waiting):
     """The engine of an accumulator on this task; usable from any thread.
 
     Args:
@@ -150,7 +136,7 @@ class Accumulation(Engine):
         self._advance()
 
     def cancel_pending(self) -> None:
-        """Fail all takes that wait."""
+        """Fail all takes that wait, with `CancelledError`."""
         with self._lock:
             takes = list(self._takes)
             self._takes.clear()
@@ -160,14 +146,14 @@ class Accumulation(Engine):
             take.tell()
 
     def set_step(self, step: int) -> None:
-        """Set the current step."""
+        """Set the current step; gradients of earlier ones are dropped from now on."""
         with self._lock:
             if step < self._step:
                 _log.warning("%s: the step goes back from %d to %d", self._name, self._step, step)
             self._step = step
 
     def state(self) -> tuple[int, int, dict[int, list[int]]]:
-        """Return step, number of gradients in, and what became of each worker's."""
+        """Return the step, the number of gradients in, and per worker those used and dropped."""
         with self._lock:
             return self._step, self._count, {w: list(n) for w, n in self._tally.items()}
 

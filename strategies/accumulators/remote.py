@@ -7,11 +7,11 @@ one message.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from strategies.accumulators.engine import Accumulation, Apply, Engine, Take
+from strategies.accumulators.engine import Accumulation, Apply, Take
 from strategies.accumulators.sums import Gradient, Part
 from strategies.errors import DataLossError
 from strategies.remote.attempt import Attempt, RemoteAttempts, serve
@@ -21,7 +21,7 @@ from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.sparse import Rows
 
-__all__ = ["KIND", "RemoteAccumulation", "open_accumulation"]
+__all__ = ["KIND", "Engine", "RemoteAccumulation", "open_accumulation"]
 
 
 def open_accumulation(
@@ -72,6 +72,10 @@ class RemoteAccumulation(RemoteAttempts):
         """Return step, number of gradients in, and what became of each worker's."""
         answer = self.service.request(self.address, "state").metadata
         return answer["step"], answer["count"], {w: list(n) for w, n in answer["tally"]}
+
+
+Engine: TypeAlias = Accumulation | RemoteAccumulation
+"""What an accumulator does, on its task or on another."""
 
 
 def _packed(gradients: Sequence[Gradient]) -> list[Any]:

@@ -180,9 +180,7 @@ class ClusterCoordinator:
             task = Task(self._strategy.service, worker)
             return task.run(_perform, shared_name, worker, name, plain, own)
 
-        return self._put(Closure(call))
-
-    def _put(self, closure: Closure) -> RemoteValue:
+        closure = Closure(call)
         self._queue.put(closure)
         if len(self._lost) == len(self._workers):  # nobody would ever take it
             self._queue.fail_all(self._all_lost())
@@ -329,7 +327,13 @@ class _Side:
     def call(
         self, name: str, given: Mapping[int | str, Any], own: Mapping[int | str, Sequence[Any]]
     ) -> Any:
-        """Make a call; see `_perform`."""
+        """Make a call.
+
+        Args:
+            name: of the function.
+            given: arguments by position or name.
+            own: [number, maker, whether an iterator] of those that the worker has itself.
+        """
         with self._busy, self._strategy.scope():
             known = {**given, **{key: self._own(*what) for key, what in own.items()}}
             arguments = [known[key] for key in sorted(k for k in known if isinstance(k, int))]
@@ -361,15 +365,7 @@ def _perform(
     given: dict[int | str, Any],
     own: dict[int | str, Any],
 ) -> Any:
-    """Make a call on this worker.
-
-    Args:
-        shared_name: of the strategy.
-        worker: its rank.
-        name: of the function.
-        given: arguments by position or name.
-        own: [number, maker, whether an iterator] of those that the worker has itself.
-    """
+    """Make a call on this worker; see `_Side.call`."""
     return _sides[shared_name, worker].call(name, given, own)
 
 

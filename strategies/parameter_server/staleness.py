@@ -88,14 +88,8 @@ class Record:
 
     def after(self, decision: Decision) -> Record:
         """Return the record with one more gradient."""
-        if not decision.weight:
-            return Record(self.applied, self.dropped + 1, self.total_staleness, self.most_staleness)
-        return Record(
-            self.applied + 1,
-            self.dropped,
-            self.total_staleness + decision.staleness,
-            max(self.most_staleness, decision.staleness),
-        )
+        staleness = decision.staleness
+        return self + (Record(1, 0, staleness, staleness) if decision.weight else Record(0, 1))
 
     def __add__(self, other: Record) -> Record:
         return Record(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from strategies.errors import CancelledError, OpError, OutOfRangeError
@@ -34,18 +33,11 @@ class Enqueue(Attempt):
         rows: one value per component, or columns if `count` is given, as `Components` checked them;
             not to be changed by the caller before the attempt has finished.
         count: number of rows in the columns; None for a single row.
-        on_done: see `remote.attempt.Attempt`.
     """
 
-    def __init__(
-        self,
-        rows: tuple[Any, ...],
-        count: int | None = None,
-        on_done: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, rows: tuple[Any, ...], count: int | None = None) -> None:
         self.rows = rows
         self.count = count
-        self.on_done = on_done
 
 
 class Close(Attempt):
@@ -58,7 +50,6 @@ class Dequeue(Attempt):
     Args:
         count: number of rows; None for a single row.
         up_to: whether fewer are enough once the queue is closed.
-        on_done: see `remote.attempt.Attempt`.
 
     Attributes:
         row: the row, if a single one was wanted and has come.
@@ -70,16 +61,9 @@ class Dequeue(Attempt):
     pieces: list[Columns] | None = None
     taken = 0
 
-    def __init__(
-        self,
-        count: int | None = None,
-        *,
-        up_to: bool = False,
-        on_done: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, count: int | None = None, *, up_to: bool = False) -> None:
         self.count = count
         self.up_to = up_to
-        self.on_done = on_done
 
 
 class Engine(Waiting):

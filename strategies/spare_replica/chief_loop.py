@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from strategies.accumulators.engine import Engine, Take
+from strategies.accumulators.engine import Take
+from strategies.accumulators.remote import Engine
 from strategies.errors import OpError
 from strategies.remote import attempt, message
 from strategies.remote.wire import Array

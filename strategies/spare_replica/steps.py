@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from strategies.accumulators.engine import Apply, Engine
-from strategies.accumulators.remote import open_accumulation
+from strategies.accumulators.engine import Apply
+from strategies.accumulators.remote import Engine, open_accumulation
 from strategies.accumulators.sums import Gradient, Part
 from strategies.averaging.optimizer import ArrayOptimizer
 from strategies.errors import OpError, UnavailableError

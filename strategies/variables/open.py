@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from strategies.errors import InvalidArgumentError, UnavailableError
 from strategies.optimizers import Optimizer
-from strategies.remote.containers import Address
 from strategies.remote.service import Service
 from strategies.remote.wire import Array
 from strategies.variables import partition
@@ -123,40 +122,24 @@ def open_variable(
         if callable(initial_value):
             value = _checked(initial_value(), dtype, shared_name)
         assert value is not None
-        _initialize(service, address, value, _properties(value, words, whole))
+        wanted = _properties(value, words, whole)
+        if address.task == service.task:
+            set_first(service.here(KIND, address), value, wanted)
+        else:
+            service.request(address, "initialize", {"is": wanted}, [value])
     return variable
 
 
 def _properties(
     value: Array | None, optimizer: Mapping[str, Any] | None, whole: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return what all who ask for a variable must agree in; None fits any.
-
-    Args:
-        value: the first one, or None.
-        optimizer: see `store.optimizer_as_words`.
-        whole: what the variable is a part of, or None.
-    """
+    """Return what all who ask for a variable must agree in; None fits any."""
     return {
         "shape": None if value is None else list(value.shape),
         "dtype": None if value is None else value.dtype.name,
         "optimizer": None if optimizer is None else dict(optimizer),
         "whole": None if whole is None else dict(whole),
     }
-
-
-def _initialize(
-    service: Service, address: Address, value: Array, wanted: Mapping[str, Any]
-) -> None:
-    """Set the first value, unless somebody else was faster.
-
-    Raises:
-        InvalidArgumentError: somebody was, and has meant something else.
-    """
-    if address.task == service.task:
-        set_first(service.here(KIND, address), value, wanted)
-    else:
-        service.request(address, "initialize", {"is": wanted}, [value])
 
 
 def shared_partitioned_variable(

@@ -18,7 +18,7 @@ import numpy as np
 
 from strategies.errors import CancelledError, OpError
 from strategies.remote import message, pool
-from strategies.remote.containers import GroupHandler, ResourceKind, register
+from strategies.remote.containers import ResourceKind, register
 from strategies.remote.incoming import Work
 from strategies.remote.wire import Array
 from strategies.variables.actions import ACTIONS, READS, Outcome, act
@@ -188,11 +188,8 @@ class _Order:
         self._work.values = []
 
 
-def _handler(operation: str) -> GroupHandler:
-    def handle(things: Sequence[Stored], work: Work) -> None:
-        _Order(operation, things, work).start()
-
-    return handle
+def _serve(operation: str, things: Sequence[Stored], work: Work) -> None:
+    _Order(operation, things, work).start()
 
 
 def set_first(thing: Stored, value: Array, wanted: Mapping[str, Any]) -> None:
@@ -242,6 +239,6 @@ KIND = register(
             "missing": lambda thing, work: work.reply(missing=thing.value is None),
         },
         Stored.discard,
-        {operation: _handler(operation) for operation in ACTIONS},
+        {operation: partial(_serve, operation) for operation in ACTIONS},
     )
 )

@@ -761,13 +761,19 @@ def test_an_interrupted_caller_takes_nothing(monkeypatch):
     assert queue.dequeue_many(2, timeout=0).tolist() == [1, 2]
 
 
+def told(on_done):
+    attempt = Dequeue()
+    attempt.on_done = on_done
+    return attempt
+
+
 def test_a_failing_callback_hurts_nobody(caplog):
     queue = fifo()
 
     def fail():
         raise RuntimeError("callback")
 
-    queue.engine.submit(Dequeue(on_done=fail))
+    queue.engine.submit(told(fail))
     after = dequeue(queue)
     queue.enqueue_many(([1.0, 2.0],))
     assert after.values == 2
@@ -781,10 +787,10 @@ def test_a_callback_may_use_the_queue():
     def again():
         got.append(attempts[-1].row[0])
         if len(got) < 100:
-            attempts.append(Dequeue(on_done=again))
+            attempts.append(told(again))
             queue.engine.submit(attempts[-1])
 
-    attempts = [Dequeue(on_done=again)]
+    attempts = [told(again)]
     queue.engine.submit(attempts[0])
     queue.enqueue_many(np.arange(100, dtype=F32))
     assert got == list(range(100))

@@ -294,7 +294,8 @@ def test_calls_where_answers_arrive_are_refused_and_not_a_deadlock(services):
         except RuntimeError as error:
             caught.append(str(error))
 
-    attempt = elsewhere.Dequeue(on_done=on_done)
+    attempt = elsewhere.Dequeue()
+    attempt.on_done = on_done
     queue.engine.submit(attempt)
     queue.enqueue(1)
     until(lambda: caught)
