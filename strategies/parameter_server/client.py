@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from strategies.parameter_server.saved import State
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Record
-from strategies.remote.asking import Question, begin
+from strategies.remote.asking import Question
 from strategies.remote.containers import Address
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
@@ -72,7 +71,6 @@ class Client:
                 f"a compression without, got {value_compression}"
             )
         self._compression = compression
-        self._rows_compression = replace(compression, residuals=None)
         self._as = packing(compression, "ParameterServerStrategy: compression").get("as")
         packed = packing(value_compression, "ParameterServerStrategy: value_compression")
         self._values_as = packed.get("as")
@@ -159,16 +157,15 @@ class Client:
 
     def _packed(self, gradient: Gradient, variable: ServedVariable) -> list[list[npt.NDArray[Any]]]:
         """Return what travels of a gradient to each part of its variable."""
+        pieces: list[list[npt.NDArray[Any]]]
         if isinstance(gradient, Rows):
-            # Rows are others in every step: what rounding leaves over would come to the wrong ones.
-            rounding = self._rows_compression
-            return [
-                [rows.indices, compressed(np.asarray(rows.values), rounding)]
-                for rows in partition.row_pieces(gradient, variable.offsets)
-            ]
+            found = partition.row_pieces(gradient, variable.offsets)
+            pieces = [[rows.indices, np.asarray(rows.values)] for rows in found]
+        else:
+            pieces = [[piece] for piece in variable.pieces(gradient)]
         return [
-            [compressed(piece, self._compression, part.name)]
-            for part, piece in zip(variable.parts, variable.pieces(gradient), strict=True)
+            compressed(arrays, self._compression, part.name)
+            for part, arrays in zip(variable.parts, pieces, strict=True)
         ]
 
     def rows(self, variable: ServedVariable, indices: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -252,7 +249,7 @@ class Client:
         return self._answers(questions, timeout)
 
     def _answers(self, questions: Sequence[Question], timeout: float | None = None) -> list[Answer]:
-        answers = begin(self._service, questions).answers(timeout)
+        answers = self._service.ask(questions).answers(timeout)
         errors = [answer.error for answer in answers if answer.error is not None]
         if not errors:
             return answers

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from strategies.errors import DeadlineExceededError, OpError, UnavailableError
-from strategies.remote import attempt
+from strategies.remote import outgoing
 from strategies.remote.containers import Address
-from strategies.remote.outgoing import Answer
-from strategies.remote.service import Service
+from strategies.remote.outgoing import Answer, Requests
 
-__all__ = ["Asked", "Question", "begin"]
+__all__ = ["Asked", "Question"]
 
 
 class Question(NamedTuple):
@@ -27,50 +26,35 @@ class Question(NamedTuple):
     values: Sequence[Any] = ()
 
 
-def begin(service: Service, questions: Sequence[Question]) -> Asked:
-    """Send all questions.
+class Asked:
+    """Questions under way, from construction; that a task is gone is an answer.
 
     Raises:
-        RuntimeError: in the thread that takes answers, which must not wait for one.
         CancelledError: the service is closed.
     """
-    if questions and not service.may_wait:
-        operation = questions[0].operation
-        raise RuntimeError(f"{operation}: called where answers arrive, which must not wait")
-    asked = Asked(service, questions)
-    try:
-        asked.send()
-    except BaseException:
-        asked.disown()
-        raise
-    return asked
 
-
-class Asked:
-    """Questions under way."""
-
-    def __init__(self, service: Service, questions: Sequence[Question]) -> None:
-        self._service = service
+    def __init__(self, requests: Requests, questions: Sequence[Question]) -> None:
+        self._requests = requests
         self._questions = questions
         self._numbers: dict[int, int] = {}
         self._answers: list[Answer | None] = [None] * len(questions)
         self._changed = threading.Condition()
-
-    def send(self) -> None:
-        """Send the questions; that a task is gone is an answer."""
-        for index, (address, operation, arguments, values) in enumerate(self._questions):
-            take = functools.partial(self._take, index)
-            try:
-                number = self._service.start(address, operation, take, arguments, values)
-                self._numbers[index] = number
-            except UnavailableError as error:
-                take(Answer({}, (), error))
+        try:
+            for index, question in enumerate(questions):
+                take = functools.partial(self._take, index)
+                try:
+                    self._numbers[index] = requests.start(*question, take)
+                except UnavailableError as error:
+                    take(Answer({}, (), error))
+        except BaseException:
+            self.disown()
+            raise
 
     def disown(self) -> None:
         """Say that nobody wants the answers any more."""
         for index in self._open():
             with contextlib.suppress(OpError):
-                self._service.disown(self._numbers[index])
+                self._requests.disown(self._numbers[index])
 
     def answers(self, timeout: float | None = None, *, began: float | None = None) -> list[Answer]:
         """Wait for all answers; those that do not come in time are withdrawn.
@@ -87,10 +71,10 @@ class Asked:
             if not self._wait(None if timeout is None else since + timeout):
                 for index in self._open():
                     late = self._error(index, f"not done within {timeout} s")
-                    self._service.withdraw(self._numbers[index], DeadlineExceededError(late))
-                self._wait(time.monotonic() + attempt.DECISION)
+                    self._requests.withdraw(self._numbers[index], DeadlineExceededError(late))
+                self._wait(time.monotonic() + outgoing.DECISION)
                 for index in self._open():
-                    if self._service.disown(self._numbers[index]):
+                    if self._requests.disown(self._numbers[index]):
                         silent = self._error(
                             index, "its task does not say whether it succeeded after all"
                         )

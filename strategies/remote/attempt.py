@@ -21,17 +21,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnavailableError
+from strategies.remote import outgoing
 from strategies.remote.containers import Address
 from strategies.remote.incoming import Work
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 
-__all__ = ["DECISION", "Attempt", "RemoteAttempts", "Waiting", "finish", "perform", "serve"]
+__all__ = ["Attempt", "RemoteAttempts", "Waiting", "finish", "perform", "serve"]
 
 _log = logging.getLogger(__name__)
-
-# Seconds that another task has to say whether what was withdrawn has succeeded after all.
-DECISION = 2.0
 
 
 class Attempt:
@@ -142,7 +140,7 @@ def finish(
             if not asleep.acquire(timeout=limit):
                 late = f"{operation}: not finished after {timeout} s{context}"
                 where.withdraw(attempt, DeadlineExceededError(late))
-                if not asleep.acquire(timeout=DECISION):
+                if not asleep.acquire(timeout=outgoing.DECISION):
                     silent = f"{late}; its task does not say whether it succeeded after all"
                     raise UnavailableError(silent)
     except BaseException:
@@ -245,7 +243,7 @@ class RemoteAttempts(Waiting):
 
         if self.when_done(attempt, wake):
             self.service.withdraw(number, error)
-            ended.wait(DECISION)
+            ended.wait(outgoing.DECISION)
 
     def _take(self, attempt: Attempt, answer: Answer) -> None:
         error = answer.error

@@ -30,7 +30,6 @@ __all__ = [
     "ResourceKind",
     "container",
     "current_container",
-    "kind_named",
     "offer",
     "register",
 ]
@@ -79,20 +78,6 @@ _offers: dict[str, Callable[[Work], None]] = {}
 def offer(operation: str, handler: Callable[[Work], None]) -> None:
     """Let other tasks ask for an operation that concerns no thing; it must not block."""
     _offers[operation] = handler
-
-
-def kind_named(name: str) -> ResourceKind:
-    """Return a kind that has been registered.
-
-    Raises:
-        NotFoundError: there is none of this name; says which there are.
-    """
-    if name not in _kinds:
-        raise NotFoundError(
-            f"open: no such kind of object, expected one of {' '.join(sorted(_kinds))}, "
-            f"got {name!r}"
-        )
-    return _kinds[name]
 
 
 @dataclass(frozen=True)
@@ -153,12 +138,13 @@ class Containers:
             raise InvalidArgumentError(f"open: {difference} (name: {address})")
         return serial, thing
 
-    def find(self, address: Address) -> tuple[ResourceKind, Any]:
-        """Return a thing that has been opened before.
+    def find(self, address: Address, kind: ResourceKind | None = None) -> tuple[ResourceKind, Any]:
+        """Return a thing that has been opened before, and its kind.
 
         Raises:
             NotFoundError: there is no such name.
             AbortedError: the container was reset since then, and the name used anew.
+            InvalidArgumentError: the thing is of another kind than one that is given.
         """
         with self._lock:
             found = self._things.get((address.container, address.name))
@@ -166,12 +152,17 @@ class Containers:
             raise NotFoundError(
                 f"no object of this name, its container was reset (name: {address})"
             )
-        serial, kind, thing = found
+        serial, own, thing = found
         if serial != address.serial:
             raise AbortedError(
                 f"the container was reset and the name used anew, open it again (name: {address})"
             )
-        return kind, thing
+        if kind is not None and own is not kind:
+            raise InvalidArgumentError(
+                f"this name belongs to another kind of object, expected {kind.name}, got "
+                f"{own.name} (name: {address})"
+            )
+        return own, thing
 
     def reset(self, containers: Iterable[str] | None = None) -> None:
         """Forget the things in some containers, or in all; what waits on them is cancelled."""
@@ -193,8 +184,13 @@ class Containers:
             address = Address(self._task, target["c"], target["n"], target["s"])
             operation = target["o"]
             if operation == "open":
-                kind = kind_named(work.arguments["kind"])
-                serial, _ = self.open(kind, address, work.arguments["is"])
+                name = work.arguments["kind"]
+                if name not in _kinds:
+                    raise NotFoundError(
+                        f"open: no such kind of object, expected one of "
+                        f"{' '.join(sorted(_kinds))}, got {name!r}"
+                    )
+                serial, _ = self.open(_kinds[name], address, work.arguments["is"])
                 work.reply(serial=serial)
             elif operation == "reset":
                 self.reset(work.arguments["containers"])
@@ -210,7 +206,7 @@ class Containers:
         kind, thing = self.find(address)
         if operation in kind.together:
             others = (Address(self._task, *other) for other in work.arguments.get("others", ()))
-            things = [thing, *(self.find_kind(kind, other) for other in others)]
+            things = [thing, *(self.find(other, kind)[1] for other in others)]
             kind.together[operation](things, work)
         elif operation in kind.operations:
             kind.operations[operation](thing, work)
@@ -220,22 +216,6 @@ class Containers:
                 f"a {kind.name} has no such operation, expected one of {' '.join(known)}, "
                 f"got {operation!r}"
             )
-
-    def find_kind(self, kind: ResourceKind, address: Address) -> Any:
-        """Return a thing of a kind that has been opened before.
-
-        Raises:
-            NotFoundError: there is no such name.
-            AbortedError: the container was reset since then, and the name used anew.
-            InvalidArgumentError: the thing is of another kind.
-        """
-        other, thing = self.find(address)
-        if other is not kind:
-            raise InvalidArgumentError(
-                f"this name belongs to another kind of object, expected {kind.name}, got "
-                f"{other.name} (name: {address})"
-            )
-        return thing
 
 
 _current: ContextVar[str] = ContextVar("container", default="")

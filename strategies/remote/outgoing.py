@@ -14,7 +14,10 @@ from strategies.remote.containers import Address
 from strategies.remote.message import Kind, Message
 from strategies.remote.wire import Frame
 
-__all__ = ["Answer", "Requests"]
+__all__ = ["DECISION", "Answer", "Requests"]
+
+# Seconds that another task has to say whether what was withdrawn has succeeded after all.
+DECISION = 2.0
 
 # A task that owes an answer and is silent is asked for a sign of life so often before it is given
 # up: one lost interval, as for a process that is swapped out, does not mean that it is dead.

@@ -7,7 +7,6 @@ an attempt in a queue, and holds no thread.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import collectives as cc
 from strategies.cluster.placement import Placer, devices_of
 from strategies.cluster.scopes import Placeable
 from strategies.errors import OpError
+from strategies.remote.asking import Asked, Question
 from strategies.remote.containers import Address, Containers, ResourceKind, current_container
 from strategies.remote.exchange import Exchange
 from strategies.remote.outgoing import Answer
@@ -222,25 +222,22 @@ class Service:
         values: Sequence[Any] = (),
     ) -> Answer:
         """As `start`, but wait for the answer, and raise its error."""
-        if self._exchange.is_here():
+        (answer,) = self.ask([Question(address, operation, arguments or {}, values)]).answers()
+        if answer.error is not None:
+            raise answer.error
+        return answer
+
+    def ask(self, questions: Sequence[Question]) -> Asked:
+        """Send several requests at once; `answers` of the result waits for them.
+
+        Raises:
+            RuntimeError: in the thread that takes answers, which must not wait for one.
+            CancelledError: the service is closed.
+        """
+        if questions and not self.may_wait:
+            operation = questions[0].operation
             raise RuntimeError(f"{operation}: called where answers arrive, which must not wait")
-        answers: list[Answer] = []
-        asleep = threading.Lock()
-        asleep.acquire()
-
-        def take(answer: Answer) -> None:
-            answers.append(answer)
-            asleep.release()
-
-        number = self.start(address, operation, take, arguments, values)
-        try:
-            asleep.acquire()  # ends: a task that does not answer is given up after `timeout`
-        except BaseException:
-            self.disown(number)
-            raise
-        if answers[0].error is not None:
-            raise answers[0].error
-        return answers[0]
+        return Asked(self._exchange.requests, questions)
 
     def here(self, kind: ResourceKind, address: Address) -> Any:
         """Return a thing of this task.
@@ -251,7 +248,7 @@ class Service:
             AbortedError: its container was reset, and the name used anew.
         """
         self._exchange.requests.check_open()
-        return self._containers.find_kind(kind, address)
+        return self._containers.find(address, kind)[1]
 
     @property
     def may_wait(self) -> bool:

@@ -7,6 +7,7 @@ facts and arrays. Nothing has changed if it raises an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +55,18 @@ def act(
         raise InvalidArgumentError(text) from error
 
 
-def compressed(array: Array, compression: cc.Compression | None, name: str | None = None) -> Array:
+def compressed(
+    arrays: Sequence[Array], compression: cc.Compression | None, name: str | None = None
+) -> list[Array]:
+    """Return an array, or indices and rows, as they travel: rounded to 16 bits, if so wished."""
+    *indices, values = arrays
+    # Rows are others in every step: what rounding leaves over would come to the wrong ones.
+    if indices and compression is not None and compression.residuals is not None:
+        compression = replace(compression, residuals=None)
+    return [*indices, _rounded(values, compression, name)]
+
+
+def _rounded(array: Array, compression: cc.Compression | None, name: str | None = None) -> Array:
     """Return an array rounded to 16 bits, or itself if it is none that is rounded."""
     if compression is None:
         return array
@@ -87,7 +99,7 @@ def widened(array: Array, options: Mapping[str, Any], dtype: np.dtype[Any]) -> A
 
 def rounded(array: Array, packed: str | None) -> Array:
     """Return an array as it travels: rounded to this 16-bit dtype, unless that is None."""
-    return array if packed is None else compressed(array, _COMPRESSIONS[packed])
+    return array if packed is None else _rounded(array, _COMPRESSIONS[packed])
 
 
 # Reading.

@@ -17,7 +17,7 @@ from strategies import arrays
 from strategies.checks import number
 from strategies.errors import InvalidArgumentError, OpError
 from strategies.remote import attempt
-from strategies.remote.asking import Question, begin
+from strategies.remote.asking import Question
 from strategies.remote.containers import Address
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
@@ -31,7 +31,6 @@ __all__ = [
     "Item",
     "Reading",
     "Update",
-    "gradient_item",
     "host_array",
     "packing",
     "perform",
@@ -135,31 +134,6 @@ def stepping(
     return given | packing(compression, "apply_gradients")
 
 
-def gradient_item(
-    address: Address,
-    given: Sequence[Array],
-    seen: int | None,
-    options: Mapping[str, Any],
-    compression: cc.Compression | None,
-) -> Item:
-    """Return what is to be done with the variable at an address.
-
-    Args:
-        address: of the variable.
-        given: its gradient: an array, or indices and rows.
-        seen: version that it was computed from, if that counts.
-        options: see `stepping`.
-        compression: of the array or rows.
-    """
-    *indices, values = given
-    # Rows are others in every step: what rounding leaves over would come to the wrong ones.
-    if indices and compression is not None and compression.residuals is not None:
-        compression = cc.Compression(compression.dtype)
-    packed = actions.compressed(values, compression, address.name)
-    version = {} if seen is None else {"seen": int(seen)}
-    return Item(address, [*indices, packed], {**options, **version})
-
-
 def reading_of(outcome: Outcome, options: Mapping[str, Any]) -> Reading:
     """Return what a read has brought."""
     version, dtype = outcome.facts
@@ -208,7 +182,7 @@ def perform(
         by_task.setdefault(item.address.task, []).append(index)
     own = by_task.pop(service.task, [])
     questions = [_question(operation, [items[n] for n in group]) for group in by_task.values()]
-    asked = begin(service, questions)
+    asked = service.ask(questions)
     outcomes: dict[int, Outcome | OpError] = {}
     try:
         outcomes |= _here(service, operation, items, own, timeout)

@@ -280,14 +280,9 @@ class Operations(abc.ABC, Generic[V]):
             given = self._rows("apply_gradients", gradient.indices, gradient.values)
         else:
             given = self.pieces("apply_gradients", gradient)
-        return [
-            None
-            if arrays is None
-            else items.gradient_item(address, arrays, version, options, compression)
-            for address, arrays, version in zip(
-                self.addresses, given, self._apart(seen), strict=True
-            )
-        ]
+        versions = [None if at is None else int(at) for at in self._apart(seen)]
+        chosen = [options if at is None else {**options, "seen": at} for at in versions]
+        return self._items(given, chosen, compression)
 
     def updated(self, outcomes: Sequence[Outcome | None]) -> Update:
         """Return what has come of the steps of all parts as one update."""
@@ -322,16 +317,21 @@ class Operations(abc.ABC, Generic[V]):
         timeout: float | None,
     ) -> V:
         options = packing(compression, operation)
-        asked: list[Item | None] = []
-        for address, arrays in zip(self.addresses, given, strict=True):
-            if arrays is None:
-                asked.append(None)
-                continue
-            *indices, values = arrays
-            packed = compressed(values, compression, address.name)
-            asked.append(Item(address, [*indices, packed], options))
+        asked = self._items(given, [options] * len(given), compression)
         outcomes = self._perform(operation, asked, timeout)
         return self._together([None if o is None else o.facts[0] for o in outcomes])
+
+    def _items(
+        self,
+        given: Sequence[Sequence[Array] | None],
+        options: Sequence[Mapping[str, Any]],
+        compression: cc.Compression | None,
+    ) -> list[Item | None]:
+        """Return what each part is to do with an array, or with indices and rows."""
+        return [
+            None if own is None else Item(address, compressed(own, compression, address.name), told)
+            for address, own, told in zip(self.addresses, given, options, strict=True)
+        ]
 
     def _rows(
         self, operation: str, indices: npt.ArrayLike, rows: npt.ArrayLike

@@ -245,13 +245,14 @@ def leave_while_a_push_waits(strategy, server, variable):
     """Push in a thread, leave when that is under way, and return what the push has raised."""
     sent = threading.Semaphore(0)
     caught = []
-    start = strategy.service.start
+    ask = strategy.service.ask
 
-    def counted(place, operation, *rest):
-        number = start(place, operation, *rest)
-        if operation == "push":
-            sent.release()
-        return number
+    def counted(questions):
+        asked = ask(questions)
+        for question in questions:
+            if question.operation == "push":
+                sent.release()
+        return asked
 
     def push():
         try:
@@ -259,7 +260,7 @@ def leave_while_a_push_waits(strategy, server, variable):
         except OpError as error:
             caught.append(error)
 
-    strategy.service.start = counted
+    strategy.service.ask = counted
     thread = threading.Thread(target=push)
     thread.start()
     for _ in server.cluster.ranks_of("ps"):
@@ -267,7 +268,7 @@ def leave_while_a_push_waits(strategy, server, variable):
     strategy.leave()
     thread.join(LIMIT)
     assert not thread.is_alive()
-    del strategy.service.start
+    del strategy.service.ask
     return caught
 
 

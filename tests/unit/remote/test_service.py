@@ -62,7 +62,7 @@ def test_waiting_for_a_task_that_lives_has_no_end():
 
 
 def test_a_decision_that_does_not_come_is_an_error_and_loses_nothing(services, monkeypatch):
-    monkeypatch.setattr("strategies.remote.attempt.DECISION", 0.1)
+    monkeypatch.setattr("strategies.remote.outgoing.DECISION", 0.1)
     queue = queue_on_0(services[1])
     queue.enqueue(1)
     with silence(services.channels[0]):

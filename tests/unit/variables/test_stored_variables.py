@@ -143,7 +143,7 @@ def test_a_request_that_waits_for_a_thread_ends_at_its_deadline(services, monkey
 
 
 def test_a_task_that_does_not_say_whether_it_succeeded(services, monkeypatch):
-    monkeypatch.setattr("strategies.remote.attempt.DECISION", 0.1)
+    monkeypatch.setattr("strategies.remote.outgoing.DECISION", 0.1)
     v = shared_variable(0.0, service=services[1], shared_name="v")
     text = "does not say whether it succeeded .* on task 0"
     with silence(services.channels[0]), pytest.raises(UnavailableError, match=text):
