@@ -1,7 +1,7 @@
 """Which task a rank is, which devices the tasks have, and what is placed where.
 
-`spec` says which jobs there are, `roles` what they are for, `resolvers` and `slurm` where a
-specification comes from; `cluster` gives each rank its task. `device_spec` reads the names of
+`spec` says which jobs there are, `resolvers` and `slurm` where a specification comes from;
+`cluster` gives each rank its task, and says what the jobs are for. `device_spec` reads the names of
 devices, `scopes` and `setter` say where things belong, `placement` decides; `gpus` is about those
 that this rank sees.
 """

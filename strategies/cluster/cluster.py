@@ -1,4 +1,12 @@
-"""A cluster of the ranks that run: which task each of them is, and which devices it has."""
+"""A cluster of the ranks that run: which task each of them is, and which devices it has.
+
+| job | what its tasks do | how many |
+| --- | --- | --- |
+| chief | trains, and does what is done once; worker 0 does that where there is none | 0 or 1 |
+| worker | trains | any number |
+| ps | holds variables for the others | any number |
+| evaluator | looks at what has been trained, apart from all others | 0 or 1 |
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,7 @@ from typing import Any, NamedTuple
 
 import collectives as cc
 from strategies import agreement
-from strategies.cluster import gpus, resolvers, roles
+from strategies.cluster import gpus, resolvers
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.placement import Placer, devices_of
 from strategies.cluster.resolvers import ClusterResolver
@@ -16,6 +24,8 @@ from strategies.cluster.spec import ClusterSpec
 from strategies.ranks import Ranks
 
 __all__ = ["Cluster"]
+
+_JOBS = ("chief", "evaluator", "ps", "worker")
 
 
 class _Card(NamedTuple):
@@ -180,7 +190,7 @@ def _own(
     """Return the specification, and what this rank knows of its own task."""
     resolver = resolvers.from_environment(comm) if spec is None else spec
     known = resolver if isinstance(resolver, ClusterResolver) else None
-    found = roles.normalised(known.cluster_spec() if known else resolver)  # type: ignore[arg-type]
+    found = _checked(ClusterSpec(known.cluster_spec() if known else resolver))  # type: ignore[arg-type]
     tasks = found.tasks()
     if len(tasks) != comm.size:
         raise ValueError(
@@ -188,13 +198,30 @@ def _own(
             f"({found})"
         )
     job, index = (known.task_type, known.task_id) if known else (None, None)
-    if job is not None or index is not None:
-        roles.check(found, job, index)
+    if job is not None and index is not None:
+        found.task_address(job, index)
+    elif job is not None or index is not None:
+        raise ValueError(
+            f"cluster: which task this is has not been said, expected a job and an index, got "
+            f"job {job!r} and index {index!r}"
+        )
     count = len(gpus.visible()) if gpu_count is None else gpu_count
     for what, devices, least in (("cpus", cpus, 1), ("gpus", count, 0)):
         if not isinstance(devices, int) or devices < least:
             raise ValueError(f"Cluster: bad {what}, expected >= {least}, got {devices!r}")
     return found, _Card(job, index, cpus, count)
+
+
+def _checked(spec: ClusterSpec) -> ClusterSpec:
+    """Return a specification whose jobs are known ones, of as many tasks as there may be."""
+    for job in spec.jobs:
+        if job not in _JOBS:
+            raise ValueError(
+                f"cluster: a job without a role, expected one of {' '.join(_JOBS)}, got {job!r}"
+            )
+        if job in ("chief", "evaluator") and spec.num_tasks(job) > 1:
+            raise ValueError(f"cluster: expected at most one {job}, got {spec.num_tasks(job)}")
+    return spec
 
 
 def _tasks(spec: ClusterSpec, cards: list[_Card]) -> list[tuple[str, int]]:

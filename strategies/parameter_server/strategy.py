@@ -29,8 +29,12 @@ from strategies.cluster.scopes import Placeable
 from strategies.cluster.setter import RoundRobin
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client, Report
-from strategies.parameter_server.layout import Part, number_of_parts, parts_of
-from strategies.parameter_server.served_variable import ServedVariable
+from strategies.parameter_server.served_variable import (
+    Part,
+    ServedVariable,
+    number_of_parts,
+    parts_of,
+)
 from strategies.parameter_server.shard import PARAMETERS, Rules, Shard
 from strategies.parameter_server.staleness import Decision, StalenessRule
 from strategies.ranks import Ranks

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strategies.cluster import roles
+from strategies.cluster.cluster import Cluster
+from strategies.cluster.resolvers import SimpleClusterResolver
 from strategies.cluster.spec import ClusterSpec
 
 DENSE = {"ps": ["ps0:1", "ps1:1"], "worker": ["w0:1", "w1:1", "w2:1"]}
@@ -132,24 +133,24 @@ def test_more_or_fewer_ranks_than_tasks_are_an_error():
 
 # Roles.
 
-ROLES = {
-    "chief": ["c:1"],
-    "worker": ["w0:1", "w1:1"],
-    "ps": ["p0:1", "p1:1"],
-    "evaluator": ["e:1"],
-}
-NO_CHIEF = {"worker": ["w0:1", "w1:1"], "ps": ["p0:1"]}
+ALONE = {"worker": ["rank:0"]}
 
 
-def test_a_cluster_becomes_one_of_roles_whatever_it_was():
-    assert roles.normalised(ROLES) == roles.normalised(ClusterSpec(ROLES)) == ClusterSpec(ROLES)
+def test_the_jobs_of_a_cluster_have_roles():
+    for spec in (ALONE, ClusterSpec(ALONE), SimpleClusterResolver(ClusterSpec(ALONE))):
+        with Cluster(spec) as cluster:
+            assert cluster.spec == ClusterSpec(ALONE)
     for wrong in ({"moon": ["m:1"]}, {"chief": ["a:1", "b:1"]}, {"evaluator": ["a:1", "b:1"]}):
-        with pytest.raises(ValueError, match="cluster: "):
-            roles.normalised(wrong)
+        with pytest.raises(
+            ValueError, match="cluster: (a job without|expected at most)"
+        ):
+            Cluster(wrong)
 
 
 def test_a_task_is_one_of_its_cluster():
-    assert roles.check(ROLES, "chief", 0) == ClusterSpec(ROLES)
+    spec = ClusterSpec(ALONE)
+    with Cluster(SimpleClusterResolver(spec, task_type="worker", task_id=0)) as cluster:
+        assert (cluster.job, cluster.task_index) == ("worker", 0)
     for job, index in (("worker", 2), ("moon", 0), (None, 0), ("worker", None)):
         with pytest.raises(ValueError, match="cluster: "):
-            roles.check(NO_CHIEF, job, index)
+            Cluster(SimpleClusterResolver(spec, task_type=job, task_id=index))
