@@ -190,7 +190,8 @@ def _own(
     """Return the specification, and what this rank knows of its own task."""
     resolver = resolvers.from_environment(comm) if spec is None else spec
     known = resolver if isinstance(resolver, ClusterResolver) else None
-    found = _checked(ClusterSpec(known.cluster_spec() if known else resolver))  # type: ignore[arg-type]
+    found = ClusterSpec(known.cluster_spec() if known else resolver)  # type: ignore[arg-type]
+    _check_roles(found)
     tasks = found.tasks()
     if len(tasks) != comm.size:
         raise ValueError(
@@ -212,8 +213,8 @@ def _own(
     return found, _Card(job, index, cpus, count)
 
 
-def _checked(spec: ClusterSpec) -> ClusterSpec:
-    """Return a specification whose jobs are known ones, of as many tasks as there may be."""
+def _check_roles(spec: ClusterSpec) -> None:
+    """Refuse unknown jobs, and more than one task where there may be one."""
     for job in spec.jobs:
         if job not in _JOBS:
             raise ValueError(
@@ -221,7 +222,6 @@ def _checked(spec: ClusterSpec) -> ClusterSpec:
             )
         if job in ("chief", "evaluator") and spec.num_tasks(job) > 1:
             raise ValueError(f"cluster: expected at most one {job}, got {spec.num_tasks(job)}")
-    return spec
 
 
 def _tasks(spec: ClusterSpec, cards: list[_Card]) -> list[tuple[str, int]]:

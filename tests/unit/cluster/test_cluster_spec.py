@@ -141,9 +141,7 @@ def test_the_jobs_of_a_cluster_have_roles():
         with Cluster(spec) as cluster:
             assert cluster.spec == ClusterSpec(ALONE)
     for wrong in ({"moon": ["m:1"]}, {"chief": ["a:1", "b:1"]}, {"evaluator": ["a:1", "b:1"]}):
-        with pytest.raises(
-            ValueError, match="cluster: (a job without|expected at most)"
-        ):
+        with pytest.raises(ValueError, match="cluster: (a job without|expected at most)"):
             Cluster(wrong)
 
 

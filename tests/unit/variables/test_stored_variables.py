@@ -253,6 +253,15 @@ def test_values_that_are_not_numbers_are_refused(services, task):
     assert variable.read().value.tolist() == [1, 2]
 
 
+def test_what_rounding_leaves_over_of_some_rows_does_not_come_to_others(services):
+    table = shared_variable(np.zeros((4, 1), np.float32), service=services[1], shared_name="t")
+    feedback = cc.BF16.with_feedback()
+    for rows in ([0, 1], [2, 3], [2]):  # also not to another number of them
+        given = np.full((len(rows), 1), 1 + 2**-9, np.float32)  # rounds to 1
+        table.scatter_add(rows, given, compression=feedback)
+    assert table.read().value[:, 0].tolist() == [1, 1, 2, 1]
+
+
 def test_parts_take_values_of_16_bits(services):
     table = strategies.variables.shared_partitioned_variable(
         np.zeros((4, 2), np.float32), partitioner=partition.fixed_size(2), service=services[1],
