@@ -12,7 +12,6 @@ import numpy.typing as npt
 from strategies.accumulators.engine import Accumulation, Apply, Take
 from strategies.accumulators.remote import Engine, open_accumulation
 from strategies.accumulators.sums import Part, checked
-from strategies.arrays import COMPUTE
 from strategies.errors import InvalidArgumentError
 from strategies.remote.attempt import perform
 from strategies.remote.service import Service
@@ -311,14 +310,9 @@ def shared_accumulator(
 
 def _known_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     try:
-        found = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+        return dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     except TypeError as error:
         raise InvalidArgumentError(f"accumulator: not a dtype: {error}") from error
-    if found.name not in COMPUTE:
-        raise InvalidArgumentError(
-            f"accumulator: unsupported dtype, expected {', '.join(COMPUTE)}, got {found}"
-        )
-    return found
 
 
 def _as_array(value: npt.ArrayLike, dtype: np.dtype[Any]) -> Array:

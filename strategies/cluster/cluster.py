@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import collectives as cc
 from strategies import agreement
+from strategies.checks import integer
 from strategies.cluster import gpus, resolvers
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.placement import Placer, devices_of
@@ -207,9 +208,8 @@ def _own(
             f"job {job!r} and index {index!r}"
         )
     count = len(gpus.visible()) if gpu_count is None else gpu_count
-    for what, devices, least in (("cpus", cpus, 1), ("gpus", count, 0)):
-        if not isinstance(devices, int) or devices < least:
-            raise ValueError(f"Cluster: bad {what}, expected >= {least}, got {devices!r}")
+    integer("Cluster", "cpus", cpus)
+    integer("Cluster", "gpus", count, least=0)
     return found, _Card(job, index, cpus, count)
 
 

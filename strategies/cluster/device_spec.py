@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strategies.checks import integer
+
 __all__ = ["DeviceSpec"]
 
 _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)  # of a job, or of a type of devices
@@ -42,7 +44,8 @@ class DeviceSpec:
         if self.job is not None and not (isinstance(self.job, str) and _NAME.fullmatch(self.job)):
             raise ValueError(f"DeviceSpec: not the name of a job, got {self.job!r}")
         for field in ("replica", "task", "device_index"):
-            _checked(field, getattr(self, field))
+            if getattr(self, field) is not None:
+                integer("DeviceSpec", field, getattr(self, field), least=0)
         kind = self.device_type
         if kind is not None:
             if not isinstance(kind, str) or not _NAME.fullmatch(kind):
@@ -145,9 +148,3 @@ def _number(value: str, text: str) -> int:
             f"device: expected a number >= 0 of at most 18 digits, got {value!r} (device: {text})"
         )
     return int(value)
-
-
-def _checked(field: str, value: Any) -> None:
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if value is not None and not good:
-        raise ValueError(f"DeviceSpec: bad {field}, expected a number >= 0, got {value!r}")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from strategies.checks import integer
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.scopes import DeviceFunction, Placeable
 from strategies.cluster.spec import ClusterSpec
@@ -34,7 +35,7 @@ class RoundRobin:
     """
 
     def __init__(self, num_tasks: int) -> None:
-        self._num_tasks = _positive("RoundRobin", num_tasks)
+        self._num_tasks = integer("RoundRobin", "number of tasks", num_tasks)
         self._next = 0
         self._lock = threading.Lock()
 
@@ -55,7 +56,8 @@ class GreedyLoadBalancing:
     """
 
     def __init__(self, num_tasks: int, load: Callable[[Placeable], float]) -> None:
-        self._loads = [0.0] * _positive("GreedyLoadBalancing", num_tasks)
+        integer("GreedyLoadBalancing", "number of tasks", num_tasks)
+        self._loads = [0.0] * num_tasks
         self._load = load
         self._lock = threading.Lock()
 
@@ -77,7 +79,7 @@ class RandomChoice:
     """
 
     def __init__(self, num_tasks: int, seed: int = 0) -> None:
-        self._num_tasks = _positive("RandomChoice", num_tasks)
+        self._num_tasks = integer("RandomChoice", "number of tasks", num_tasks)
         self._seed = seed
 
     def __call__(self, thing: Placeable) -> int:
@@ -153,9 +155,3 @@ def replica_device_setter(
         return chosen.make_merged_spec(own).to_string()
 
     return place
-
-
-def _positive(what: str, number: int) -> int:
-    if not isinstance(number, int) or number < 1:
-        raise ValueError(f"{what}: bad number of tasks, expected >= 1, got {number!r}")
-    return number

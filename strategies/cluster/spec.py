@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import collectives as cc
+from strategies.checks import integer
 
 __all__ = ["ClusterSpec"]
 
@@ -60,7 +61,9 @@ class ClusterSpec:
             ClusterSpec({'ps': ['rank:0'], 'worker': ['rank:1', 'rank:2', 'rank:3']})
         """
         size = _size(ranks)
-        counts = {job: _count(job, n) for job, n in tasks.items()}
+        counts = {
+            job: integer("from_ranks", f"number of {job}", n, least=0) for job, n in tasks.items()
+        }
         counts.setdefault("worker", max(0, size - sum(counts.values())))
         return cls._divided(counts, size)
 
@@ -226,10 +229,8 @@ def _index(job: str, index: Any) -> int:
 def _size(ranks: cc.Communicator | int | None) -> int:
     if ranks is None:
         ranks = cc.init()
-    return _count("ranks", ranks) if isinstance(ranks, int) else ranks.size
-
-
-def _count(what: str, number: int) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ValueError(f"from_ranks: bad number of {what}, expected >= 0, got {number!r}")
-    return number
+    return (
+        integer("from_ranks", "number of ranks", ranks, least=0)
+        if isinstance(ranks, int)
+        else ranks.size
+    )

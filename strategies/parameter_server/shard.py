@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -39,7 +40,7 @@ from strategies.optimizers import Optimizer
 from strategies.parameter_server import saved
 from strategies.parameter_server.saved import State
 from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
-from strategies.remote.containers import Handler, ResourceKind, register
+from strategies.remote.containers import ResourceKind, register
 from strategies.remote.incoming import Work
 from strategies.sparse import Gradient, Rows, fitted
 from strategies.variables.actions import rounded, widened
@@ -413,11 +414,11 @@ class Shard:
         work.reply()
 
 
-def _handlers(names: Iterable[str]) -> dict[str, Handler]:
-    def handler(name: str) -> Handler:
-        return lambda shard, work: shard.serve(work, getattr(Shard, name))
+_OPERATIONS = ("assign", "join", "load", "pull", "push", "report", "rows", "state")
 
-    return {name: handler(name) for name in names}
+
+def _serve(operation: str, shard: Shard, work: Work) -> None:
+    shard.serve(work, getattr(Shard, operation))
 
 
 PARAMETERS = register(
@@ -425,7 +426,7 @@ PARAMETERS = register(
         "Parameters",
         lambda description, name: Shard(name),
         lambda shard, description: None,
-        _handlers(["assign", "join", "load", "pull", "push", "report", "rows", "state"]),
+        {operation: partial(_serve, operation) for operation in _OPERATIONS},
         Shard.close,
     )
 )

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from strategies.checks import integer
+
 __all__ = ["Decision", "Drop", "Ledger", "Record", "Scale", "StalenessRule", "weight"]
 
 
@@ -29,10 +31,7 @@ class Drop:
     most: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.most, int) or isinstance(self.most, bool) or self.most < 0:
-            raise ValueError(
-                f"Drop: bad largest staleness, expected an integer >= 0, got {self.most!r}"
-            )
+        integer("Drop", "largest staleness", self.most, least=0)
 
 
 @dataclass(frozen=True)

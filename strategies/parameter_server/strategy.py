@@ -24,7 +24,7 @@ import numpy.typing as npt
 import collectives as cc
 from strategies.arrays import dtype_name
 from strategies.averaging.replicas import Gradients, combine
-from strategies.checks import number
+from strategies.checks import integer, number
 from strategies.cluster.scopes import Placeable
 from strategies.cluster.setter import RoundRobin
 from strategies.optimizers import Optimizer
@@ -44,6 +44,7 @@ from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.sparse import Gradient, Rows, fitted
 from strategies.strategy import Strategy
+from strategies.variables import partition
 from strategies.variables.partition import Partitioner
 
 __all__ = ["ParameterServerStrategy", "Report"]
@@ -157,11 +158,7 @@ class ParameterServerStrategy(Strategy):
                 f"ParameterServerStrategy: expected at least one ps and one worker, got "
                 f"{len(self._servers)} and {len(self._workers)} ({self.cluster.spec})"
             )
-        if not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise ValueError(
-                f"ParameterServerStrategy: bad warmup_steps, expected an integer >= 0, got "
-                f"{warmup_steps!r}"
-            )
+        integer("ParameterServerStrategy", "warmup_steps", warmup_steps, least=0)
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(
                 f"ParameterServerStrategy: bad timeout, expected seconds > 0 or None, got "
@@ -368,11 +365,7 @@ class ParameterServerStrategy(Strategy):
     def assign(self, variable: ServedVariable, value: npt.ArrayLike) -> None:
         """Let a variable take another value; see `ServedVariable.assign`."""
         array = np.asarray(value, variable.dtype)
-        if array.shape != variable.shape:
-            raise ValueError(
-                f"assign: the value has the wrong shape, expected {variable.shape}, got "
-                f"{array.shape} (variable: {variable.name})"
-            )
+        partition.check_shape("assign", array, variable.shape, variable.name)
         self._client.assign(variable, array)
         if variable.resident:
             variable.take(array.copy())

@@ -18,6 +18,7 @@ from strategies.arrays import COMPUTE, dtype_name
 from strategies.errors import FailedPreconditionError, InvalidArgumentError, OpError
 from strategies.remote.wire import Array
 from strategies.sparse import Rows, fitted, in_order
+from strategies.variables import partition
 from strategies.variables.store import Stored
 
 __all__ = ["ACTIONS", "READS", "Outcome", "act", "compressed", "rounded", "widened"]
@@ -210,11 +211,7 @@ def _changed(thing: Stored) -> Outcome:
 
 def _like(operation: str, thing: Stored, array: Array) -> Array:
     """Return an array of the variable's shape and dtype."""
-    if array.shape != thing.held.shape:
-        raise InvalidArgumentError(
-            f"{operation}: the value has the wrong shape, expected {thing.held.shape}, got "
-            f"{array.shape} (variable: {thing.name})"
-        )
+    partition.check_shape(operation, array, thing.held.shape, thing.name)
     return _like_dtype(operation, thing, array)
 
 

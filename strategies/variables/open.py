@@ -188,11 +188,8 @@ def shared_partitioned_variable(
         if not whole:
             given = initial_value() if callable(initial_value) else initial_value
             whole.append(array := _checked(given, dtype, shared_name))
-            if shape is not None and array.shape != tuple(shape):
-                raise InvalidArgumentError(
-                    f"shared_partitioned_variable: the initial value has another shape, expected "
-                    f"{tuple(shape)}, got {array.shape} (variable: {shared_name})"
-                )
+            if shape is not None:
+                partition.check_shape("shared_partitioned_variable", array, shape, shared_name)
         return whole[0]
 
     if initial_value is not None and not callable(initial_value):

@@ -261,11 +261,7 @@ class Operations(abc.ABC, Generic[V]):
         array = host_array(value, operation, self.name)
         if self.offsets is None:
             return [[array]]
-        if array.shape != self.shape:
-            raise InvalidArgumentError(
-                f"{operation}: the value has the wrong shape, expected {self.shape}, got "
-                f"{array.shape} (variable: {self.name})"
-            )
+        partition.check_shape(operation, array, self.shape, self.name)
         return [[piece] for piece in partition.pieces(array, self.offsets, self.axis)]
 
     def steps(

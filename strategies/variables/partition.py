@@ -26,6 +26,7 @@ from strategies.sparse import Rows
 __all__ = [
     "Partitioner",
     "axis_of",
+    "check_shape",
     "checked",
     "fixed_shards",
     "fixed_size",
@@ -149,6 +150,19 @@ def offsets(shape: Sequence[int], partition: Sequence[int]) -> tuple[int, ...]:
     axis = axis_of(partition)
     size, longer = divmod(shape[axis], partition[axis])
     return tuple(size * part + min(part, longer) for part in range(partition[axis] + 1))
+
+
+def check_shape(operation: str, array: npt.NDArray[Any], shape: Sequence[int], name: str) -> None:
+    """Refuse a value of another shape than its variable of this name has.
+
+    Raises:
+        InvalidArgumentError: it has another one.
+    """
+    if array.shape != tuple(shape):
+        raise InvalidArgumentError(
+            f"{operation}: the value has the wrong shape, expected {tuple(shape)}, got "
+            f"{array.shape} (variable: {name})"
+        )
 
 
 def pieces(array: npt.NDArray[Any], ends: Sequence[int], axis: int = 0) -> list[npt.NDArray[Any]]:

@@ -194,5 +194,5 @@ def test_random_choice_depends_on_name_and_seed_alone():
 
 def test_choices_need_a_task():
     for make in (RoundRobin, RandomChoice, lambda n: GreedyLoadBalancing(n, byte_size)):
-        with pytest.raises(ValueError, match="expected >= 1, got 0"):
+        with pytest.raises(ValueError, match="expected an integer >= 1, got 0"):
             make(0)
