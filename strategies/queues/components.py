@@ -17,6 +17,7 @@ from strategies.queues.values import (
     padded_rows,
     scalar_types,
 )
+from strategies.sparse import fits
 
 __all__ = ["Components", "Shape"]
 
@@ -230,11 +231,7 @@ class Components:
     def _check_shape(self, operation: str, index: int, shape: tuple[int, ...]) -> None:
         """Raise unless one element of a component may have this shape."""
         wanted = self._wanted[index]
-        if wanted is None or wanted == shape:
-            return
-        if len(wanted) != len(shape) or any(
-            size not in (None, got) for size, got in zip(wanted, shape, strict=True)
-        ):
+        if wanted is not None and wanted != shape and not fits(shape, wanted):
             raise InvalidArgumentError(
                 f"{operation}: shape mismatch in component {index}, "
                 f"expected {_form(wanted)}, got {_form(shape)}"

@@ -17,7 +17,7 @@ from strategies import sums
 from strategies.arrays import COMPUTE, dtype_name
 from strategies.errors import FailedPreconditionError, InvalidArgumentError, OpError
 from strategies.remote.wire import Array
-from strategies.sparse import Rows, fitted, in_order
+from strategies.sparse import Rows, fitted, summed
 from strategies.variables import partition
 from strategies.variables.store import Stored
 
@@ -168,8 +168,8 @@ def _scatter_sum(operation: str, combine: np.ufunc) -> Action:
         rows = _rows_like(operation, thing, indices, arrays[1])
         value = thing.writable()
         if rows.dtype.name in COMPUTE:
-            summed = in_order(Rows(indices, rows), operation, f"variable {thing.name!r}")
-            value[summed.indices] = combine(value[summed.indices], summed.values)
+            change = summed(Rows(indices, rows))
+            value[change.indices] = combine(value[change.indices], change.values)
         else:
             combine.at(value, indices, rows)
         return _changed(thing)
