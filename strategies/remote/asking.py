@@ -38,7 +38,11 @@ class Asked:
         self._questions = questions
         self._numbers: dict[int, int] = {}
         self._answers: list[Answer | None] = [None] * len(questions)
-        self._changed = threading.Condition()
+        self._missing = len(questions)
+        self._lock = threading.Lock()
+        self._asleep = threading.Lock()  # free when there is nothing to wait for
+        if questions:
+            self._asleep.acquire()
         try:
             for index, question in enumerate(questions):
                 take = functools.partial(self._take, index)
@@ -90,15 +94,20 @@ class Asked:
         return [index for index in self._numbers if self._answers[index] is None]
 
     def _take(self, index: int, answer: Answer) -> None:
-        with self._changed:
-            self._answers[index] = answer
-            self._changed.notify()
+        self._answers[index] = answer
+        with self._lock:
+            self._missing -= 1
+            last = not self._missing
+        if last:
+            self._asleep.release()
 
     def _wait(self, until: float | None) -> bool:
         # Ends without a deadline, too: a task that does not answer is given up by the service.
-        with self._changed:
-            left = None if until is None else max(until - time.monotonic(), 0)
-            return self._changed.wait_for(lambda: None not in self._answers, left)
+        left = -1 if until is None else max(until - time.monotonic(), 0)
+        if not self._asleep.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+            return False
+        self._asleep.release()
+        return True
 
     def _error(self, index: int, what: str) -> str:
         question = self._questions[index]
