@@ -70,7 +70,7 @@ def in_order(rows: Rows, operation: str, where: str, *, length: int | None = Non
     """
     indices, values = rows.indices, rows.values
     if indices.dtype != np.int64:
-        raise TypeError(f"{operation}: indices are no integers, got {indices.dtype} ({where})")
+        raise TypeError(f"{operation}: indices are not integers, got {indices.dtype} ({where})")
     shape = tuple(values.shape)
     if indices.ndim != 1 or indices.shape != shape[:1]:
         raise ValueError(

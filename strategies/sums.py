@@ -118,7 +118,7 @@ def check_examples(examples: float | None) -> None:
         ValueError: it is negative, infinite or NaN.
     """
     if examples is not None and not 0 <= examples < math.inf:
-        raise ValueError(f"apply_gradients: examples is no count, expected >= 0, got {examples}")
+        raise ValueError(f"apply_gradients: bad examples, expected >= 0, got {examples}")
 
 
 def _spread(total: Any, rows: Rows) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import collectives as cc
 from strategies.averaging.alike import Compare
+from strategies.checks import choice, integer
 
 __all__ = ["OPERATION", "Rule"]
 
@@ -43,17 +44,10 @@ class Rule:
         if not isinstance(self.compression, cc.Compression):
             kind = type(self.compression).__name__
             raise TypeError(f"{OPERATION}: expected NONE, FP16 or BF16 as compression, got {kind}")
-        if self.compare not in get_args(Compare):
-            known = " ".join(get_args(Compare))
-            _refuse(f"expected one of {known} as compare, got {self.compare!r}")
-        if not _is_integer(passes) or passes < 1:
-            _refuse(f"expected backward_passes_per_step >= 1, got {passes!r}")
-        if every is not None and not _is_integer(every):
-            raise TypeError(
-                f"{OPERATION}: expected a number of steps as compare_every, got {every!r}"
-            )
-        if every is not None and every < 1:
-            _refuse(f"expected compare_every >= 1, got {every}")
+        choice(OPERATION, "compare", self.compare, Compare)
+        integer(OPERATION, "backward_passes_per_step", passes)
+        if every is not None:
+            integer(OPERATION, "compare_every", every)
         if not 0 < factor < math.inf:
             _refuse(f"expected gradient_predivide_factor > 0, got {factor}")
         if factor != 1 and self.op is not cc.MEAN:
@@ -75,10 +69,6 @@ class Rule:
         """Return the words by which ranks compare what they mean."""
         fields = {**self.__dict__, "op": self.op.value}
         return ", ".join(f"{name}={value}" for name, value in fields.items())
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _refuse(why: str) -> NoReturn:

@@ -446,5 +446,5 @@ def _count(examples: Any) -> int | None:
         return None if examples is None else operator.index(examples)
     except TypeError:
         raise TypeError(
-            f"apply_gradients: examples is no count, expected an integer >= 0, got {examples!r}"
+            f"apply_gradients: bad examples, expected an integer >= 0, got {examples!r}"
         ) from None

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from strategies.checks import choice
 from strategies.replicas import context, reductions
 from strategies.replicas.context import Meeting, ReplicaStrategy
+from strategies.variables.partition import check_shape
 
 __all__ = ["Aggregation", "Synchronization", "Variable"]
 
@@ -176,11 +177,7 @@ class Variable:
 
     def _checked(self, value: npt.ArrayLike, operation: str) -> Array:
         array = np.asarray(value)
-        if array.shape != self.shape:
-            raise ValueError(
-                f"{operation}: the value has the wrong shape, expected {self.shape}, got "
-                f"{array.shape} (variable: {self.name})"
-            )
+        check_shape(operation, array, self.shape, self.name)
         if not np.can_cast(array.dtype, self.dtype, "same_kind"):
             raise TypeError(
                 f"{operation}: the value has the wrong dtype, expected {self.dtype}, got "

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import collectives as cc
+from strategies.checks import integer
 from strategies.optimizers.pairs import Pair, resolve
 from strategies.ranks import Ranks
 from strategies.remote.service import Service
@@ -183,20 +184,13 @@ class SpareReplicaStrategy(Strategy):
             self.service.close()
 
     def _check(self, step: int) -> None:
-        count = self.replicas_to_aggregate
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(
-                f"SpareReplicaStrategy: replicas_to_aggregate must be a number >= 1, got {count!r}"
-            )
+        integer("SpareReplicaStrategy", "replicas_to_aggregate", self.replicas_to_aggregate)
+        integer("SpareReplicaStrategy", "global_step", step, least=0)
         known = range(self.total_num_replicas)
         if not self._tasks or len({*self._tasks} & {*known}) != len(self._tasks):
             raise ValueError(
                 f"SpareReplicaStrategy: bad tasks, expected different ones of 0 .. "
                 f"{self.total_num_replicas - 1}, got {self._tasks}"
-            )
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(
-                f"SpareReplicaStrategy: global_step must be a number >= 0, got {step!r}"
             )
 
     def _checked(self, optimizer: Any, grads_and_vars: Any, examples: Any) -> list[Pair]:

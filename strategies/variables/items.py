@@ -90,7 +90,7 @@ def wanted_rows(operation: str, indices: npt.ArrayLike, name: str) -> npt.NDArra
     wanted = np.asarray(indices)
     if wanted.size and wanted.dtype.kind not in "iu":
         raise InvalidArgumentError(
-            f"{operation}: indices are no integers, got {wanted.dtype} (variable: {name})"
+            f"{operation}: indices are not integers, got {wanted.dtype} (variable: {name})"
         )
     return wanted.astype(np.int64)
 

@@ -194,15 +194,15 @@ def test_parameters_that_come_later_are_compared_then(world):
     [
         (
             {"compare": "weights"},
-            "expected one of all parameters nothing as compare, got 'weights'",
+            "no such compare, expected one of all parameters nothing, got 'weights'",
         ),
-        ({"compare_every": 0}, "expected compare_every >= 1, got 0"),
-        ({"compare_every": 1.5}, "expected a number of steps as compare_every, got 1.5"),
+        ({"compare_every": 0}, "bad compare_every, expected an integer >= 1, got 0"),
+        ({"compare_every": 1.5}, "bad compare_every, expected an integer >= 1, got 1.5"),
     ],
 )
 def test_options_that_make_no_sense(world, options, words):
     def check(comm):
-        with pytest.raises((ValueError, TypeError), match=words):
+        with pytest.raises(ValueError, match=words):
             strategies.DistributedOptimizer(strategies.SGD(0.5), comm=comm, **options)
 
     world.run(check)

@@ -386,7 +386,7 @@ def test_a_process_set_averages_alone(world):
 
 
 WRONG = {
-    "passes": ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step >= 1"),
+    "passes": ({"backward_passes_per_step": 0}, ValueError, "expected an integer >= 1, got 0"),
     "factor": ({"gradient_predivide_factor": -1.0}, ValueError, "gradient_predivide_factor > 0"),
     "both": (
         {"gradient_predivide_factor": 2.0, "op": cc.SUM}, ValueError, "for MEAN, got SUM",

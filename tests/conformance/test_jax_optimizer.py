@@ -210,7 +210,7 @@ def test_an_error_of_one_rank_reaches_all(world):
         tx = strategies.DistributedOptimizer(optax.sgd(1.0), comm=comm)
         gradient = jnp.ones(2)
         wrong = -1 if comm.rank == comm.size - 1 else 1
-        with pytest.raises(ValueError, match="examples is no count, expected >= 0, got -1"):
+        with pytest.raises(ValueError, match="bad examples, expected >= 0, got -1"):
             tx.update(gradient, tx.init(gradient), examples=wrong)
         np.testing.assert_array_equal(tx.update(gradient, tx.init(gradient))[0], -1)
         with pytest.raises(ValueError, match="named_parameters are for optimizers of PyTorch"):

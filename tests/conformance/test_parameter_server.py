@@ -164,7 +164,7 @@ def test_examples_are_integers_of_any_kind(strategy, server):
     if not training(server):
         return
     workers = server.cluster.workers
-    with pytest.raises(TypeError, match=r"examples is no count, expected an integer .* got 2\.5"):
+    with pytest.raises(TypeError, match=r"bad examples, expected an integer .* got 2\.5"):
         strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)], examples=2.5)
     kind = [np.int32, int, np.uint8][workers.rank % 3]
     rank = float(workers.rank)

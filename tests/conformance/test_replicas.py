@@ -234,7 +234,7 @@ def test_wrong_gradients_in_one_replica_are_an_error_on_all_ranks_and_change_not
 
         for what, words in {
             "shape": "shape",
-            "count": "examples is no count",
+            "count": "bad examples",
             "none": "no (rank|replica) has an example",
             "owner": "belongs to another strategy|have different variables",
         }.items():

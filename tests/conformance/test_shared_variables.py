@@ -214,7 +214,7 @@ def wrong_values_are_refused_and_change_nothing(make):
         (lambda: v.scatter_add([0.5], np.zeros((1, 2), F32)), "expected integers"),
         (lambda: v.scatter_update([0, 1], np.zeros((1, 2), F32)), "a row for every index"),
         (lambda: v.gather([9]), "out of range"),
-        (lambda: v.gather(["a"]), "no integers"),
+        (lambda: v.gather(["a"]), "not integers"),
         (lambda: v.read_rows(2, 1), "start <= stop"),
         (lambda: v.apply_gradients(np.zeros((4, 1), F32)), "gradient does not fit"),
         (lambda: v.apply_gradients(Rows([4], np.zeros((1, 2), F32))), "out of range"),

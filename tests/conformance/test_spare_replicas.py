@@ -405,12 +405,12 @@ def test_a_chief_that_leaves_before_it_has_begun_is_an_error_for_the_others(worl
 def test_wrong_use_is_an_error_on_all_ranks(world):
     def run(comm):
         for wrong in (0, -1, 1.5, True, "2"):
-            with pytest.raises(ValueError, match="replicas_to_aggregate must be a number >= 1"):
+            with pytest.raises(ValueError, match="replicas_to_aggregate, expected an integer >= 1"):
                 SpareReplicaStrategy(wrong if comm.rank == 0 else 1, comm=comm)
         for tasks in ((), (0, 0), (comm.size,)):
             with pytest.raises(ValueError, match="bad tasks"):
                 SpareReplicaStrategy(comm=comm, tasks=tasks)
-        with pytest.raises(ValueError, match="global_step must be a number >= 0"):
+        with pytest.raises(ValueError, match="global_step, expected an integer >= 0"):
             SpareReplicaStrategy(comm=comm, global_step=-1)
         if comm.size > 1:
             with pytest.raises(cc.MismatchError, match="replicas_to_aggregate=1.* on rank 0"):

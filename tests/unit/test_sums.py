@@ -139,7 +139,7 @@ def test_a_gradient_that_fits_is_returned(shape):
         (Rows([2], np.ones(1, F32)), (2,), False, ValueError, "out of range, expected 0 .. 1"),
         (Rows([-1], np.ones(1, F32)), None, False, ValueError, "out of range"),
         (Rows([0], np.ones(1, F32)), (), False, ValueError, "a scalar has no rows"),
-        (Rows([0.5], np.ones(1, F32)), (2,), False, TypeError, "indices are no integers"),
+        (Rows([0.5], np.ones(1, F32)), (2,), False, TypeError, "indices are not integers"),
         (Rows([0], np.ones((1, 2), F32)), (2, 3), True, ValueError, "expected (1, 3), got (1, 2)"),
         (Rows([0], np.ones(1)), (2,), False, ValueError, "got float64"),
     ],

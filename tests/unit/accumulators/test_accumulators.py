@@ -314,7 +314,7 @@ def test_stale_rows_are_dropped(make):
         ([[0], [1]], [[1], [1]], None, "index for every row"),
         ([0], 1, None, "index for every row"),
         ([0, 1], [[1]], None, "index for every row"),
-        ([0.5], [[1]], None, "indices are no integers"),
+        ([0.5], [[1]], None, "indices are not integers"),
         ([0], [[1, 2]], None, "does not fit"),
         ([0], [1], None, "does not fit"),
         ([4], [[1]], None, "index is out of range"),

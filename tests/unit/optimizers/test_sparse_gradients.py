@@ -119,7 +119,7 @@ def test_rows_on_a_device_stay_there(name):
     [
         (Rows([0, 4], np.ones((2, 3))), np.ones((4, 3)), ValueError, ["0 .. 3", "0 .. 4"]),
         (Rows([-1], np.ones((1, 3))), np.ones((4, 3)), ValueError, ["out of range", "-1"]),
-        (Rows([0.0], np.ones((1, 3))), np.ones((4, 3)), TypeError, ["no integers", "float64"]),
+        (Rows([0.0], np.ones((1, 3))), np.ones((4, 3)), TypeError, ["not integers", "float64"]),
         (Rows([0], np.ones((2, 3))), np.ones((4, 3)), ValueError, ["(1,)", "(2, 3)"]),
         (Rows([[0]], np.ones((1, 3))), np.ones((4, 3)), ValueError, ["(1, 1)"]),
         (Rows([0], np.ones((1, 2))), np.ones((4, 3)), ValueError, ["(1, 3)", "(1, 2)"]),
