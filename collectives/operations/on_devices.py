@@ -1,6 +1,6 @@
 """Operations on large arrays in the memory of CUDA devices, where they are or in slices.
 
-| MPI takes device memory (`collectives.operations.cuda_aware`) | it does not |
+| MPI takes device memory (`collectives.operations.settle`) | it does not |
 | --- | --- |
 | algorithms by messages, of device memory | the array passes through the host in slices |
 | kernels combine what arrives | as arrays of the host, in shared memory on one node |
@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.algorithms import compressed
-from collectives.arrays import foreign, reduction, staging
+from collectives.arrays import foreign, host, reduction, staging
 from collectives.arrays.device import DeviceBuffer
 from collectives.arrays.foreign import Resident
 from collectives.arrays.host import Array
-from collectives.arrays.reduction import MEAN, SUM
+from collectives.arrays.reduction import MEAN, SUM, Op
 from collectives.compression import Codec
 from collectives.kernels import cuda
+from collectives.node.engine import Engine, Work
 from collectives.operations import messages, shared
 from collectives.operations import plan as plans
 from collectives.operations.call import Call
@@ -77,6 +78,7 @@ class OnDevices:
         self._slice = staging.slice_bytes(group.size, by_messages=group.num_nodes > 1)
         self._windows: staging.Windows | None = None
         self._lanes: dict[int, staging.Lanes] = {}
+        self._planned: dict[tuple[int, int, int], Work] = {}  # by call, and part of a window
 
     def borrow(self, x: Any, out: Any) -> BorrowedOnDevice | None:
         """Borrow an array that these operations are for; None for every other one."""
@@ -146,6 +148,7 @@ class OnDevices:
         if self._windows is not None:
             self._windows.release()
             self._windows = None
+            self._planned.clear()
 
     def _allreduce_there(self, call: Call, there: BorrowedOnDevice, how: Reduction) -> None:
         """Reduce by messages of device memory."""
@@ -173,7 +176,7 @@ class OnDevices:
         def work(part: Array, number: int) -> None:
             codec = how.codec and replace(how.codec, name=f"{how.codec.name}, slice {number}")
             if engine := call.engine_for(how.algorithm):
-                call.drive(engine.plan_allreduce(part, part, how.op, call.digest))
+                call.drive(self._plan(call, engine, part, how.op))
             elif is_packed:
                 ranks = self._group.transport
                 compressed.allreduce_16(ranks, part, how.op, call.deadline, codec=codec)
@@ -181,6 +184,15 @@ class OnDevices:
                 messages.allreduce_compared(call, part, part, how._replace(codec=codec))
 
         self._pass(call, source, target, work)
+
+    def _plan(self, call: Call, engine: Engine, part: Array, op: Op) -> Work:
+        """Return what reduces a part of a window; the first call of its kind has made it."""
+        key = call.digest, host.address(part), part.size
+        if (work := self._planned.get(key)) is None:
+            if len(self._planned) >= plans.MOST:
+                self._planned.clear()
+            work = self._planned[key] = engine.plan_allreduce(part, part, op, call.digest)
+        return work
 
     def _pack(
         self, call: Call, there: BorrowedOnDevice, how: Reduction, codec: Codec

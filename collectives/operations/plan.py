@@ -35,6 +35,7 @@ from collectives.operations.signatures import A
 
 __all__ = [
     "LATER",
+    "MOST",
     "PLANNED",
     "MessagePlan",
     "NodePlan",
@@ -52,7 +53,7 @@ Key = tuple[object, ...]
 PLANNED = "planned allreduce"
 
 # How many plans a group keeps; a training step makes a few dozen different calls.
-_MOST = 256
+MOST = 256
 
 # In place of an array: the caller finds one for the result, perhaps as the ranks meet.
 LATER: Any = object()
@@ -115,7 +116,7 @@ def keep(group: Group, key: Key, x: Any, result: Any, plan: object) -> None:
         engine, place = group.node_engine, None
         if engine is not None and isinstance(result, np.ndarray):
             place = engine.shared.place_of(x, result)
-        if len(group.plans) >= _MOST:
+        if len(group.plans) >= MOST:
             group.plans.clear()
         group.plans[key, x.dtype, x.shape, place] = plan
 

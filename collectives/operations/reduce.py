@@ -92,9 +92,8 @@ def allreduce(
         >>> comm.allreduce([1.0, 2.0], op=cc.SUM).tolist() == [comm.size, 2.0 * comm.size]
         True
     """
-    key = ("allreduce", op, algorithm)
-    plain = compression is NONE or compression is None
-    if plain and (known := plans.again(group, key, x, out, timeout)) is not None:  # step 1
+    key = ("allreduce", op, algorithm, None if compression is NONE else compression)
+    if (known := plans.again(group, key, x, out, timeout)) is not None:  # step 1
         return known
     with enter(group, "allreduce", timeout) as call:  # step 2
         compression = chosen(compression, call.operation)
@@ -117,7 +116,7 @@ def allreduce(
         send, flat, result = _memory(loan)
         plan = plans.allreduce(call, send, flat, how)  # step 5
         plan.first(call, send, flat)  # step 6
-        if plain:
+        if codec is None or codec.residuals is None:  # whose name every call looks at
             plans.keep(group, key, x, result, plan)  # step 7
     return loan.give_back(host.store(flat, result))
 

@@ -182,6 +182,23 @@ def test_compressed_arrays_have_the_host_s_bits(world, cupy, route, compression,
     world.run(check)
 
 
+@pytest.mark.parametrize("compression", [cc.NONE, cc.FP16], ids=str)
+def test_later_calls_run_what_the_first_one_has_planned(world, cupy, compression):
+    def check(comm):
+        on(comm, "staged")
+        values = oracle.data(comm.rank, (7000,), np.dtype(np.float32))
+        results = []
+        for step in range(3):
+            x = late(cupy, values)
+            results.append(comm.allreduce(x, op=cc.SUM, compression=compression).memory)
+            if step == 0 and (engine := comm.node_engine) is not None:
+                engine.plan_allreduce = None  # who plans now, fails
+        for result in results:
+            np.testing.assert_array_equal(result, results[0])
+
+    world.run(check)
+
+
 def test_half_of_the_bytes_leave_the_device(world, cupy):
     def check(comm):
         on(comm, "staged")

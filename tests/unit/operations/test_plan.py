@@ -14,6 +14,7 @@ from inprocess import world_settings
 CALLS = {
     "allreduce": lambda comm, x: comm.allreduce(x, op=cc.SUM),
     "in place": lambda comm, x: comm.allreduce(x, op=cc.MAX, out=x),
+    "16 bits": lambda comm, x: comm.allreduce(x, op=cc.SUM, compression=cc.BF16),
     "ring": lambda comm, x: comm.allreduce(x, op=cc.SUM, algorithm="ring"),
     "reduce": lambda comm, x: comm.reduce(x, comm.size - 1, op=cc.SUM),
     "reduce_scatter": lambda comm, x: comm.reduce_scatter(x, op=cc.SUM),
