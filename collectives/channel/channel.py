@@ -136,7 +136,9 @@ class Channel:
             CollectiveError: the channel is closed.
             ValueError: too many frames.
         """
-        head, long = write([_as_bytes(frame) for frame in frames])
+        head, long = write(
+            [np.frombuffer(f, np.uint8) if isinstance(f, bytes) else raw_bytes(f) for f in frames]
+        )
         with self._lock:
             if self._closed:
                 raise CollectiveError(f"send: the channel is closed (rank {self.rank})")
@@ -261,7 +263,3 @@ class _Arriving:
 def _holders(buffers: list[Array], index: int) -> int:
     """Return how many references Python counts to a buffer, among them those of its views."""
     return sys.getrefcount(buffers[index])
-
-
-def _as_bytes(frame: Bytes) -> Array:
-    return np.frombuffer(frame, np.uint8) if isinstance(frame, bytes) else raw_bytes(frame)

@@ -237,19 +237,17 @@ def algorithms(clock: Clock, operation: str, nbytes: int) -> dict[str, Case]:
         ranks = comm.levels if name == "hierarchical" else transport
         # Roots at both ends in turns: from one alone, the next call would begin before the last
         # rank has got anything of this one.
-        each = [_arguments(operation, nbytes, transport, root) for root in (0, transport.size - 1)]
-        cases[name] = Case(partial(_call, way.run, ranks, each), steps=len(each))
+        calls = [
+            partial(way.run, ranks, *_arguments(operation, nbytes, transport, root))
+            for root in (0, transport.size - 1)
+        ]
+        cases[name] = Case(partial(_one_by_one, calls), steps=len(calls))
     return cases
 
 
-def _call(
-    function: Callable[..., object],
-    ranks: object,
-    each: Sequence[tuple[object, ...]],
-    deadline: Deadline,
-) -> None:
-    for arguments in each:
-        function(ranks, *arguments, deadline)
+def _one_by_one(calls: Sequence[Callable[[Deadline], object]], deadline: Deadline) -> None:
+    for call in calls:
+        call(deadline)
 
 
 def _arguments(operation: str, nbytes: int, transport: Transport, root: int) -> tuple[object, ...]:

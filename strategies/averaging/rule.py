@@ -34,11 +34,7 @@ class Rule:
 
     def check(self) -> None:
         """Raise `TypeError` or `ValueError` where a field is of no use."""
-        passes, every, factor = (
-            self.backward_passes_per_step,
-            self.compare_every,
-            self.gradient_predivide_factor,
-        )
+        passes, factor = self.backward_passes_per_step, self.gradient_predivide_factor
         if self.op not in (cc.MEAN, cc.SUM):
             _refuse(f"gradients are added, expected MEAN or SUM, got {self.op}")
         if not isinstance(self.compression, cc.Compression):
@@ -46,8 +42,8 @@ class Rule:
             raise TypeError(f"{OPERATION}: expected NONE, FP16 or BF16 as compression, got {kind}")
         choice(OPERATION, "compare", self.compare, Compare)
         integer(OPERATION, "backward_passes_per_step", passes)
-        if every is not None:
-            integer(OPERATION, "compare_every", every)
+        if self.compare_every is not None:
+            integer(OPERATION, "compare_every", self.compare_every)
         if not 0 < factor < math.inf:
             _refuse(f"expected gradient_predivide_factor > 0, got {factor}")
         if factor != 1 and self.op is not cc.MEAN:

@@ -50,7 +50,8 @@ class DeviceSpec:
         if kind is not None:
             if not isinstance(kind, str) or not _NAME.fullmatch(kind):
                 raise ValueError(f"DeviceSpec: not a type of devices, got {kind!r}")
-            object.__setattr__(self, "device_type", _canonical(kind))
+            known = kind.upper() in _KNOWN
+            object.__setattr__(self, "device_type", kind.upper() if known else kind)
 
     @classmethod
     def from_string(cls, text: str) -> DeviceSpec:
@@ -106,10 +107,6 @@ class DeviceSpec:
 
     def __repr__(self) -> str:
         return f"DeviceSpec({self.to_string()!r})"
-
-
-def _canonical(kind: str) -> str:
-    return kind.upper() if kind.upper() in _KNOWN else kind
 
 
 def _read(part: str, text: str) -> tuple[str, dict[str, Any]]:

@@ -219,7 +219,8 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             # All ranks use the same cards, and go on with the slowest of them.
             used = [min((u for u in used if u is not None), default=None)]
         begun = dict(earlier["begun"])
-        begun |= {str(p["begun"][0]): p["begun"][1] for p in positions if _reads(p, epoch)}
+        reading = [p["begun"] for p in positions if p["epoch"] == epoch and p["begun"] is not None]
+        begun |= {str(number): done for number, done in reading}
         epochs[str(epoch)] = {
             "policy": earlier["policy"],
             "stages": [*earlier["stages"], [len(used), used]],
@@ -233,7 +234,3 @@ def _used(position: Mapping[str, Any], epoch: int) -> int | None:
         return None
     used: int = position["used"]
     return used if position["epoch"] == epoch else 0
-
-
-def _reads(position: Mapping[str, Any], epoch: int) -> bool:
-    return position["epoch"] == epoch and position["begun"] is not None

@@ -29,9 +29,10 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """
     rows_of(batch)
     ends = [0, *itertools.accumulate(sizes)]
+    batch = map_leaves(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)
 
     def part(start: int, end: int) -> Any:
-        return map_leaves(lambda leaf: _rows(leaf)[start:end], batch)
+        return map_leaves(lambda leaf: leaf[start:end], batch)
 
     return [part(start, end) for start, end in itertools.pairwise(ends)]
 
@@ -86,7 +87,3 @@ def rows_of(batch: Any) -> int:
 def has_rows(batch: Any) -> bool:
     """Return whether any array of a batch has a row."""
     return any(np.shape(leaf)[:1] != (0,) for leaf in leaves(batch))
-
-
-def _rows(leaf: Any) -> Any:
-    return leaf if hasattr(leaf, "shape") else np.asarray(leaf)

@@ -358,15 +358,9 @@ _sides: dict[tuple[str, int], _Side] = {}
 """(name of the strategy, rank) -> the worker of this process; tests have several."""
 
 
-def _perform(
-    shared_name: str,
-    worker: int,
-    name: str,
-    given: dict[int | str, Any],
-    own: dict[int | str, Any],
-) -> Any:
+def _perform(shared_name: str, worker: int, *call: Any) -> Any:
     """Make a call on this worker; see `_Side.call`."""
-    return _sides[shared_name, worker].call(name, given, own)
+    return _sides[shared_name, worker].call(*call)
 
 
 def _ping() -> bool:

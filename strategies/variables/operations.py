@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,23 @@ from strategies.variables.actions import Outcome, compressed
 from strategies.variables.items import Item, Reading, Update, host_array, packing
 from strategies.variables.serving import KIND
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Operations", "is_missing"]
+
+
+class Change(TypedDict, total=False):
+    """Options of what changes a variable.
+
+    Attributes:
+        compression: what is given travels as 16 bits.
+        timeout: in seconds.
+    """
+
+    compression: cc.Compression | None
+    timeout: float | None
+
 
 V = TypeVar("V", int, tuple[int | None, ...])
 """The version of a variable: a number, or one for each part."""
@@ -137,76 +153,39 @@ class Operations(abc.ABC, Generic[V]):
         versions = [None if reading is None else reading.version for reading in readings]
         return Reading(items.spread(found, positions, wanted.shape), self._together(versions))
 
-    def assign(
-        self,
-        value: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> V:
+    def assign(self, value: npt.ArrayLike, **options: Unpack[Change]) -> V:
         """Set the value, and return the new version."""
-        return self._change("assign", self.pieces("assign", value), compression, timeout)
+        return self._change("assign", self.pieces("assign", value), **options)
 
-    def assign_add(
-        self,
-        delta: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> V:
+    def assign_add(self, delta: npt.ArrayLike, **options: Unpack[Change]) -> V:
         """Add to the value, and return the new version."""
-        return self._change("assign_add", self.pieces("assign_add", delta), compression, timeout)
+        return self._change("assign_add", self.pieces("assign_add", delta), **options)
 
-    def assign_sub(
-        self,
-        delta: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
-    ) -> V:
+    def assign_sub(self, delta: npt.ArrayLike, **options: Unpack[Change]) -> V:
         """Subtract from the value, and return the new version."""
-        return self._change("assign_sub", self.pieces("assign_sub", delta), compression, timeout)
+        return self._change("assign_sub", self.pieces("assign_sub", delta), **options)
 
     def scatter_add(
-        self,
-        indices: npt.ArrayLike,
-        rows: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
+        self, indices: npt.ArrayLike, rows: npt.ArrayLike, **options: Unpack[Change]
     ) -> V:
         """Add rows at indices, shape (k,), those of one index summed; return the new version.
 
         Only the parts that hold the rows are asked; the version of the others is None.
         """
-        return self._change(
-            "scatter_add", self._rows("scatter_add", indices, rows), compression, timeout
-        )
+        return self._change("scatter_add", self._rows("scatter_add", indices, rows), **options)
 
     def scatter_sub(
-        self,
-        indices: npt.ArrayLike,
-        rows: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
+        self, indices: npt.ArrayLike, rows: npt.ArrayLike, **options: Unpack[Change]
     ) -> V:
         """Subtract rows at indices, as `scatter_add` adds them."""
-        return self._change(
-            "scatter_sub", self._rows("scatter_sub", indices, rows), compression, timeout
-        )
+        return self._change("scatter_sub", self._rows("scatter_sub", indices, rows), **options)
 
     def scatter_update(
-        self,
-        indices: npt.ArrayLike,
-        rows: npt.ArrayLike,
-        *,
-        compression: cc.Compression | None = cc.NONE,
-        timeout: float | None = None,
+        self, indices: npt.ArrayLike, rows: npt.ArrayLike, **options: Unpack[Change]
     ) -> V:
         """Set rows at indices, the last one of an index; return the new version."""
         return self._change(
-            "scatter_update", self._rows("scatter_update", indices, rows), compression, timeout
+            "scatter_update", self._rows("scatter_update", indices, rows), **options
         )
 
     def apply_gradients(
@@ -309,8 +288,8 @@ class Operations(abc.ABC, Generic[V]):
         self,
         operation: str,
         given: Sequence[Sequence[Array] | None],
-        compression: cc.Compression | None,
-        timeout: float | None,
+        compression: cc.Compression | None = cc.NONE,
+        timeout: float | None = None,
     ) -> V:
         options = packing(compression, operation)
         asked = self._items(given, [options] * len(given), compression)
