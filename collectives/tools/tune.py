@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from collectives import communicator, launch, links, settings, tuned
 from collectives.algorithms import selection
@@ -110,7 +110,14 @@ def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None
     if comm.rank == 0 and target is not None:
         try:
             kept = tuned.read(target) if target.exists() else {}
-            tuned.write(target, {**kept, **measured}, _facts(comm))
+            facts = {
+                "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "where": platform.node(),
+                "ranks": comm.size,
+                "nodes": comm.num_nodes,
+                **info.versions(),
+            }
+            tuned.write(target, {**kept, **measured}, facts)
             print(f"kept in {target}", flush=True)
         except (OSError, ValueError) as error:
             problem = f"cannot keep it: {error}"
@@ -174,16 +181,6 @@ def _line(row: Row, group: Sequence[Row]) -> str:
     fastest = row is next(other for other in group if other.predicted is not None)
     marks = ["fastest of ours"] * fastest + ["picked"] * row.picked
     return f"{start}{times}{row.measured / row.predicted:7.2f}  {', '.join(marks)}".rstrip()
-
-
-def _facts(comm: Communicator) -> dict[str, Any]:
-    return {
-        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "where": platform.node(),
-        "ranks": comm.size,
-        "nodes": comm.num_nodes,
-        **info.versions(),
-    }
 
 
 def _say(comm: Communicator, text: str) -> None:
