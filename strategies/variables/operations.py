@@ -28,7 +28,7 @@ from strategies.variables.serving import KIND
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Operations", "is_missing"]
+__all__ = ["Change", "Operations", "is_missing"]
 
 
 class Change(TypedDict, total=False):
