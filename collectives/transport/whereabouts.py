@@ -175,7 +175,7 @@ class Whereabouts(Ranks):
             self._end = News(self.rank, how, time.monotonic())
             self._take()
             self._tell_all(None, self._end)
-        with contextlib.suppress(self._error):  # a rank has died: MPI will find out by itself
+        try:
             together = self._mpi.Ibarrier()
             wait = Wait()
             while not together.Test():
@@ -183,6 +183,9 @@ class Whereabouts(Ranks):
                     self._take()
                 if wait.pause():
                     liveness.look_before_exit()
+        except self._error:  # a rank has died, of which this one may not have heard before
+            liveness.limit_exit()
+            liveness.prepare_exit()
 
     def _news_of(self, peer: int, key: int) -> News | None:
         """Return why a rank will not come: another one has ended, or itself some time ago."""
