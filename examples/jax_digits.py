@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 
 import collectives as cc
 import strategies
+from common.digits import PIXELS, table
 
 STOPPED_EARLY = 85  # exit status of a run that was asked to stop; slurm/train.sbatch knows it
 
@@ -116,9 +116,8 @@ def loss_of(params, pixels, digits):
 
 def load():
     """Return pixels from 0 to 1 and digits, for training and held out."""
-    bunch = load_digits()
-    order = np.random.default_rng(0).permutation(len(bunch.target))
-    pixels, digits = bunch.data[order].astype(np.float32) / 16, bunch.target[order]
+    rows = np.random.default_rng(0).permutation(table())
+    pixels, digits = rows[:, :PIXELS].astype(np.float32) / 16, rows[:, PIXELS].astype(int)
     return (pixels[300:], digits[300:]), (pixels[:300], digits[:300])
 
 

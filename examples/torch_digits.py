@@ -15,10 +15,10 @@ import signal
 import sys
 
 import torch
-from sklearn.datasets import load_digits
 
 import collectives as cc
 import strategies
+from common.digits import PIXELS, table
 
 STOPPED_EARLY = 85  # exit status of a run that was asked to stop; slurm/train.sbatch knows it
 
@@ -99,10 +99,9 @@ def restore(checkpoints, model, optimizer) -> int:
 
 def load() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Return pixels from 0 to 1 and digits, for training and held out."""
-    bunch = load_digits()
-    order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(0))
-    pixels = torch.tensor(bunch.data / 16, dtype=torch.float32)[order]
-    digits = torch.tensor(bunch.target)[order]
+    rows = torch.from_numpy(table())
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    pixels, digits = rows[:, :PIXELS].float() / 16, rows[:, PIXELS].long()
     return (pixels[300:], digits[300:]), (pixels[:300], digits[:300])
 
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 import inprocess
+import pairwise
 import reports
 from collectives.algorithms.selection import ALGORITHMS
 from collectives.arrays.reduction import SUM
 from collectives.communicator import from_mpi
 from collectives.settings import Settings
 from launcher import WORLD_SIZES
-from pairwise import pairwise
 
 WORLD_RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
 WORLD_SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))
@@ -97,6 +97,11 @@ _THREAD_WORLDS = [
     ThreadWorld(5, "synchronous"),
     ThreadWorld(3, "eager", shared=True),
 ]
+
+# Numbers of MPI ranks; with `--long` both kinds have all of them. Messages of more ranks are tested
+# among threads, whose order of events is the harder one.
+_USUAL_SIZES = {"shared": (1, 2, 4), "messages": (2, 3)}
+
 _WORLDS = [MpiWorld(True), MpiWorld(False)] if UNDER_MPI else _THREAD_WORLDS
 
 
@@ -120,6 +125,10 @@ def pytest_addoption(parser):
         "--without", type=Path, metavar="REPORT",
         help="leave out the tests that passed in an earlier run, unless they depend on packages",
     )  # fmt: skip
+
+
+def pytest_configure(config):
+    pairwise.full = config.getoption("--long")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -149,9 +158,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if UNDER_MPI and "world" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.mpi)
-    in_worlds = [i for i in items if "world" in getattr(i, "fixturenames", ())]
-    chosen = _exist(in_worlds) if config.getoption("--long") else _pairwise(in_worlds)
-    _keep(config, items, {*items} - {*in_worlds} | {*chosen})
+    with_parameters = [item for item in items if hasattr(item, "callspec")]
+    chosen = _exist(with_parameters) if pairwise.full else _pairwise(with_parameters)
+    _keep(config, items, {*items} - {*with_parameters} | {*chosen})
+    if not pairwise.full:
+        _keep(config, items, {i for i in items if not i.get_closest_marker("long")})
     report = config.getoption("--without")
     if report is not None:
         passed = reports.passed(report)
@@ -169,41 +180,48 @@ def _keep(config, items, kept):
 
 
 def _pairwise(items):
-    """Choose from tests that run in worlds: not the full cross of parameters, but all pairs.
+    """Choose from tests with parameters: not their full cross, but all pairs.
 
-    The factors are the number of ranks, how they exchange messages, the algorithm, and each
-    parameter of the test. Under MPI the other numbers of ranks take part: each run, which has one
-    of them, chooses alike and keeps its own.
+    In worlds the number of ranks, how they exchange messages, and the algorithm are parameters,
+    too. Under MPI the other numbers of ranks take part: each run, which has one of them, chooses
+    alike and keeps its own.
     """
     functions = defaultdict(list)
     for item in items:
         functions[item.parent.nodeid, item.originalname].append(item)
     for cases in functions.values():
         rows = [(item, (size, *_factors(item))) for item in cases for size in _sizes(item)]
-        for number in pairwise([row for _, row in rows]):
+        for number in pairwise.pairwise([row for _, row in rows]):
             item, (size, *_) = rows[number]
-            if size == item.callspec.params["world"].size:
+            if size == _size(item):
                 yield item
 
 
 def _exist(items):
-    return [item for item in items if item.callspec.params["world"].size in _sizes(item)]
+    return [item for item in items if _size(item) in _sizes(item)]
+
+
+def _size(item):
+    """The number of ranks of a case; None outside of worlds."""
+    world = item.callspec.params.get("world")
+    return world and world.size
 
 
 def _sizes(item):
     """Numbers of ranks with which a case exists."""
-    world = item.callspec.params["world"]
-    if not UNDER_MPI:
-        return [world.size]
+    world = item.callspec.params.get("world")
+    if not UNDER_MPI or world is None:
+        return [_size(item)]
+    sizes = WORLD_SIZES if pairwise.full else _USUAL_SIZES[world.kind]
     # A rank alone shares its memory with nobody.
-    return WORLD_SIZES[1:] if item.callspec.params.get("algorithm") == "node" else WORLD_SIZES
+    return [n for n in sizes if n > 1 or item.callspec.params.get("algorithm") != "node"]
 
 
 def _factors(item):
     """What a case is made of, but for the number of ranks."""
     values = dict(item.callspec.params)
-    world = values.pop("world")
-    return world.kind, values.pop("algorithm", None), *map(id, values.values())
+    world = values.pop("world", None)
+    return world and world.kind, values.pop("algorithm", None), *map(id, values.values())
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -27,6 +27,10 @@ MPI_ENVIRONMENT = {
     "UNISONO_RECORDER_DIR": str(ROOT / "out" / "recorder"),
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    # What JAX compiles is kept: half of what a short program of it takes.
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / "out" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 
 # What an outer mpirun or srun leaves behind; a program started here is not part of it.

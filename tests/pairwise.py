@@ -7,9 +7,30 @@ The cases that are chosen grow with the product of the two longest factors, not 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import combinations
+from itertools import combinations, product
+from typing import Any
+
+import pytest
 
 Row = Sequence[Hashable]
+
+# Set by `--long`: all combinations.
+full = False
+
+
+def crossed(*factors: Sequence[Hashable]) -> list[Row]:
+    """Return combinations of values, for loops inside a test: all pairs, or all with `--long`.
+
+    Args:
+        factors: the values of each, no two equal; of two factors all combinations are pairs.
+    """
+    rows = list(product(*factors))
+    return rows if full else [rows[number] for number in pairwise(rows)]
+
+
+def also(*values: Any) -> Any:
+    """Return values of a parameter, or of several, for a case that runs with `--long` only."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def pairwise(rows: Sequence[Row]) -> list[int]:

@@ -6,7 +6,8 @@ from itertools import combinations, product
 
 import pytest
 
-from pairwise import pairwise
+import pairwise as module
+from pairwise import crossed, pairwise
 
 CROSSES = [(4,), (3, 2), (4, 3, 2), (5, 5, 5), (2,) * 8, (6, 1, 3, 2)]
 
@@ -44,6 +45,16 @@ def test_what_does_not_exist_is_not_missed():
 def test_the_choice_is_always_the_same_and_in_order():
     cross = list(product("ab", "xyz", range(4)))
     assert pairwise(cross) == pairwise(cross) == sorted(pairwise(cross))
+
+
+def test_loops_inside_a_test_have_all_pairs_or_all(monkeypatch):
+    factors = ["ab", "xyz", range(4)]
+    everything = list(product(*factors))
+    for full in (True, False):
+        monkeypatch.setattr(module, "full", full)
+        rows = crossed(*factors)
+        assert met(rows) == met(everything)
+        assert (rows == everything) == full
 
 
 def test_nothing_of_nothing():

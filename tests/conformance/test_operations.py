@@ -10,6 +10,7 @@ import pytest
 
 import collectives as cc
 import oracle
+from pairwise import crossed
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
 
@@ -197,16 +198,15 @@ def test_reduce_gives_the_result_to_every_root(world, algorithm):
 @pytest.mark.algorithms("broadcast")
 def test_broadcast_copies_the_roots_bits(world, algorithm):
     def check(comm):
-        for root in range(comm.size):
-            for dtype in oracle.DTYPES:
-                for shape in [(), (0,), (5, 3), (40_000,)]:
-                    arrays = everyones(comm, shape, dtype)
-                    result = comm.broadcast(arrays[comm.rank], root, algorithm=algorithm)
-                    assert result.dtype == dtype
-                    np.testing.assert_array_equal(result, arrays[root])
-                    own = arrays[comm.rank].copy()
-                    assert comm.broadcast(own, root, out=own, algorithm=algorithm) is own
-                    np.testing.assert_array_equal(own, arrays[root])
+        shapes = [(), (0,), (5, 3), (40_000,)]
+        for root, dtype, shape in crossed(range(comm.size), oracle.DTYPES, shapes):
+            arrays = everyones(comm, shape, dtype)
+            result = comm.broadcast(arrays[comm.rank], root, algorithm=algorithm)
+            assert result.dtype == dtype
+            np.testing.assert_array_equal(result, arrays[root])
+            own = arrays[comm.rank].copy()
+            assert comm.broadcast(own, root, out=own, algorithm=algorithm) is own
+            np.testing.assert_array_equal(own, arrays[root])
 
     world.run(check)
 
@@ -327,14 +327,14 @@ def test_a_closed_communicator_says_so(world):
 @pytest.mark.algorithms("scatter")
 def test_scatter_shares_the_roots_rows(world, algorithm):
     def check(comm):
+        numbers = (0, 1, 7, 20 * comm.size)
+        for root, dtype, rows in crossed(range(comm.size), oracle.DTYPES, numbers):
+            x = oracle.data(0, (rows, 3), dtype) if comm.rank == root else None
+            result = comm.scatter(x, root, algorithm=algorithm)
+            assert result.dtype == dtype
+            expected = np.array_split(oracle.data(0, (rows, 3), dtype), comm.size)
+            np.testing.assert_array_equal(result, expected[comm.rank])
         for root in range(comm.size):
-            for dtype in oracle.DTYPES:
-                for rows in (0, 1, 7, 20 * comm.size):
-                    x = oracle.data(0, (rows, 3), dtype) if comm.rank == root else None
-                    result = comm.scatter(x, root, algorithm=algorithm)
-                    assert result.dtype == dtype
-                    expected = np.array_split(oracle.data(0, (rows, 3), dtype), comm.size)
-                    np.testing.assert_array_equal(result, expected[comm.rank])
             splits = [2 * r for r in range(comm.size)]
             everything = np.arange(sum(splits))
             x = everything if comm.rank == root else None

@@ -152,18 +152,18 @@ def test_wider_gradients_take_the_dtype_of_their_variable(world, count):
     world.run(check)
 
 
-def test_linear_and_ridge_regression_reach_their_closed_form(world, kind):
+@pytest.mark.parametrize("ridge", [0.0, 0.5])
+def test_linear_and_ridge_regression_reach_their_closed_form(world, kind, ridge):
     batches = make_batches([48]) * 60
     x, y = batches[0]
-    for ridge in (0.0, 0.5):
-        best = np.linalg.solve(x.T @ x / len(x) + ridge * np.eye(6), x.T @ y / len(x))
+    best = np.linalg.solve(x.T @ x / len(x) + ridge * np.eye(6), x.T @ y / len(x))
 
-        def check(comm, ridge=ridge, best=best):
-            strategy = kind(comm, cpus(2))
-            ours = train(strategy, batches, strategies.SGD(0.7), inside=True, ridge=ridge)
-            np.testing.assert_allclose(ours, best, rtol=0, atol=1e-6)
+    def check(comm):
+        strategy = kind(comm, cpus(2))
+        ours = train(strategy, batches, strategies.SGD(0.7), inside=True, ridge=ridge)
+        np.testing.assert_allclose(ours, best, rtol=0, atol=1e-6)
 
-        world.run(check)
+    world.run(check)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from launcher import ROOT, environment, mpirun, mpirun_path, run
+from pairwise import also
 
 EXAMPLES = ROOT / "examples"
 NAMES = [
@@ -60,7 +61,7 @@ def facts(result):
 
 
 # 70 units on 3 ranks: shares of 24 and 23.
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, also(2), 3])
 def test_a_network_split_over_the_ranks_learns_as_on_one(size):
     options = ["--hidden", 70, "--epochs", 6, "--batch-size", 100]
     losses, accuracy, difference = facts(mpirun(size, EXAMPLES / "vertical_split.py", *options))
@@ -69,7 +70,7 @@ def test_a_network_split_over_the_ranks_learns_as_on_one(size):
     assert accuracy > 0.9
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, also(2), 3])
 def test_a_pipeline_of_recurrent_layers_learns_as_on_one(size):
     options = ["--layers", 3, "--units", 32, "--epochs", 6, "--batch-size", 50, "--parts", 3]
     losses, accuracy, difference = facts(mpirun(size, EXAMPLES / "pipelined_rnn.py", *options))
@@ -146,7 +147,7 @@ def test_an_ensemble_without_networks_says_what_to_do(tmp_path):
 ULFM = ["--with-ft", "ulfm"]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, also(4)])
 def test_an_ensemble_of_ranks_answers_like_the_one_in_one_program(networks, size):
     options = ["--networks", networks, "--batches", 10, "--interval", 0, "--timeout", 20]
     result = mpirun(size, EXAMPLES / "ensemble_of_ranks.py", *options)

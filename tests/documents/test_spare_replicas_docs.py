@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from launcher import ROOT, mpirun
+from pairwise import also
 from requirements import needs
 
 
@@ -20,7 +21,7 @@ def test_examples():
     assert result.failed == 0
 
 
-@pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 3), (4, 3)])
+@pytest.mark.parametrize(("size", "count"), [(1, 1), also(2, 3), (4, 3)])
 def test_the_digits_are_learned(size, count):
     needs("sklearn")
     program = ROOT / "examples" / "spare_replicas.py"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import sys
 import textwrap
 import time
@@ -200,35 +202,34 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_shard_is_an_error_with_file_and_line_on_every_rank(
-    tmp_path, digits, damage, words
-):
-    for file in digits.iterdir():
-        (tmp_path / file.name).write_text(file.read_text())
-    shard = tmp_path / "train-3-of-8.csv"  # one of rank 1's
-    lines = shard.read_text().splitlines()
-    lines[41] = damage(lines[41])
-    shard.write_text("\n".join(lines) + "\n")
+def test_a_damaged_shard_is_an_error_with_file_and_line_on_every_rank(tmp_path, digits):
+    for name, (damage, _) in DAMAGES.items():
+        shutil.copytree(digits, tmp_path / name)
+        shard = tmp_path / name / "train-3-of-8.csv"  # one of rank 1's
+        lines = shard.read_text().splitlines()
+        lines[41] = damage(lines[41])
+        shard.write_text("\n".join(lines) + "\n")
 
     catches = tmp_path / "catches.py"
     catches.write_text(
         "import runpy, sys, collectives as cc\n"
         "from strategies.errors import OpError\n"
         f"sys.path.insert(0, {str(TRAIN.parent)!r})\n"  # as Python does for a program
-        f"sys.argv = ['train', '--data-dir', {str(tmp_path)!r}, "
-        f"'--output-dir', {str(tmp_path / 'out')!r}]\n"
-        "try:\n"
-        f"    runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
-        "except OpError as error:\n"
-        "    print(f'rank {cc.rank()} got {type(error).__name__}: {error}', flush=True)\n"
+        f"for name in {list(DAMAGES)!r}:\n"
+        "    sys.argv = ['train', '--data-dir', name, '--output-dir', 'out']\n"
+        "    try:\n"
+        f"        runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
+        "    except OpError as error:\n"
+        "        told = f'{name}: rank {cc.rank()} got {type(error).__name__}: {error}'\n"
+        "        print(told, flush=True)\n"
     )
-    result = mpirun(2, catches, timeout=90)
-    for rank in (0, 1):
-        told = [t for t in result.stdout.splitlines() if t.startswith(f"rank {rank} got Invalid")]
+    result = mpirun(2, catches, timeout=90, cwd=tmp_path)
+    for (name, (_, words)), rank in itertools.product(DAMAGES.items(), (0, 1)):
+        start = f"{name}: rank {rank} got Invalid"
+        told = [line for line in result.stdout.splitlines() if line.startswith(start)]
         assert len(told) == 1, result
         assert words in told[0]
-        assert f"{shard}:42" in told[0]
+        assert f"{name}/train-3-of-8.csv:42" in told[0]
 
 
 def test_the_number_of_rows_read_is_right(digits):

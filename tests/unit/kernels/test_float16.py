@@ -17,6 +17,7 @@ import collectives as cc
 import launcher
 from collectives.kernels import convert as packing
 from collectives.kernels import float16
+from pairwise import also
 
 HALF = np.dtype(np.float16)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -269,7 +270,9 @@ def test_the_element_functions_are_vectorised_in_other_loops(name):
 
 # Processors without the instructions, which are those of numba's "generic" one: everything above
 # must hold there, and LLVM must not call a conversion function that is not there.
-@pytest.mark.parametrize("processor", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_ENABLE_AVX": "0"}])
+@pytest.mark.parametrize(
+    "processor", [{"NUMBA_CPU_NAME": "generic"}, also({"NUMBA_ENABLE_AVX": "0"})]
+)
 def test_processors_without_float16_instructions(processor, tmp_path):
     environment = {**processor, "NUMBA_CACHE_DIR": str(tmp_path)}
     used = "from collectives.kernels import float16 as h; "

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+import pairwise
 from strategies.errors import CancelledError, DeadlineExceededError, OutOfRangeError
 from strategies.queues.engine import Close, Dequeue, Enqueue
 from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
@@ -267,7 +268,12 @@ class QueueMachine(RuleBasedStateMachine):
         assert Counter(rows_in) == Counter(rows_out)
 
 
-_settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+_settings = settings(
+    max_examples=100 if pairwise.full else 50,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+)
 
 
 def _case(name):

@@ -15,6 +15,7 @@ from collectives.algorithms.layout import Layout
 from collectives.links import DEFAULT, Link, Machine
 from collectives.tools import bench, info, units
 from launcher import ROOT, commands, mpirun, run
+from pairwise import also
 from requirements import require
 
 COMMAND = ("-m", "collectives")
@@ -78,7 +79,7 @@ def lines(text):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, also(2), 3])
 def test_check_finds_nothing_wrong(size):
     result = mpirun(size, *COMMAND, "check", timeout=100)
     assert result.status == 0, result.stdout + result.stderr
@@ -390,7 +391,7 @@ def tune(size, *arguments, **extra):
     return mpirun(size, *COMMAND, "tune", "--seconds", "0.5", *arguments, timeout=100, **extra)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, also(4)])
 def test_tune_measures_the_links_and_holds_the_model_against_them(size, tmp_path):
     file = tmp_path / "made" / "cluster.json"
     result = tune(size, "--out", file)
