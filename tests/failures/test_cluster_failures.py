@@ -11,7 +11,7 @@ from launcher import mpirun
 ULFM = ("--with-ft", "ulfm")
 
 PRELUDE = """
-    import os, signal, sys
+    import os, signal, sys, time
     import numpy as np
     import collectives as cc
     from strategies.cluster.cluster import Cluster
@@ -21,6 +21,7 @@ PRELUDE = """
     from strategies.queues.remote import shared_queue
 
     def die():
+        time.sleep(0.5)  # others may still be in what went before, and would fail there
         os.kill(os.getpid(), signal.SIGKILL)
 
     def leave(*words):

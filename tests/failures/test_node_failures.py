@@ -21,6 +21,7 @@ plan()
 kind, what = sys.argv[1:3]
 limit = 2 if kind == "stop" else 30
 if comm.rank == 1:
+    time.sleep(0.5)  # others may still be in what went before, and would fail there
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 began = time.monotonic()
 try:

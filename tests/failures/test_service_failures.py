@@ -42,6 +42,7 @@ PRELUDE = """
         return result, time.monotonic() - began
 
     def die():
+        time.sleep(0.5)  # others may still be in what went before, and would fail there
         os.kill(os.getpid(), signal.SIGKILL)
 
     def leave():

@@ -27,6 +27,7 @@ PRELUDE = """
             time.sleep(0.01)
 
     def die():
+        time.sleep(0.5)  # others may still be in what went before, and would fail there
         os.kill(os.getpid(), signal.SIGKILL)
 
     def leave():

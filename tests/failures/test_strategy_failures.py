@@ -13,7 +13,7 @@ from requirements import require
 FAULT_TOLERANT = ("--with-ft", "ulfm")
 
 PROGRAM = """
-    import os, signal
+    import os, signal, time
     import numpy as np
     import collectives as cc
     import strategies
@@ -28,6 +28,7 @@ PROGRAM = """
     def train_step():
         me = strategies.get_replica_context().replica_id_in_sync_group
         if steps == 3 and me == DEVICES:  # the first replica of rank 1
+            time.sleep(0.5)  # others may still be in the step before, and would fail there
             os.kill(os.getpid(), signal.SIGKILL)
         strategy.apply_gradients(optimizer, [(np.ones(1000), w)])
 

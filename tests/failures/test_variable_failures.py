@@ -38,6 +38,7 @@ PRELUDE = """
         return "nothing", 0.0
 
     def die():
+        time.sleep(0.5)  # others may still be in what went before, and would fail there
         os.kill(os.getpid(), signal.SIGKILL)
 
     def leave():
