@@ -122,6 +122,7 @@ def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = No
         plan: NodePlan | MessagePlan
         if engine := call.engine_for(algorithm):
             plan = NodePlan(call, engine.plan_publish(0, [], call.digest, 0))
+            plan.ours -= 1  # it is found without `again`
         else:
             plan = MessagePlan(call, partial(messages.barrier, algorithm=algorithm))
         plan.first(call)

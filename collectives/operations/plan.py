@@ -133,6 +133,9 @@ class NodePlan:
 
     by_messages = False
 
+    # Callers that are no user's: `Group.begin`, `run`, `again`, and the operation.
+    ours = 4
+
     def __init__(
         self,
         call: Call,
@@ -194,7 +197,7 @@ class NodePlan:
         record = None
         try:
             group.number += 1
-            record = group.begin(self._operation, self._fields)
+            record = group.begin(self._operation, self._fields, self.ours)
             self.meet(send, out, timeout)
             if then is not None:
                 then()
