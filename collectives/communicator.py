@@ -11,16 +11,7 @@ from collectives.buckets import buckets
 from collectives.channel import channel
 from collectives.errors import in_turn
 from collectives.operations import broadcast as broadcasts
-from collectives.operations import (
-    call,
-    grouped,
-    groups,
-    objects,
-    rows,
-    send_recv,
-    shared,
-    sparse,
-)
+from collectives.operations import call, grouped, groups, objects, rows, send_recv, shared, sparse
 from collectives.operations import reduce as reductions
 from collectives.operations.group import Group
 from collectives.operations.on_devices import OnDevices

@@ -19,15 +19,7 @@ from collectives.algorithms import halving, hierarchical, native, ring, rotation
 from collectives.algorithms.layout import Layout
 from collectives.node import engine
 
-__all__ = [
-    "ALGORITHMS",
-    "Algorithm",
-    "automatic",
-    "check",
-    "estimate",
-    "pick",
-    "switch_points",
-]
+__all__ = ["ALGORITHMS", "Algorithm", "automatic", "check", "estimate", "pick", "switch_points"]
 
 
 class Algorithm(NamedTuple):

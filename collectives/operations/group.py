@@ -103,11 +103,7 @@ class Group:
     ) -> Record:
         """Record that an operation begins, where other ranks of the node can see it.
 
-        Args:
-            operation: its name.
-            fields: what is known of it.
-            ours: how many callers, from this method on, are surely no user's: a look at each costs
-                0.1 us.
+        Of its callers the first `ours`, from this method on, are no user's: a look costs 0.1 us.
         """
         record = self.recorder.begin(self.number, operation, fields, ours)
         if self.status is not None:
