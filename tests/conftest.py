@@ -158,11 +158,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if UNDER_MPI and "world" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.mpi)
+    if not pairwise.full:
+        _keep(config, items, {i for i in items if not i.get_closest_marker("long")})
     with_parameters = [item for item in items if hasattr(item, "callspec")]
     chosen = _exist(with_parameters) if pairwise.full else _pairwise(with_parameters)
     _keep(config, items, {*items} - {*with_parameters} | {*chosen})
-    if not pairwise.full:
-        _keep(config, items, {i for i in items if not i.get_closest_marker("long")})
     report = config.getoption("--without")
     if report is not None:
         passed = reports.passed(report)
