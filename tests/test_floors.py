@@ -46,7 +46,6 @@ PUBLIC = {"collectives.kernels.compiling"}
 MAY_IMPORT = {
     "cupy": {
         "collectives.arrays.foreign",
-        "collectives.kernels.elementwise",
         "strategies.cluster.gpus",  # bounds its pool
     },
     "mpi4py": {

@@ -1,5 +1,7 @@
-"""Loops over elements, compiled by numba on first use and kept on disk by `compiling`.
+"""Functions compiled by numba at first use, and kept on disk.
 
-`intrinsics` reaches memory by address, `float16` has 16-bit numbers one by one, `elementwise` the
-reductions of each dtype, `convert` arrays of 16-bit numbers, `cuda` the same on devices.
+`loops` has loops over elements for each dtype and op, which `elementwise` compiles; `machine_code`
+loads them, and the rounds of a node, without numba; `compiling` keeps the rest. `intrinsics`
+reaches memory by address, `float16` has 16-bit numbers one by one and `combine` two that become
+one, `convert` arrays of 16-bit numbers, `cuda` the same on devices.
 """

@@ -1,4 +1,9 @@
-"""Loops compiled by numba, kept in files that many processes read and write at the same time.
+"""Functions compiled by numba: to object files, or kept as numba keeps them, but safely.
+
+`object_code` and `python_code` are for functions of addresses and numbers, which
+`collectives.kernels.machine_code` keeps and loads without numba. The rest is about functions that
+take arrays, and need numba to be called: `compiled` keeps them in files that many processes read
+and write at the same time.
 
 numba numbers the files of a function's variants (other dtypes, other functions in its closure) and
 keeps the numbers in an index. Ranks that compile different variants at the same time take the same
@@ -40,16 +45,21 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
+from numba import types
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
+from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import loads
 
-__all__ = ["callback", "compiled"]
+from collectives.kernels.machine_code import KNOWN_SYMBOLS
+
+__all__ = ["compiled", "object_code", "python_code"]
 
 log = logging.getLogger(__name__)
 
@@ -108,22 +118,69 @@ def compiled(
     return result
 
 
-def callback(
-    function: Callable[..., Any],
-    signature: Any,
-    *,
-    includes: Iterable[str] = (),
-    **options: Any,
-) -> Any:
-    """Compile as `numba.cfunc` does; arguments as `compiled`.
+def object_code(function: Callable[..., Any], signature: Any, symbol: str) -> bytes:
+    """Compile a function of addresses and numbers to an object file that stands alone.
 
-    Returns:
-        An object whose `address` is that of the code, which lives as long as the object does.
+    Args:
+        function: what to compile; it raises nothing, and a division by zero has any result.
+        signature: its types in C.
+        symbol: its name in the object file.
+
+    Raises:
+        RuntimeError: the code refers to what a process without numba has not.
     """
-    result: Any = CFunc(function, (signature.args, signature.return_type), {}, options)
-    result._cache = _cache_of(function, includes, options) or result._cache
-    result.compile()
-    return result
+    # With Python's error model each division is checked, and no loop with one is vectorised.
+    made = CFunc(function, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
+    made.compile()
+    module = llvm.parse_assembly(made.inspect_llvm())
+    for defined in (*module.functions, *module.global_variables):
+        if defined.name == made.native_name:
+            defined.name = symbol
+        elif not defined.is_declaration:
+            defined.linkage = "internal"  # goes where nothing refers to it
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    target = llvm.Target.from_triple(triple)
+    machine = target.create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options())
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_ipsccp_pass()
+    passes.add_simplify_cfg_pass()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, builder)
+    values = (*module.functions, *module.global_variables)
+    outside = {value.name for value in values if value.is_declaration} - KNOWN_SYMBOLS
+    unknown = sorted(name for name in outside if not name.startswith("llvm."))
+    if unknown:
+        raise RuntimeError(
+            f"{function.__name__}: the code does not stand alone, expected nothing but "
+            f"{', '.join(sorted(KNOWN_SYMBOLS))}, got {', '.join(unknown)}"
+        )
+    code: bytes = machine.emit_object(module)
+    return code
+
+
+def python_code(function: Callable[[int], int], symbol: str) -> bytes:
+    """Compile a function of one number as `machine_code.function` needs it.
+
+    Other threads of Python run meanwhile. Arguments as `object_code`.
+    """
+    inner: Callable[[Any], Any] = numba.njit(function)
+
+    def called_by_python(module: Any, argument: Any) -> Any:
+        number = _to_number(argument)
+        thread = _let_others_run()
+        result = inner(number)
+        _go_on(thread)
+        return _from_number(result)
+
+    return object_code(called_by_python, _PYTHON_SIGNATURE, symbol)
+
+
+_PYTHON_SIGNATURE = types.voidptr(types.voidptr, types.voidptr)
+_to_number: Any = types.ExternalFunction("PyLong_AsLongLong", types.int64(types.voidptr))
+_from_number: Any = types.ExternalFunction("PyLong_FromLongLong", types.voidptr(types.int64))
+_let_others_run: Any = types.ExternalFunction("PyEval_SaveThread", types.voidptr())
+_go_on: Any = types.ExternalFunction("PyEval_RestoreThread", types.void(types.voidptr))
 
 
 def _cache_of(

@@ -35,6 +35,7 @@ multi-cores", SC23, section 3.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,8 +46,10 @@ from collectives import topology
 from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
 from collectives.errors import PeerFailure
+from collectives.kernels import machine_code
+from collectives.kernels.loops import loops
 from collectives.links import Link
-from collectives.node import folders, segment
+from collectives.node import folders, segment, words
 from collectives.node.shared_arrays import SharedArrays
 from collectives.transport import liveness
 from collectives.transport.transport import Transport
@@ -94,6 +97,8 @@ _SPINS, _SPINS_CROWDED, _YIELDS = 2000, 20, 200
 # a meeting's share of the time in which a bucket of 4 MiB is reduced.
 _BACKGROUND_NAP_SECONDS = 0.0002
 
+# Loads a kind of call, which the first rank of a machine compiles.
+_kind = functools.partial(machine_code.function, "collectives.node.rounds")
 
 # Parts of other ranks' streams: rank, first byte, byte after the last, and where the bytes go.
 Rows = Sequence[tuple[int, int, int, int]]
@@ -115,12 +120,10 @@ def start(transport: Transport, directory: str | None, deadline: Deadline) -> En
     """
     if transport.size == 1 or directory is None:
         return None
-    from collectives.node import rounds
-
     slot = max(SLOT_BYTES, min(_MOST_SLOT_BYTES, transport.size * _PIECE_BYTES))
     if transport.whole is not transport:
         slot = max(slot, SLOT_BYTES_OF_PART)
-    headers = -(-transport.size * (rounds.HEADER_BYTES + NOTE_BYTES) // _PAGE) * _PAGE
+    headers = -(-transport.size * (words.HEADER_BYTES + NOTE_BYTES) // _PAGE) * _PAGE
     memory = segment.create(transport, headers + transport.size * 2 * slot, directory, deadline)
     if memory is None:
         return None
@@ -172,17 +175,12 @@ class Engine:
         self, transport: Transport, memory: Array, headers: int, slot: int,
         living: liveness.Liveness | None,
     ) -> None:  # fmt: skip
-        from collectives.kernels import elementwise
-        from collectives.node import rounds
-
-        self._rounds = rounds
-        self._loops = elementwise.loops
         self._transport = transport
         self._is_part = transport.whole is not transport
         self._living = living
         self._gone: tuple[int, Wait] | None = None  # rank that has left, and in which wait
         self.last_call: Callable[[int], str] = str
-        first = transport.size * rounds.HEADER_BYTES
+        first = transport.size * words.HEADER_BYTES
         self.notes = memory[first : first + transport.size * NOTE_BYTES]
         self.rank = transport.rank
         self.size = transport.size
@@ -190,24 +188,24 @@ class Engine:
         self._memory = memory
         self._slot = slot
         self._counter = np.zeros(1, np.int64)
-        self._scratch = np.empty(2 * rounds.TILE_BYTES, np.uint8)
+        self._scratch = np.empty(2 * words.TILE_BYTES, np.uint8)
         self.shared = SharedArrays(self.rank, self.size)
         base = address(memory)
         crowded = self.size > (os.cpu_count() or 1)
         # Whether a second busy thread of every rank takes a core from somebody.
         self._two_are_many = 2 * self.size > (os.cpu_count() or 1)
         self._one_shot_bytes = ONE_SHOT_BYTES_CROWDED if crowded else ONE_SHOT_BYTES
-        self._template = np.zeros(rounds.WORDS, np.int64)
+        self._template = np.zeros(words.WORDS, np.int64)
         for word, value in (
-            (rounds.RANK, self.rank),
-            (rounds.SIZE, self.size),
-            (rounds.HEADERS, base),
-            (rounds.SLOTS, base + headers),
-            (rounds.SLOT_BYTES, slot),
-            (rounds.COUNTER, address(self._counter)),
-            (rounds.SCRATCH, address(self._scratch)),
-            (rounds.SPINS, _SPINS_CROWDED if crowded else _SPINS),
-            (rounds.YIELDS, _YIELDS),
+            (words.RANK, self.rank),
+            (words.SIZE, self.size),
+            (words.HEADERS, base),
+            (words.SLOTS, base + headers),
+            (words.SLOT_BYTES, slot),
+            (words.COUNTER, address(self._counter)),
+            (words.SCRATCH, address(self._scratch)),
+            (words.SPINS, _SPINS_CROWDED if crowded else _SPINS),
+            (words.YIELDS, _YIELDS),
         ):
             self._template[word] = value
 
@@ -228,27 +226,25 @@ class Engine:
 
         The work may be driven again and again while the arrays live.
         """
-        k = self._rounds
         place = self.shared.place_of(send, out)
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         block = self._block(digest, send, out, op)
-        block[k.COUNT] = send.size
-        block[k.BOUNDS], block[k.TAKE] = address(bounds), k.TAKE_ALL
+        block[words.COUNT] = send.size
+        block[words.BOUNDS], block[words.TAKE] = address(bounds), words.TAKE_ALL
         if place is not None:
             table = self.shared.addresses(place)
-            block[k.TABLE] = address(table)
-            return Work(k.shared, block, (bounds, table))
-        kernel = k.one_shot if send.nbytes <= self._one_shot_bytes else k.pipelined
+            block[words.TABLE] = address(table)
+            return Work(_kind("shared"), block, (bounds, table))
+        kernel = _kind("one_shot") if send.nbytes <= self._one_shot_bytes else _kind("pipelined")
         return Work(kernel, block, (bounds,))
 
     def plan_reduce(self, send: Array, out: Array | None, op: Op, root: int, digest: int) -> Work:
         """As `plan_allreduce`, with the result on the root only; `out` is None elsewhere."""
-        k = self._rounds
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         block = self._block(digest, send, out, op)
-        block[k.BOUNDS] = address(bounds)
-        block[k.TAKE] = k.TAKE_ALL if self.rank == root else k.TAKE_NONE
-        return Work(k.pipelined, block, (bounds,))
+        block[words.BOUNDS] = address(bounds)
+        block[words.TAKE] = words.TAKE_ALL if self.rank == root else words.TAKE_NONE
+        return Work(_kind("pipelined"), block, (bounds,))
 
     def plan_reduce_scatter(
         self, send: Array, out: Array | None, bounds: Sequence[int], op: Op, digest: int
@@ -257,11 +253,10 @@ class Engine:
 
         `out` is as long as `send`, and this rank's chunk of it is written; None: somewhere else.
         """
-        k = self._rounds
         table = np.array(bounds, np.int64)
         block = self._block(digest, send, out, op)
-        block[k.BOUNDS], block[k.TAKE] = address(table), k.TAKE_OWN
-        return Work(k.pipelined, block, (table,))
+        block[words.BOUNDS], block[words.TAKE] = address(table), words.TAKE_OWN
+        return Work(_kind("pipelined"), block, (table,))
 
     def publish(
         self, stream: Array | None, wanted: Sequence[tuple[int, int, Array]], digest: int,
@@ -279,7 +274,7 @@ class Engine:
         rows = [(r, first, first + a.nbytes, address(a)) for r, first, a in wanted if a.nbytes]
         work = self.plan_publish(0 if stream is None else stream.nbytes, rows, digest, longest)
         if stream is not None:
-            work.block[self._rounds.SEND] = address(stream)
+            work.block[words.SEND] = address(stream)
         return self.drive(work, deadline)
 
     def plan_publish(self, nbytes: int, rows: Rows, digest: int, longest: int) -> Work:
@@ -287,13 +282,12 @@ class Engine:
 
         Rows go to places counted from the address of the result; `longest` as for `publish`.
         """
-        k = self._rounds
         table = np.array(rows, np.int64).reshape(-1, 4)
         block = self._block(digest, None, None)
-        block[k.COUNT] = nbytes
-        block[k.TABLE], block[k.ROWS] = address(table), len(rows)
-        block[k.ROUNDS] = max(1, -(-longest // self._slot))
-        return Work(k.publish, block, (table,))
+        block[words.COUNT] = nbytes
+        block[words.TABLE], block[words.ROWS] = address(table), len(rows)
+        block[words.ROUNDS] = max(1, -(-longest // self._slot))
+        return Work(_kind("publish"), block, (table,))
 
     def drive(self, work: Work, deadline: Deadline, status: int | None = None) -> bool:
         """Go on with a call until it is done; False if the ranks disagree about it.
@@ -311,14 +305,14 @@ class Engine:
         if status is None:
             status = kernel(block)
         standing: tuple[int, int] | None = None
-        while status == self._rounds.WAITING:
+        while status == words.WAITING:
             # What comes after a long wait is quick again, so that each thing has a wait of its own.
-            stands = work.block[self._rounds.PHASE], work.block[self._rounds.DONE_ROUNDS]
+            stands = work.block[words.PHASE], work.block[words.DONE_ROUNDS]
             if stands != standing:
                 standing, wait = stands, Wait(self._first_nap)
             self._pause(work.block, deadline, wait)
             status = kernel(block)
-        return status == self._rounds.DONE
+        return status == words.DONE
 
     @property
     def _first_nap(self) -> float:
@@ -329,7 +323,7 @@ class Engine:
     def _pause(self, block: Array, deadline: Deadline, wait: Wait) -> None:
         """Look at the clock between two calls of a kernel that waits."""
         whole = self._transport.whole
-        missing = int(block[self._rounds.MISSING])
+        missing = int(block[words.MISSING])
         number = self._transport.number(missing)
         absent = Known(f"{whole.name([number])} to enter the call", (number,), has_come=False)
         deadline.check(whole, [absent])
@@ -370,13 +364,13 @@ class Engine:
     ) -> Array:
         """Describe a call as far as all kinds of calls are alike."""
         block: Array = self._template.copy()
-        block[self._rounds.HASH] = digest
-        block[self._rounds.SEND] = 0 if send is None else address(send)
-        block[self._rounds.OUT] = 0 if out is None else address(out)
+        block[words.HASH] = digest
+        block[words.SEND] = 0 if send is None else address(send)
+        block[words.OUT] = 0 if out is None else address(out)
         if op is not None and send is not None:
-            block[self._rounds.WIDTH] = send.itemsize
-            first = self._rounds.FILL
-            block[first : first + 4] = self._loops(send.dtype, op.value)
+            block[words.WIDTH] = send.itemsize
+            first = words.FILL
+            block[first : first + 4] = loops(send.dtype, op.value)
         return block
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from collectives.arrays.host import Array, address
 from collectives.errors import MismatchError
 from collectives.node.engine import Rows, Work
+from collectives.node.words import OUT, SEND
 from collectives.operations import compare, messages
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
@@ -143,8 +144,6 @@ class NodePlan:
         shape: tuple[int, ...] | None = None,
         before: int = 0,
     ) -> None:
-        from collectives.node import rounds
-
         assert call.engine is not None
         self.shape = shape
         self.group = call.group
@@ -152,7 +151,6 @@ class NodePlan:
         self._description = call.description
         self._fields = dict(self._description)
         self._operation = str(self._fields.pop("operation"))
-        self._send, self._out = rounds.SEND, rounds.OUT
         self._before = before
         self._use(work)
 
@@ -171,8 +169,8 @@ class NodePlan:
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
         """Carry out the call that has made the plan; raises what `Call.met` does."""
-        self._words[self._send] = 0 if send is None else address(send)
-        self._words[self._out] = 0 if out is None else address(out) - self._before
+        self._words[SEND] = 0 if send is None else address(send)
+        self._words[OUT] = 0 if out is None else address(out) - self._before
         call.drive(self._work)
 
     def run(
@@ -212,8 +210,8 @@ class NodePlan:
     def meet(self, send: int, out: int, timeout: float | None) -> None:
         """Call the kernel until it is done; arguments and errors as `run`."""
         words = self._words
-        words[self._send] = send
-        words[self._out] = out - self._before
+        words[SEND] = send
+        words[OUT] = out - self._before
         if status := self.kernel(self.block):
             self.go_on(status, timeout)
 

@@ -20,7 +20,7 @@ import oracle
 from collectives.algorithms import hierarchical
 from collectives.communicator import Communicator
 from collectives.node import engine as node
-from collectives.node import rounds, segment
+from collectives.node import segment, words
 from collectives.settings import Settings
 from collectives.transport.transport import Deadline
 
@@ -317,7 +317,7 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
     # The network stage may take a second; the rounds after it take microseconds each.
     def pauses(engine, standing):
         """How often each of the waits of a call has paused."""
-        block = np.zeros(rounds.WORDS, np.int64)
+        block = np.zeros(words.WORDS, np.int64)
         stands = iter(standing)
         counts = []
 
@@ -332,8 +332,8 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
                 return False
 
         def kernel(address):
-            block[rounds.DONE_ROUNDS] = next(stands, -1)
-            return rounds.DONE if block[rounds.DONE_ROUNDS] < 0 else rounds.WAITING
+            block[words.DONE_ROUNDS] = next(stands, -1)
+            return words.DONE if block[words.DONE_ROUNDS] < 0 else words.WAITING
 
         rank_0 = threading.current_thread()
         with monkeypatch.context() as patch:

@@ -77,7 +77,7 @@ KEPT = """
     def total(n):
         return (np.arange(n, dtype=np.float64) + np.ones(n)).sum()
 
-    compiling.callback(double, types.float64(types.float64))
+    compiling.compiled(double, types.float64(types.float64))
     print("the compiler is there:", "numba.np.linalg" in sys.modules)
     allocates = compiling.compiled(total)
     for kind in sys.argv[1:]:

@@ -46,7 +46,7 @@ def halves(half):
 def loops(*dtypes):
     """The loops of the rounds on a node, called by address."""
     import ctypes
-    from collectives.kernels import elementwise as kernels
+    from collectives.kernels import loops as kernels
 
     for dtype in map(np.dtype, dtypes):
         for op, expected in {"SUM": 5, "MEAN": 2.5, "MIN": 2, "MAX": 3, "PRODUCT": 6}.items():

@@ -1,0 +1,58 @@
+"""Loops over the elements of arrays, one for each dtype and op, compiled at first use.
+
+The rounds of the node engine (`collectives.node.rounds`) call them by address, tile by tile. A loop
+is `f(dest, source, n, size)`: addresses of two arrays of `n` elements that do not overlap, and the
+number of ranks, by which MEAN divides. Each is simple, one array read and one changed, and thereby
+vectorised.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.arrays.device import is_half
+from collectives.arrays.reduction import RULES, Op
+from collectives.kernels import machine_code
+
+__all__ = ["Loops", "loops"]
+
+
+class Loops(NamedTuple):
+    """Addresses of the loops of one dtype and op; 0 stands for a plain copy.
+
+    `fill` copies a contribution to where others read it, `start` and `add` begin a sum in the
+    working type and go on with it, `save` writes it back in the type of the arrays.
+    """
+
+    fill: int
+    start: int
+    add: int
+    save: int
+
+
+@functools.cache
+def loops(dtype: np.dtype[Any], op: str) -> Loops:
+    """Return the loops for arrays of a dtype.
+
+    16-bit floats are added as 32-bit ones and rounded once, at the end; MEAN divides them there,
+    and others before the sum, so that it does not overflow where the mean fits.
+
+    Args:
+        dtype: of the arrays.
+        op: "SUM", "MEAN", "MIN", "MAX" or "PRODUCT", defined for the dtype.
+    """
+    function = RULES[Op(op)].function
+    mean = op == "MEAN"
+    if is_half(dtype):
+        half = dtype.name
+        save = _loop("mean" if mean else "round", half)
+        return Loops(0, _loop("widen", half), _loop("add_half", half, function), save)
+    storage = "uint8" if dtype.kind == "b" else dtype.name
+    return Loops(_loop("divide", storage) if mean else 0, 0, _loop("add", storage, function), 0)
+
+
+def _loop(kind: str, *words: str) -> int:
+    return machine_code.address("collectives.kernels.elementwise", kind, *words)

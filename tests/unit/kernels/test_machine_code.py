@@ -1,0 +1,205 @@
+"""Machine code is kept on disk, stands alone, and no process runs what was made of another text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import launcher
+from collectives.arrays.host import address
+from collectives.kernels import machine_code
+
+ROOT = Path(__file__).parents[3]
+
+# `times(x)` in C, and `later(milliseconds)` in Python.
+MODULE = """
+    from numba import types
+    from collectives.kernels import compiling
+
+    usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+    FACTOR = {factor}
+
+    def times(x):
+        return FACTOR * x
+
+    def sleeps(x):
+        return usleep(x)
+
+    def allocates(x):
+        return [x, x][x & 1]
+
+    def make(symbol, name):
+        print("compiled", name, flush=True)
+        function = globals()[name]
+        if name == "times":
+            return compiling.python_code(function, symbol)
+        return compiling.object_code(function, types.int64(types.int64), symbol)
+"""
+PROGRAM = """
+    import sys
+    from collectives.kernels import machine_code
+
+    made = machine_code.function("made", "times")
+    print(made(7), made(-(2**50)), "numba" in sys.modules)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A program, and a module of functions that it loads."""
+    (tmp_path / "made.py").write_text(textwrap.dedent(MODULE.format(factor=2)))
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    return tmp_path
+
+
+def start(folder, **environment):
+    command = [sys.executable, folder / "program.py"]
+    where = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder / "home"), **environment}
+    return subprocess.Popen(command, env=where, stdout=subprocess.PIPE, text=True)
+
+
+def run(folder, **environment):
+    """Run the program: whether it has compiled, and what the function made of 7."""
+    process = start(folder, **environment)
+    output = process.communicate(timeout=100)[0].splitlines()
+    assert process.returncode == 0
+    result, large, numba = output[-1].split()
+    compiled = output[:-1] == ["compiled times"]
+    assert compiled or not output[:-1]
+    assert numba == str(compiled)  # nothing but the compiler needs it
+    assert int(large) == int(result) // 7 * -(2**50)
+    return compiled, int(result)
+
+
+def kept(folder):
+    return sorted(folder.rglob("*.o"))
+
+
+def test_a_function_is_compiled_once_and_loaded_without_numba(folder):
+    assert run(folder) == (True, 14)
+    assert [file.parent for file in kept(folder)] == [folder / "__pycache__"]
+    assert run(folder) == (False, 14)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_a_damaged_file_is_made_anew(folder, damage):
+    run(folder)
+    (file,) = kept(folder)
+    content = file.read_bytes()
+    changed = content[:199] + bytes([content[199] ^ 1]) + content[200:]
+    file.write_bytes({"cut": content[:-9], "changed": changed, "empty": b""}[damage])
+    assert run(folder) == (True, 14)
+    assert run(folder) == (False, 14)
+
+
+def test_code_is_made_anew_when_its_source_or_what_steers_the_compiler_has_changed(folder):
+    run(folder)
+    (folder / "made.py").write_text(textwrap.dedent(MODULE.format(factor=33)))
+    assert run(folder) == (True, 231)
+    assert run(folder) == (False, 231)
+    assert len(kept(folder)) == 1  # instead of the old one
+    assert run(folder, NUMBA_OPT="1") == (True, 231)
+    assert run(folder) == (False, 231)
+
+
+def test_where_code_is_kept(folder):
+    (folder / "__pycache__").write_text("in the way")
+    assert run(folder) == (True, 14)
+    assert [file.parent for file in kept(folder)] == [folder / "home" / ".cache" / "unisono"]
+    assert run(folder) == (False, 14)
+    assert run(folder, XDG_CACHE_HOME=str(folder / "other")) == (True, 14)
+    assert run(folder, XDG_CACHE_HOME=str(folder / "other")) == (False, 14)
+    assert run(folder, NUMBA_CACHE_DIR=str(folder / "chosen" / "one")) == (True, 14)
+    assert run(folder, NUMBA_CACHE_DIR=str(folder / "chosen" / "one")) == (False, 14)
+    places = {file.parent.relative_to(folder) for file in kept(folder)}
+    assert places == {Path("home/.cache/unisono"), Path("other/unisono"), Path("chosen/one")}
+
+
+def test_where_nothing_can_be_kept_functions_run_all_the_same(folder):
+    for _ in range(2):
+        assert run(folder, NUMBA_CACHE_DIR="/dev/null/nowhere") == (True, 14)
+    assert kept(folder) == []
+
+
+def test_a_file_is_whole_or_not_there(folder, monkeypatch):
+    def full(path, content):
+        path.open("wb").write(content[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder / "kept"))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert machine_code.function("made", "times")(7) == 14
+    assert list((folder / "kept").iterdir()) == []
+    del sys.modules["made"]
+
+
+def test_many_processes_may_compile_at_once(folder):
+    processes = [start(folder) for _ in range(4)]
+    for process in processes:
+        assert process.communicate(timeout=100)[0].splitlines()[-1].startswith("14 ")
+    assert len(kept(folder)) == 1
+    assert run(folder) == (False, 14)
+
+
+@pytest.mark.parametrize("name", ["sleeps", "allocates"])
+def test_code_that_does_not_stand_alone_is_refused(folder, monkeypatch, name):
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(RuntimeError, match=f"{name}: the code does not stand alone"):
+        machine_code.address("made", name)
+    del sys.modules["made"]
+    assert kept(folder) == []
+
+
+def test_other_threads_run_meanwhile():
+    # A kind of call that waits for a second rank which does not come.
+    from collectives.node import words
+
+    headers = np.zeros(2 * words.HEADER_BYTES, np.uint8)
+    slots = np.zeros(4 * 64, np.uint8)
+    counter = np.zeros(1, np.int64)
+    block = np.zeros(words.WORDS, np.int64)
+    block[words.SIZE], block[words.SPINS] = 2, 2**62
+    block[words.HEADERS], block[words.SLOTS] = address(headers), address(slots)
+    block[words.COUNTER] = address(counter)
+    shared = machine_code.function("collectives.node.rounds", "publish")
+    block[words.ROUNDS] = 1
+    statuses = []
+    thread = threading.Thread(target=lambda: statuses.append(shared(address(block))))
+    thread.start()
+    time.sleep(0.2)
+    assert thread.is_alive()
+    headers.view(np.int64)[words.HEADER_BYTES // 8 + words.FILLED] = 1  # here it is
+    thread.join(20)
+    assert statuses == [words.DONE]
+
+
+JOB = """
+import sys
+import numpy as np
+import collectives as cc
+
+comm = cc.init()
+for dtype in (np.float32, np.float64, np.int32, np.float16):
+    for count in (3, 300_000):
+        assert (comm.allreduce(np.full(count, 2, dtype), op=cc.SUM) == 2 * comm.size).all()
+comm.broadcast(np.ones(3), root=0)
+print("numba" in sys.modules)
+"""
+
+
+def test_ranks_do_without_numba_where_all_is_compiled(tmp_path):
+    program = tmp_path / "job.py"
+    program.write_text(JOB)
+    for expected in ("True", "False"):
+        result = launcher.mpirun(2, program, timeout=100, NUMBA_CACHE_DIR=str(tmp_path / "kept"))
+        assert result.status == 0, result.stderr
+        assert result.stdout.split() == [expected] * 2
