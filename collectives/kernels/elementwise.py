@@ -25,15 +25,16 @@ def make(symbol: str, kind: str, *words: str) -> bytes:
 
 
 def _divide(name: str) -> Loop:
-    """Return a loop that copies, and divides by the number of ranks."""
+    """Return a loop that copies, and divides by the number of ranks; parts of complex numbers."""
     dtype = np.dtype(name)
+    parts, dtype = (2, np.empty(0, dtype).real.dtype) if dtype.kind == "c" else (1, dtype)
     number = dtype.type
 
     def divide(dest: int, source: int, n: int, size: int) -> None:
-        y = carray(pointer(dest), n, dtype)
-        x = carray(pointer(source), n, dtype)
+        y = carray(pointer(dest), parts * n, dtype)
+        x = carray(pointer(source), parts * n, dtype)
         divisor = number(size)
-        for i in range(n):
+        for i in range(parts * n):
             y[i] = number(x[i] / divisor)
 
     return divide

@@ -38,8 +38,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding as llvm
-
 __all__ = ["KNOWN_SYMBOLS", "address", "function"]
 
 log = logging.getLogger(__name__)
@@ -112,6 +110,8 @@ def _load(name: tuple[str, ...]) -> int:
     if content is None:
         content = importlib.import_module(name[0]).make(code.symbol, *name[1:])
         code.write(content)
+    import llvmlite.binding as llvm
+
     linker = _linker()
     linker.add_object_file(llvm.ObjectFileRef.from_data(content))
     linker.finalize_object()
@@ -121,6 +121,8 @@ def _load(name: tuple[str, ...]) -> int:
 
 @functools.cache
 def _linker() -> Any:
+    import llvmlite.binding as llvm
+
     for symbol in _OF_PYTHON:
         in_c = ctypes.cast(getattr(ctypes.pythonapi, symbol), ctypes.c_void_p)
         llvm.add_symbol(symbol, in_c.value)
@@ -195,6 +197,8 @@ def _replace(path: Path, content: bytes) -> None:
 @functools.cache
 def _machine() -> tuple[str, ...]:
     """Describe what code is compiled for, and by what."""
+    import llvmlite.binding as llvm
+
     features = sorted(llvm.get_host_cpu_features().items())
     chosen = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
     return (

@@ -141,6 +141,10 @@ def run(program, cache, *arguments):
     return result.stdout
 
 
+def kept(cache):
+    return {*cache.rglob("*.nbc"), *cache.rglob("*.o")}
+
+
 def symbols(cache):
     """Yield (file, name, code) of each function that a kept file defines."""
     for path in sorted(cache.rglob("*.nbc")):
@@ -163,11 +167,11 @@ def test_processes_of_any_order_compile_and_then_share_everything(tmp_path):
     codes = {}
     for file, name, code in symbols(cache):
         assert codes.setdefault(name, code) == code, (file, name)
-    files = set(cache.rglob("*.nbc"))
+    files = kept(cache)
     assert len(files) > 50
     for order in (KINDS, KINDS[::-1]):
         run(program, cache, *order)
-    assert set(cache.rglob("*.nbc")) == files
+    assert kept(cache) == files
 
 
 JOB = """
