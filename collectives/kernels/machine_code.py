@@ -12,10 +12,10 @@ which the function is `symbol`. That module imports numba, and is imported only 
                        SHA-256 of what it is made     an object file
                        from, and of the object file
 
-What it is made from: the source of the module and of all files in this folder, the versions of the
-compiler, the processor, and variables that change what numba does. A file is written aside and
-renamed, and taken for absent if it is not whole and fresh: a full disk or a file cut short costs a
-compilation and nothing else, and ranks that compile the same at once write the same.
+What it is made from: the source of all files in the module's folder and in this one, the versions
+of the compiler, the processor, and variables that change what numba does. A file is written aside
+and renamed, and taken for absent if it is not whole and fresh: a full disk or a file cut short
+costs a compilation and nothing else, and ranks that compile the same at once write the same.
 
 Files lie next to the source, or in the user's cache directory where that cannot be written, or
 where `NUMBA_CACHE_DIR` says.
@@ -215,8 +215,9 @@ def _machine() -> tuple[str, ...]:
 def _source(module: str) -> bytes:
     """Return a digest of the text that code of a module is made from."""
     digest = hashlib.sha256()
-    for file in (*sorted(Path(__file__).parent.glob("*.py")), _file_of(module)):
-        digest.update(file.read_bytes())
+    for folder in (Path(__file__).parent, _file_of(module).parent):
+        for file in sorted(folder.glob("*.py")):
+            digest.update(file.read_bytes())
     return digest.digest()
 
 

@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[3]
 MODULE = """
     from numba import types
     from collectives.kernels import compiling
+    from numbers_of_made import FACTOR
 
     usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
-    FACTOR = {factor}
 
     def times(x):
         return FACTOR * x
@@ -55,7 +55,8 @@ PROGRAM = """
 @pytest.fixture
 def folder(tmp_path):
     """A program, and a module of functions that it loads."""
-    (tmp_path / "made.py").write_text(textwrap.dedent(MODULE.format(factor=2)))
+    (tmp_path / "made.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "numbers_of_made.py").write_text("FACTOR = 2")
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     return tmp_path
 
@@ -100,9 +101,11 @@ def test_a_damaged_file_is_made_anew(folder, damage):
     assert run(folder) == (False, 14)
 
 
-def test_code_is_made_anew_when_its_source_or_what_steers_the_compiler_has_changed(folder):
+def test_code_is_made_anew_when_a_file_of_the_folder_or_what_steers_the_compiler_has_changed(
+    folder,
+):
     run(folder)
-    (folder / "made.py").write_text(textwrap.dedent(MODULE.format(factor=33)))
+    (folder / "numbers_of_made.py").write_text("FACTOR = 33")
     assert run(folder) == (True, 231)
     assert run(folder) == (False, 231)
     assert len(kept(folder)) == 1  # instead of the old one
@@ -139,7 +142,7 @@ def test_a_file_is_whole_or_not_there(folder, monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", full)
     assert machine_code.function("made", "times")(7) == 14
     assert list((folder / "kept").iterdir()) == []
-    del sys.modules["made"]
+    del sys.modules["made"], sys.modules["numbers_of_made"]
 
 
 def test_many_processes_may_compile_at_once(folder):
@@ -155,7 +158,7 @@ def test_code_that_does_not_stand_alone_is_refused(folder, monkeypatch, name):
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(RuntimeError, match=f"{name}: the code does not stand alone"):
         machine_code.address("made", name)
-    del sys.modules["made"]
+    del sys.modules["made"], sys.modules["numbers_of_made"]
     assert kept(folder) == []
 
 
