@@ -190,6 +190,8 @@ cc.shutdown()
 """
 
 
+# What compiles here, the test above compiles without MPI.
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_jobs_of_one_compression_each_and_then_of_both(tmp_path):
     program, cache = tmp_path / "job.py", tmp_path / "cache"

@@ -90,13 +90,16 @@ def test_check_finds_nothing_wrong(size):
     assert result.stdout.splitlines()[-1] == "all well"
 
 
-def test_check_says_why_the_node_engine_is_not_in_use(tmp_path):
-    for directory, reason in [("off", "UNISONO_SHARED_MEMORY=off"), (tmp_path / "no", "No such")]:
-        result = mpirun(2, *COMMAND, "check", UNISONO_SHARED_MEMORY=str(directory))
-        assert result.status == 0, result.stdout + result.stderr
-        verdict, text = lines(result.stdout)["node engine"]
-        assert verdict == "note"
-        assert reason in text
+@pytest.mark.parametrize(
+    ("directory", "reason"), [also("off", "UNISONO_SHARED_MEMORY=off"), ("no", "No such")]
+)
+def test_check_says_why_the_node_engine_is_not_in_use(tmp_path, directory, reason):
+    where = directory if directory == "off" else str(tmp_path / directory)
+    result = mpirun(2, *COMMAND, "check", UNISONO_SHARED_MEMORY=where)
+    assert result.status == 0, result.stdout + result.stderr
+    verdict, text = lines(result.stdout)["node engine"]
+    assert verdict == "note"
+    assert reason in text
 
 
 def test_check_names_operation_dtype_and_rank_of_a_wrong_result_and_of_another_version(tmp_path):
