@@ -15,9 +15,9 @@ PROGRAM = ROOT / "examples" / "parameter_server.py"
     ("size", "options"),
     [
         (2, []),
-        (4, ["--scale"]),
-        (5, ["--ps", "2", "--synchronous"]),
-        (4, ["--coordinator"]),
+        (4, ["--scale", "--epochs", "15"]),
+        (5, ["--ps", "2", "--synchronous", "--epochs", "15"]),
+        (4, ["--coordinator", "--epochs", "15"]),
     ],
 )
 def test_the_digits_are_learnt(size, options):

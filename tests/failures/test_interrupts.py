@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher import mpirun
+from pairwise import also
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -60,8 +61,13 @@ comm.transport.mpi.Barrier()
 
 
 # Interrupted while it still polls, and while it sleeps between two looks.
-@pytest.mark.parametrize("seconds", [0.0, 0.3])
-@pytest.mark.parametrize("what", ["a plan", "a call", "a known call"])
+@pytest.mark.parametrize(
+    ("what", "seconds"),
+    [
+        ("a plan", 0.0), also("a plan", 0.3), also("a call", 0.0), ("a call", 0.3),
+        ("a known call", 0.0), ("a known call", 0.3),
+    ],
+)  # fmt: skip
 def test_a_rank_that_is_interrupted_stops_and_the_others_name_it(tmp_path, what, seconds):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
