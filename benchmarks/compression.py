@@ -98,11 +98,11 @@ def allreduces(transport: MpiTransport, megabytes: int, rounds: int) -> None:
 
         return body
 
-    for scheme in (compression.FP16, compression.BF16):
+    for scheme in (compression.FP16, compression.BF16, compression.INT8):
         codec = scheme.codec(x.dtype, SUM, network=True)
         assert codec is not None
         case(
-            f"ours, float32 as {codec.dtype}",
+            f"ours, float32 as {scheme}",
             buffer,
             lambda codec=codec: compressed.allreduce(
                 transport, buffer, SUM, deadline(), codec=codec, contribution=x
@@ -115,7 +115,7 @@ def allreduces(transport: MpiTransport, megabytes: int, rounds: int) -> None:
     for dtype in FORMATS:
         half = x.astype(dtype)
         work = np.empty_like(half)
-        run = lambda work=work: compressed.allreduce_16(transport, work, SUM, deadline())  # noqa: E731
+        run = lambda work=work: compressed.allreduce_packed(transport, work, SUM, deadline())  # noqa: E731
         case(f"ours, {dtype} array", work, in_place(half, work, run))
     half = x.astype(np.float16)
     result = np.empty_like(half)

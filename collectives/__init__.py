@@ -12,7 +12,7 @@ from collectives import world
 from collectives.arrays.reduction import MAX, MEAN, MIN, PRODUCT, SUM
 from collectives.buckets.buckets import Buckets
 from collectives.communicator import Communicator
-from collectives.compression import BF16, FP16, NONE, Compression
+from collectives.compression import BF16, FP16, INT8, NONE, Compression
 from collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -29,6 +29,7 @@ from collectives.world import *  # noqa: F403  # the operations of the world, li
 __all__ = [
     "BF16",
     "FP16",
+    "INT8",
     "MAX",
     "MEAN",
     "MIN",

@@ -1,14 +1,16 @@
-"""Send floats as 16 bits: which arrays, between whom, and what becomes of the rounding errors.
+"""Send floats as 16 or 8 bits: which arrays, between whom, and what becomes of rounding errors.
 
 Compression is a permission to round, not a demand: float32 and float64 arrays travel as float16
-(`FP16`) or bfloat16 (`BF16`), all others as they are. What arrives is summed in float32, so that
-a number is rounded twice, whatever the number of ranks: as a contribution and as a result. A rank
-that is alone rounds, too, so that its program behaves as it will with others.
+(`FP16`), bfloat16 (`BF16`) or in blocks of 64 numbers of 8 bits with a scale (`INT8`), all others
+as they are. What arrives is summed in float32, so that a number is rounded twice, whatever the
+number of ranks: as a contribution and as a result. A rank that is alone rounds, too, so that its
+program behaves as it will with others.
 
 | | largest | error of a rounding | below the normal numbers |
 | --- | --- | --- | --- |
 | `FP16` | 65504 | 2^-11, relative | under 2^-14: 2^-25, absolute |
 | `BF16` | 3.4e38, as float32 | 2^-8, relative | under 2^-126: 2^-134, absolute |
+| `INT8` | 3.4e38 | 0.4 % of the largest number of the block | as above |
 
 Infinities and NaNs survive. A finite number that is too large for float16 becomes an infinity; it
 is never cut to the largest number, since a loss scaler has to see that the step is lost. MEAN
@@ -17,9 +19,9 @@ of the largest number.
 
 On the "network", only what goes between nodes is rounded. Ranks of one node add up their arrays as
 they are, one rounding turns the node's sum into its contribution, and another one the result; where
-there is one node, nothing is rounded. An all-reduce that is asked for 16 bits everywhere does the
-same between nodes of several ranks unless another algorithm is named: where ranks share memory,
-16 bits would save nothing.
+there is one node, nothing is rounded. An all-reduce that is asked to round everywhere does the same
+between nodes of several ranks unless another algorithm is named: where ranks share memory, fewer
+bits would save nothing.
 
 With feedback, the error of every rounding is kept and added to the next array of the same name, so
 that errors do not add up over the steps.
@@ -40,8 +42,12 @@ import numpy as np
 
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
+from collectives.kernels import int8
 
-__all__ = ["BF16", "FP16", "NONE", "Codec", "Compression", "Residuals", "Where", "chosen"]
+__all__ = [
+    "BF16", "FP16", "INT8", "NONE", "Codec", "Compression", "Residuals", "Where", "chosen",
+    "kernels", "numbers",
+]  # fmt: skip
 
 Where = Literal["everywhere", "network"]
 
@@ -105,12 +111,26 @@ class Residuals:
         self._claims.clear()
 
 
+def numbers(dtype: np.dtype[Any]) -> int:
+    """Return how many numbers an element of what travels stands for."""
+    return int8.NUMBERS if dtype == int8.BLOCK else 1
+
+
+def kernels(dtype: np.dtype[Any]) -> Any:
+    """Return the module whose `narrow`, `widen` and `reduce` are for what travels as a dtype."""
+    if dtype == int8.BLOCK:
+        return int8
+    from collectives.kernels import convert
+
+    return convert
+
+
 @dataclass(frozen=True)
 class Codec:
     """How the array of one call is packed: the decision that a `Compression` has taken for it.
 
     Attributes:
-        dtype: what travels, float16 or bfloat16.
+        dtype: what travels, float16, bfloat16 or blocks of 8 bits.
         name: of the array, for its residuals.
         residuals: where rounding errors are kept, or None if they are forgotten.
     """
@@ -125,32 +145,43 @@ class Codec:
             self.residuals.claim(self.name, count, dtype)
 
     def pack(self, source: Array, divisor: int = 1) -> Array:
-        """Return a rank's contribution, rounded.
+        """Return a rank's contribution, rounded; arguments as `packing`."""
+        packed, pack = self.packing(source, divisor)
+        pack(0, packed.size)
+        return packed
+
+    def packing(self, source: Array, divisor: int = 1) -> tuple[Array, Callable[[int, int], None]]:
+        """Prepare to round a rank's contribution, a part after the other.
 
         Args:
             source: shape (n,), float32 or float64, contiguous; it is not changed.
             divisor: what it is divided by first.
 
         Returns:
-            A new array of shape (n,) and the codec's dtype.
+            A new array of the codec's dtype, shape (n,), or an element for each block of 8 bits;
+            and a function that fills its elements from one number up to another. Call it once for
+            each of them.
         """
-        from collectives.kernels import convert
-
-        packed = np.empty(source.size, self.dtype)
+        each, narrow = numbers(self.dtype), kernels(self.dtype).narrow
+        packed = np.empty(-(-source.size // each), self.dtype)
         residual = self._residual("contribution", source.size, source.dtype)
-        convert.narrow(source, packed, divisor=divisor, residual=residual)
-        return packed
+
+        def pack(start: int, stop: int) -> None:
+            part = slice(each * start, min(each * stop, source.size))
+            left = None if residual is None else residual[part]
+            narrow(source[part], packed[start:stop], divisor=divisor, residual=left)
+
+        return packed, pack
 
     def unpack(self, packed: Array, out: Array) -> None:
         """Fill `out`, shape (n,), float32 or float64, with a packed array."""
-        from collectives.kernels import convert
-
-        convert.widen(packed, out)
+        kernels(self.dtype).widen(packed, out)
 
     def result_residual(self, count: int, rank: int, size: int) -> Array | None:
-        """Return what is to be added to the `count` sums that this rank rounds for all."""
+        """Return what is to be added to the sums of `count` elements, rounded here for all."""
         # Named after the group: how many they are is no fact on which all ranks would fail alike.
-        return self._residual(f"results of rank {rank} of {size}", count, np.dtype(np.float32))
+        part, count = f"results of rank {rank} of {size}", count * numbers(self.dtype)
+        return self._residual(part, count, np.dtype(np.float32))
 
     def _residual(self, part: str, count: int, dtype: np.dtype[Any]) -> Array | None:
         if self.residuals is None:
@@ -161,7 +192,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class Compression:
-    """How floats travel; one of `NONE`, `FP16`, `BF16`, or what their methods return.
+    """How floats travel; one of `NONE`, `FP16`, `BF16`, `INT8`, or what their methods return.
 
     Attributes:
         dtype: what float32 and float64 arrays travel as, or None if as they are.
@@ -183,14 +214,13 @@ class Compression:
         """Return what makes it, as a program has it."""
         where = "" if self.where == "everywhere" else f".on({self.where!r})"
         feedback = "" if self.residuals is None else ".with_feedback()"
-        name = _NAMES.get(self.dtype, f"Compression({self.dtype!r})")
-        return f"{name}{where}{feedback}"
+        return f"{_words(self.dtype)[0]}{where}{feedback}"
 
     def __str__(self) -> str:
         """Return the words by which ranks compare what they mean."""
         where = "" if self.where == "everywhere" else f" on {self.where}"
         feedback = "" if self.residuals is None else " with feedback"
-        return f"{self.dtype or 'none'}{where}{feedback}"
+        return f"{_words(self.dtype)[1]}{where}{feedback}"
 
     def on(self, where: Where) -> Compression:
         """Return this compression for "everywhere" or for the "network" between nodes only.
@@ -254,7 +284,18 @@ class Compression:
 NONE = Compression(None)
 FP16 = Compression(np.dtype(np.float16))
 BF16 = Compression(np.dtype(ml_dtypes.bfloat16))
-_NAMES = {NONE.dtype: "NONE", FP16.dtype: "FP16", BF16.dtype: "BF16"}
+INT8 = Compression(int8.BLOCK)
+_NAMES = {
+    NONE.dtype: ("NONE", "none"),
+    FP16.dtype: ("FP16", "float16"),
+    BF16.dtype: ("BF16", "bfloat16"),
+    INT8.dtype: ("INT8", "int8"),
+}
+
+
+def _words(dtype: np.dtype[Any] | None) -> tuple[str, str]:
+    """Return how a compression is written in a program, and told apart."""
+    return _NAMES.get(dtype, (f"Compression({dtype!r})", str(dtype)))
 
 
 def chosen(given: Compression | None, operation: str) -> Compression:
@@ -267,7 +308,7 @@ def chosen(given: Compression | None, operation: str) -> Compression:
         return NONE
     if not isinstance(given, Compression):
         raise TypeError(
-            f"{operation}: not a compression, expected NONE, FP16, BF16 or what their methods "
-            f"return, got {given!r}"
+            f"{operation}: not a compression, expected NONE, FP16, BF16, INT8 or what their "
+            f"methods return, got {given!r}"
         )
     return given

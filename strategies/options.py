@@ -19,8 +19,9 @@ class CommunicationOptions:
     Attributes:
         bytes_per_pack: many arrays travel as packs of somewhat more than so many bytes each; 0 for
             all in one.
-        compression: `cc.FP16` or `cc.BF16` for gradients and for `all_reduce` in a replica; what
-            `strategy.reduce`, `gather` and variables exchange is never rounded. None is `cc.NONE`.
+        compression: `cc.FP16`, `cc.BF16` or `cc.INT8` for gradients and for `all_reduce` in a
+            replica; what `strategy.reduce`, `gather` and variables exchange is never rounded. None
+            is `cc.NONE`.
         timeout: seconds that ranks wait for each other, wherever replicas meet and at the end of
             `run`; None for the setting. Past it there is a `cc.CollectiveTimeout`.
         algorithm: of the all-reduce; arrays travel one by one if it is not "auto".

@@ -26,6 +26,8 @@ from numba.extending import intrinsic, register_jitable
 
 __all__ = [
     "CONVERSIONS",
+    "bits_of",
+    "float_of",
     "jitable",
     "round_bfloat16",
     "round_half",
@@ -48,7 +50,7 @@ def jitable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @intrinsic
-def _bits(typingctx: Any, x: Any) -> Any:
+def bits_of(typingctx: Any, x: Any) -> Any:
     """Return the bits of a float32 as uint32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -58,7 +60,7 @@ def _bits(typingctx: Any, x: Any) -> Any:
 
 
 @intrinsic
-def _float(typingctx: Any, bits: Any) -> Any:
+def float_of(typingctx: Any, bits: Any) -> Any:
     """Return the float32 that has these bits."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -108,24 +110,24 @@ def _widen_half_by_integers(half: Any) -> Any:
     result = _U(magnitude + _U(0x38000000))
     if magnitude < _U(0x00800000):
         # Subnormal or zero: f 2^-24 is 2^-14 (1 + f 2^-10) - 2^-14, and both are normal here.
-        result = _bits(_float(_U(magnitude + _U(0x38800000))) - np.float32(2.0**-14))
+        result = bits_of(float_of(_U(magnitude + _U(0x38800000))) - np.float32(2.0**-14))
     if magnitude >= _U(0x0F800000):
         result = _U(magnitude + _U(0x70000000))  # infinity or NaN: the largest exponent
     if magnitude > _U(0x0F800000):
         result = _U(result | _U(0x00400000))
-    return _float(_U(result | _U(_U(bits & _U(0x8000)) << _U(16))))
+    return float_of(_U(result | _U(_U(bits & _U(0x8000)) << _U(16))))
 
 
 @jitable
 def _round_half_by_integers(x: Any) -> Any:
-    bits = _bits(x)
+    bits = bits_of(x)
     magnitude = _U(bits & _U(0x7FFFFFFF))
     # The carry of the rounding may run into the exponent, which then is right, too.
     odd = _U(_U(magnitude >> _U(13)) & _U(1))
     result = _U(_U(magnitude - _U(0x38000000) + _U(0xFFF) + odd) >> _U(13))
     if magnitude < _U(0x38800000):
         # The last bit of a float32 in [0.5, 1) is 2^-24, that of a subnormal float16.
-        result = _U(_bits(_float(magnitude) + np.float32(0.5)) - _U(0x3F000000))
+        result = _U(bits_of(float_of(magnitude) + np.float32(0.5)) - _U(0x3F000000))
     if magnitude >= _U(0x477FF000):
         result = _U(0x7C00)
     if magnitude > _U(0x7F800000):
@@ -153,13 +155,13 @@ else:
 @jitable
 def widen_bfloat16(half: Any) -> Any:
     """Return the float32 of a bfloat16, given as uint16."""
-    return _float(_U(_U(half) << _U(16)))
+    return float_of(_U(_U(half) << _U(16)))
 
 
 @jitable
 def round_bfloat16(x: Any) -> Any:
     """Return the bfloat16 of a float32, as uint16."""
-    bits = _bits(x)
+    bits = bits_of(x)
     odd = _U(_U(bits >> _U(16)) & _U(1))
     result = _U(bits + _U(0x7FFF) + odd)
     if x != x:
@@ -187,9 +189,9 @@ def single(x: Any) -> Any:
     """
     nearest = types.float32(x)
     rounded, exact = abs(types.float64(nearest)), abs(types.float64(x))
-    bits = _bits(nearest)
+    bits = bits_of(nearest)
     if rounded > exact:
         bits = _U(_U(bits - _U(1)) | _U(1))
     if rounded < exact:
         bits = _U(bits | _U(1))
-    return _float(bits)
+    return float_of(bits)

@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["call", "copy", "load", "pause", "pointer", "sched_yield", "store"]
+__all__ = ["call", "copy", "load", "on_stack", "pause", "pointer", "sched_yield", "store"]
 
 
 @intrinsic
@@ -77,6 +77,24 @@ def call(typingctx: Any, function: Any, dest: Any, source: Any, n: Any, size: An
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), codegen
+
+
+def on_stack(kind: Any, count: int) -> Any:
+    """Return a function that returns a pointer to so many elements on the stack.
+
+    Nothing else points there: what is read elsewhere and written here, or the other way round, is
+    vectorised without a look at addresses.
+    """
+
+    @intrinsic
+    def memory(typingctx: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            element = context.get_value_type(kind)
+            return cgutils.alloca_once(builder, element, size=ir.Constant(ir.IntType(64), count))
+
+        return types.CPointer(kind)(), codegen
+
+    return memory
 
 
 @intrinsic

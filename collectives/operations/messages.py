@@ -72,7 +72,7 @@ def allreduce_compared(call: Call, send: Array, out: Array, how: Reduction) -> N
     if narrow and selection.pick("allreduce", send.nbytes, group.layout) == "ring":
         # 16 bits travel as they are, half of what a ring of float32 would send, and add up wider.
         buffer = host.flat_copy(send, out, send.dtype)
-        compressed.allreduce_16(group.transport, buffer, op, call.deadline, divisor=divisor)
+        compressed.allreduce_packed(group.transport, buffer, op, call.deadline, divisor=divisor)
     else:
         buffer = _contribution(call, send, out, op)
         run = call.algorithm("allreduce", algorithm, send.nbytes, levels)

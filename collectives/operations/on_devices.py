@@ -11,7 +11,7 @@ on a device is part of what ranks compare: all bring one, or none does.
 
 Compressed arrays are packed on the device, and pass through the host as 16 bits, in either case;
 in shared memory, too, where the host's arrays stay as they are: here the way to the host is narrow.
-With feedback, or between nodes only, they are packed where the host's are.
+With feedback, between nodes only, or in blocks of 8 bits, they are packed where the host's are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from collectives.algorithms import compressed
 from collectives.arrays import foreign, host, reduction, staging
-from collectives.arrays.device import DeviceBuffer
+from collectives.arrays.device import DeviceBuffer, is_half
 from collectives.arrays.foreign import Resident
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
@@ -179,7 +179,7 @@ class OnDevices:
                 call.drive(self._plan(call, engine, part, how.op))
             elif is_packed:
                 ranks = self._group.transport
-                compressed.allreduce_16(ranks, part, how.op, call.deadline, codec=codec)
+                compressed.allreduce_packed(ranks, part, how.op, call.deadline, codec=codec)
             else:
                 messages.allreduce_compared(call, part, part, how._replace(codec=codec))
 
@@ -199,6 +199,8 @@ class OnDevices:
     ) -> DeviceBuffer | None:
         """Round a contribution to 16 bits on the device, where these go all the way."""
         engine = call.engine_for(how.algorithm)
+        if not is_half(codec.dtype):
+            return None
         if engine is not None and codec.residuals is not None:
             return None  # nothing would keep the errors of the results
         in_levels = how.algorithm in ("auto", "hierarchical")

@@ -63,10 +63,10 @@ def allreduce(
         out: where to put the result, may be `x` itself; an array of the shape and dtype of `x`
             that can be written, of NumPy, PyTorch, CuPy or another library with DLPack.
         algorithm: "auto", "node", "ring", "tree", "halving", "hierarchical" or "native".
-        compression: `FP16` or `BF16` let float32 and float64 arrays travel as 16 bits wherever
-            they travel as messages: rounded once, summed in float32, and the result rounded
-            once, however many ranks there are. `on("network")` is for those between nodes. None
-            is `NONE`.
+        compression: `FP16`, `BF16` or `INT8` let float32 and float64 arrays travel as 16 or 8 bits
+            wherever they travel as messages: rounded once, summed in float32, and the result
+            rounded once, however many ranks there are. `on("network")` is for those between nodes.
+            None is `NONE`.
         name: of the array, for compression with feedback.
         timeout: seconds.
 

@@ -39,7 +39,9 @@ class Rule:
             _refuse(f"gradients are added, expected MEAN or SUM, got {self.op}")
         if not isinstance(self.compression, cc.Compression):
             kind = type(self.compression).__name__
-            raise TypeError(f"{OPERATION}: expected NONE, FP16 or BF16 as compression, got {kind}")
+            raise TypeError(
+                f"{OPERATION}: expected NONE, FP16, BF16 or INT8 as compression, got {kind}"
+            )
         choice(OPERATION, "compare", self.compare, Compare)
         integer(OPERATION, "backward_passes_per_step", passes)
         if self.compare_every is not None:

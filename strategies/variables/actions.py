@@ -21,9 +21,9 @@ from strategies.sparse import Rows, fitted, summed
 from strategies.variables import partition
 from strategies.variables.store import Stored
 
-__all__ = ["ACTIONS", "READS", "Outcome", "act", "compressed", "rounded", "widened"]
+__all__ = ["ACTIONS", "COMPRESSIONS", "READS", "Outcome", "act", "compressed", "rounded", "widened"]
 
-_COMPRESSIONS = {"float16": cc.FP16, "bfloat16": cc.BF16}
+COMPRESSIONS = {"float16": cc.FP16, "bfloat16": cc.BF16}
 
 
 class Outcome(NamedTuple):
@@ -90,7 +90,7 @@ def widened(array: Array, options: Mapping[str, Any], dtype: np.dtype[Any]) -> A
     packed = options.get("as")
     if packed is None or array.dtype.name != packed or dtype == array.dtype:
         return array
-    codec = _COMPRESSIONS[packed].codec(dtype, cc.SUM, network=False)
+    codec = COMPRESSIONS[packed].codec(dtype, cc.SUM, network=False)
     if codec is None:
         return array
     out = np.empty(array.size, dtype)
@@ -100,7 +100,7 @@ def widened(array: Array, options: Mapping[str, Any], dtype: np.dtype[Any]) -> A
 
 def rounded(array: Array, packed: str | None) -> Array:
     """Return an array as it travels: rounded to this 16-bit dtype, unless that is None."""
-    return array if packed is None else _rounded(array, _COMPRESSIONS[packed])
+    return array if packed is None else _rounded(array, COMPRESSIONS[packed])
 
 
 # Reading.

@@ -109,10 +109,16 @@ def packing(compression: cc.Compression | None, operation: str) -> dict[str, Any
     """Return the options of an action whose arrays are rounded on their way.
 
     Raises:
-        ValueError: only between nodes, which is not known here.
+        ValueError: to 8 bits, or only between nodes, which is not known here.
     """
     if compression is None or compression.dtype is None:
         return {}
+    if compression.dtype.name not in actions.COMPRESSIONS:
+        words = " ".join(["none", *actions.COMPRESSIONS])
+        raise ValueError(
+            f"{operation}: how variables on tasks travel, expected one of {words}, "
+            f"got {compression}"
+        )
     if compression.where != "everywhere":
         raise ValueError(
             f"{operation}: variables on tasks are rounded everywhere or not at all, got "

@@ -343,7 +343,7 @@ def test_after_the_end_nothing_is_reduced(world):
     world.run(check)
 
 
-@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16], ids=str)
+@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16, cc.INT8], ids=str)
 def test_feedback_makes_up_for_the_roundings_over_the_steps(world, compression):
     def check(comm):
         feedback = compression.with_feedback()
@@ -363,7 +363,7 @@ def test_feedback_makes_up_for_the_roundings_over_the_steps(world, compression):
             exact = steps * sum(1 / 3 + r for r in range(comm.size))
             # The first step is not made up for, since the buckets change after it; of the others,
             # what the last one left over: the roundings of all contributions and of the result.
-            eps = 2.0**-11 if compression is cc.FP16 else 2.0**-8
+            eps = {cc.FP16: 2.0**-11, cc.BF16: 2.0**-8, cc.INT8: 2.0**-8}[compression]
             largest = sum(1 / 3 + r + 1 for r in range(comm.size))
             np.testing.assert_allclose(total, exact, rtol=0, atol=4 * largest * eps + steps * 1e-5)
 

@@ -10,10 +10,11 @@ import collectives as cc
 import oracle
 from collectives.algorithms import compressed
 from collectives.arrays import reduction
-from collectives.compression import BF16, FP16
+from collectives.compression import BF16, FP16, INT8
+from collectives.kernels import int8
 from collectives.transport.transport import Deadline
 
-SCHEMES = [FP16, BF16]
+SCHEMES = [FP16, BF16, INT8]
 HALVES = [np.dtype(np.float16), oracle.BFLOAT16]
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
 
@@ -33,10 +34,10 @@ def allreduce(comm, scheme, x, op=cc.SUM, name=None):
     return result
 
 
-def allreduce_16(comm, x, op=cc.SUM):
+def allreduce_packed(comm, x, op=cc.SUM):
     buffer = x.copy()
     divisor = comm.size if op is cc.MEAN else 1
-    compressed.allreduce_16(
+    compressed.allreduce_packed(
         comm.transport, buffer, op, Deadline("allreduce", 20.0), divisor=divisor
     )
     return buffer
@@ -68,8 +69,41 @@ def two_roundings(arrays, op, half):
     return exact, before + u * (np.abs(exact) + before)
 
 
+def unit(scheme):
+    """The largest error of a rounding, relative to the number, of 8 bits to the block's largest."""
+    if scheme == INT8:  # half a step, which has been rounded up to a bfloat16
+        return 0.5 / int8.MOST * (1 + 2.0**-7)
+    return float(ml_dtypes.finfo(scheme.dtype).eps) / 2
+
+
+def largest_of_block(array):
+    blocks = np.zeros((-(-array.size // 64), 64))
+    blocks.reshape(-1)[: array.size] = np.abs(array)
+    return np.repeat(blocks.max(axis=1), 64)[: array.size]
+
+
+@pytest.mark.parametrize("op", [cc.SUM, cc.MEAN, cc.MIN, cc.MAX], ids=lambda op: op.value)
+def test_a_result_of_8_bits_is_rounded_twice(world, op):
+    ufunc = {cc.MIN: np.minimum, cc.MAX: np.maximum}.get(op, np.add)
+
+    def check(comm):
+        for dtype, counts in (("f4", [*COUNTS, 1 << 21]), ("f8", [0, 1030])):
+            for count in counts:
+                arrays = everyones(comm, count, dtype)
+                result = allreduce(comm, INT8, arrays[comm.rank], op)
+                assert result.dtype == arrays[0].dtype
+                by = comm.size if op is cc.MEAN else 1
+                exact = ufunc.reduce(np.stack(arrays).astype(np.float64)) / by
+                single = comm.size * float(np.finfo(np.float32).eps)
+                before = sum((unit(INT8) + single) * largest_of_block(a) / by for a in arrays)
+                after = unit(INT8) * largest_of_block(np.abs(exact) + before)
+                assert (np.abs(result - exact) <= before + after).all()
+
+    world.run(check)
+
+
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", [FP16, BF16], ids=str)
 def test_a_result_is_rounded_twice(world, scheme, op):
     def check(comm):
         for dtype, counts in (("f4", COUNTS), ("f8", [0, 1030])):
@@ -96,7 +130,7 @@ def test_arrays_of_16_bits_are_rounded_once(world, half, op):
     def check(comm):
         for count in COUNTS:
             arrays = everyones(comm, count, half)
-            result = allreduce_16(comm, arrays[comm.rank], op)
+            result = allreduce_packed(comm, arrays[comm.rank], op)
             oracle.assert_close(result, arrays, op)
             if op is cc.SUM:  # P float32 additions, and one rounding of the result
                 exact = np.sum(arrays, axis=0, dtype=np.float64)
@@ -168,9 +202,9 @@ def test_a_mean_overflows_only_where_it_does_not_fit(world):
         fits = np.full(3, 60_000.0, np.float32)
         np.testing.assert_allclose(allreduce(comm, FP16, fits, cc.MEAN), fits, rtol=2 * 2**-11)
         halves = fits.astype(np.float16)
-        np.testing.assert_allclose(allreduce_16(comm, halves, cc.MEAN), halves, rtol=2**-11)
+        np.testing.assert_allclose(allreduce_packed(comm, halves, cc.MEAN), halves, rtol=2**-11)
         largest = np.full(3, 3.3e38).astype(oracle.BFLOAT16)
-        mean = allreduce_16(comm, largest, cc.MEAN).astype(np.float64)
+        mean = allreduce_packed(comm, largest, cc.MEAN).astype(np.float64)
         np.testing.assert_allclose(mean, largest.astype(np.float64), rtol=2**-8)
 
     world.run(check)
@@ -196,7 +230,7 @@ def test_with_feedback_the_errors_of_100_steps_do_not_add_up(world, scheme, op):
     # rank's contribution (magnitude at most 2.1, its residual included) and one of the result. The
     # additions in float32 round, too: two per contribution and P + 1 for each result, in each step.
     steps, count = 100, 57
-    u = float(ml_dtypes.finfo(scheme.dtype).eps) / 2
+    u = unit(scheme)
     eps = float(np.finfo(np.float32).eps) / 2
 
     def total_error(comm, feedback):

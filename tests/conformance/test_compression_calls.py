@@ -9,7 +9,7 @@ import collectives as cc
 import oracle
 
 
-@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16], ids=str)
+@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16, cc.INT8], ids=str)
 @pytest.mark.parametrize("op", [cc.SUM, cc.MEAN, cc.MIN, cc.MAX], ids=lambda op: op.value)
 def test_a_compressed_allreduce_rounds_twice_whatever_the_size(world, compression, op):
     def check(comm):
@@ -19,9 +19,16 @@ def test_a_compressed_allreduce_rounds_twice_whatever_the_size(world, compressio
             before = x.copy()
             result = comm.allreduce(x, op=op, compression=compression)
             exact, _ = oracle.reduced(arrays, op)
-            eps = 2.0**-10 if compression is cc.FP16 else 2.0**-7
+            eps = {cc.FP16: 2.0**-10, cc.BF16: 2.0**-7, cc.INT8: 2.0**-7}[compression]
             magnitude = np.sum(np.abs(arrays), axis=0) / (comm.size if op is cc.MEAN else 1)
-            assert (np.abs(result - exact) <= eps * (magnitude + np.abs(exact))).all()
+            if compression is cc.INT8:  # relative to the largest of a block, or of the array
+                magnitude, exact_size = (
+                    np.max(magnitude, initial=0),
+                    np.max(np.abs(exact), initial=0),
+                )
+            else:
+                exact_size = np.abs(exact)
+            assert (np.abs(result - exact) <= eps * (magnitude + exact_size)).all()
             assert result.dtype == np.float32
             np.testing.assert_array_equal(x, before)
             everyones = comm.allgather(result.reshape(1, -1))
@@ -55,7 +62,7 @@ def test_none_is_no_compression_and_anything_else_is_refused(world):
         # It agrees with the ranks that say so in the other way.
         compression = None if comm.rank == 1 else cc.NONE
         np.testing.assert_array_equal(comm.allreduce(x, compression=compression), x)
-        words = "not a compression, expected NONE, FP16, BF16 .*, got 'fp16'"
+        words = "not a compression, expected NONE, FP16, BF16, INT8 .*, got 'fp16'"
         for call in (
             lambda: comm.allreduce(x, compression="fp16"),
             lambda: comm.grouped_allreduce([x], compression="fp16"),
@@ -82,19 +89,20 @@ def test_another_compression_on_one_rank_is_an_error_on_all(world):
 
 def test_feedback_makes_up_for_the_roundings(world):
     def check(comm):
-        compression = cc.FP16.with_feedback()
-        x = np.full(5, 1 / 3 + comm.rank, np.float32)
-        total = np.zeros(5)
-        for _ in range(100):
-            total += comm.allreduce(x, op=cc.MEAN, compression=compression, name="x")
-        exact = np.mean([1 / 3 + r for r in range(comm.size)])
-        # What is left is the last step's rounding of contributions and of the result.
-        np.testing.assert_allclose(total, 100 * exact, rtol=0, atol=4 * comm.size * 2.0**-11)
+        for scheme, eps in ((cc.FP16, 2.0**-11), (cc.INT8, 2.0**-7)):
+            compression = scheme.with_feedback()
+            x = np.full(5, 1 / 3 + comm.rank, np.float32)
+            total = np.zeros(5)
+            for _ in range(100):
+                total += comm.allreduce(x, op=cc.MEAN, compression=compression, name="x")
+            exact = np.mean([1 / 3 + r for r in range(comm.size)])
+            # What is left is the last step's rounding of contributions and of the result.
+            np.testing.assert_allclose(total, 100 * exact, rtol=0, atol=4 * comm.size * eps)
 
     world.run(check)
 
 
-@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16], ids=str)
+@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16, cc.INT8], ids=str)
 def test_on_the_network_nothing_is_rounded_where_there_is_one_node(world, compression):
     def check(comm):
         x = oracle.data(comm.rank, (70_001,), np.dtype(np.float32))

@@ -165,15 +165,17 @@ def test_a_broadcast_copies_from_the_root_only(world, algorithm, cupy, route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16], ids=str)
+@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16, cc.INT8], ids=str)
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_compressed_arrays_have_the_host_s_bits(world, cupy, route, compression, algorithm):
     def check(comm):
         on(comm, route)
         values = oracle.data(comm.rank, (7000,), np.dtype(np.float32))
+        # By messages the host's arrays are compressed, whichever algorithm is named; blocks of 8
+        # bits are made on the host.
+        alike = algorithm if compression is cc.INT8 else "ring"
         for op in (cc.SUM, cc.MEAN):
-            # By messages the host's arrays are compressed, whichever algorithm is named.
-            expected = comm.allreduce(values, op=op, algorithm="ring", compression=compression)
+            expected = comm.allreduce(values, op=op, algorithm=alike, compression=compression)
             result = comm.allreduce(
                 late(cupy, values), op=op, algorithm=algorithm, compression=compression
             )

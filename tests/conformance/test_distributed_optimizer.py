@@ -215,7 +215,7 @@ def test_averaged_gradients_are_clipped_by_their_global_norm(world):
 
 def test_compression_keeps_what_rounding_leaves_over(world):
     def check(comm):
-        for compression in (cc.FP16, cc.FP16.with_feedback()):
+        for compression in (cc.FP16, cc.FP16.with_feedback(), cc.INT8.with_feedback()):
             w, v = np.zeros(5, np.float32), np.zeros((2, 2), np.float32)
             optimizer = strategies.DistributedOptimizer(
                 strategies.SGD(1.0), comm=comm, compression=compression
@@ -227,7 +227,8 @@ def test_compression_keeps_what_rounding_leaves_over(world):
             steps = 50 if compression is cc.FP16 else 2
             # Two roundings of numbers up to `size` in each step, or in the last one only; and
             # float32 sums of 50 steps.
-            limit = steps * 2 * comm.size * 2.0**-11 + 50 * abs(exact) * 2.0**-23
+            eps = 2.0**-7 if compression.dtype == cc.INT8.dtype else 2.0**-11
+            limit = steps * 2 * comm.size * eps + 50 * abs(exact) * 2.0**-23
             np.testing.assert_allclose([*w, *v.flat], exact, rtol=0, atol=limit)
 
     world.run(check)
@@ -392,7 +393,7 @@ WRONG = {
         {"gradient_predivide_factor": 2.0, "op": cc.SUM}, ValueError, "for MEAN, got SUM",
     ),
     "op": ({"op": cc.MAX}, ValueError, "expected MEAN or SUM"),
-    "compression": ({"compression": "fp16"}, TypeError, "NONE, FP16 or BF16 .*, got str"),
+    "compression": ({"compression": "fp16"}, TypeError, "NONE, FP16, BF16 or INT8 .*, got str"),
     "clip": ({"clip_global_norm": 0.0}, ValueError, "clip_global_norm > 0, got 0.0"),
     "names": ({"named_parameters": []}, ValueError, "are for optimizers of PyTorch, got SGD"),
 }  # fmt: skip

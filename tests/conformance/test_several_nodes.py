@@ -237,6 +237,26 @@ def test_a_name_that_stands_for_another_array_is_refused_on_all_ranks(nodes):
 
 
 @everywhere
+def test_between_nodes_8_bits_with_feedback_lose_nothing_over_the_steps(nodes):
+    def check(comm):
+        compression = cc.INT8.with_feedback()
+        arrays = [a.astype(np.float64) for a in everyones(comm, 20_001)]
+        total = np.zeros(20_001)
+        for _ in range(50):
+            result = comm.allreduce(
+                arrays[comm.rank].astype(np.float32), op=cc.MEAN, compression=compression, name="x"
+            )
+            assert_equal_everywhere(comm, result)
+            total += result
+        # What is left is the last step's: half a step of each node's sum, and of the result.
+        largest = 1.1 * np.abs(arrays).sum(axis=0).max() / comm.size
+        lost = np.abs(total - 50 * np.mean(arrays, axis=0)).max()
+        assert lost <= 2 * largest / 126 + 50 * largest * 2.0**-20
+
+    nodes.run(check)
+
+
+@everywhere
 @pytest.mark.parametrize("other", ["broadcast", "allgather", "gather", "barrier"])
 def test_another_operation_on_one_rank_is_the_same_error_on_all(nodes, other):
     def check(comm):

@@ -331,6 +331,8 @@ def values_travel_as_16_bits_on_request(make):
     assert whole.read(compression=cc.FP16).value.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="everywhere or not at all"):
         whole.read(compression=cc.FP16.on("network"))
+    with pytest.raises(ValueError, match="expected one of none float16 bfloat16, got int8"):
+        whole.assign(np.arange(3), compression=cc.INT8)
 
 
 @behaviour

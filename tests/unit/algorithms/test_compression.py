@@ -14,7 +14,8 @@ import launcher
 from collectives import compression, topology
 from collectives.algorithms import compressed
 from collectives.arrays import reduction
-from collectives.compression import BF16, FP16, NONE
+from collectives.compression import BF16, FP16, INT8, NONE
+from collectives.kernels.int8 import BLOCK
 from collectives.transport.transport import Deadline
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -29,10 +30,12 @@ def test_floats_of_32_and_64_bits_are_compressed_and_nothing_else():
     for dtype in ("f4", "f8"):
         assert codec(FP16, dtype).dtype == np.float16
         assert codec(BF16, dtype).dtype == ml_dtypes.bfloat16
+        assert codec(INT8, dtype).dtype == BLOCK
         assert codec(NONE, dtype) is None
     for dtype in ("?", "i1", "i4", "u8", "c8", "c16", *HALVES):
         assert codec(FP16, dtype) is None
         assert codec(BF16, dtype) is None
+        assert codec(INT8, dtype) is None
 
 
 def test_on_the_network_means_not_within_a_node():
@@ -46,25 +49,26 @@ def test_on_the_network_means_not_within_a_node():
 
 
 def test_ranks_tell_compressions_apart_by_their_words():
-    words = [NONE, FP16, BF16, BF16.on("network"), FP16.on("network").with_feedback()]
+    words = [NONE, FP16, BF16, INT8, BF16.on("network"), FP16.on("network").with_feedback()]
     assert [str(scheme) for scheme in words] == [
         "none",
         "float16",
         "bfloat16",
+        "int8",
         "bfloat16 on network",
         "float16 on network with feedback",
     ]
-    assert len({*words, FP16.with_feedback(), FP16.with_feedback()}) == 7
+    assert len({*words, FP16.with_feedback(), FP16.with_feedback()}) == 8
 
 
 def test_a_compression_is_shown_as_it_is_written():
     feedback = FP16.with_feedback()
-    assert repr([NONE, FP16, BF16]) == "[NONE, FP16, BF16]"
+    assert repr([NONE, FP16, BF16, INT8]) == "[NONE, FP16, BF16, INT8]"
     assert repr(feedback) == "FP16.with_feedback()"
     assert repr(BF16.on("network")) == "BF16.on('network')"
     assert repr(feedback.on("network")) == "FP16.on('network').with_feedback()"
     assert repr(feedback.on("network").on("everywhere")) == repr(feedback)
-    for scheme in (NONE, FP16, BF16, NONE.on("network"), BF16.on("network")):
+    for scheme in (NONE, FP16, BF16, INT8, NONE.on("network"), BF16.on("network")):
         assert eval(repr(scheme)) == scheme
 
 
@@ -135,13 +139,13 @@ def deadline():
 @pytest.mark.parametrize("mode", inprocess.MODES)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_many_slices_share_little_scratch(monkeypatch, size, mode):
-    monkeypatch.setattr(compressed, "SLICE_ELEMENTS", 16)
+    monkeypatch.setattr(compressed, "SLICE_BYTES", 32)
     count = 16 * 9 * size + 3
     everyones = np.random.default_rng(0).integers(-50, 50, (size, count)).astype(np.float16)
 
     def allreduce(transport):
         buffer = everyones[transport.rank].copy()
-        compressed.allreduce_16(transport, buffer, cc.SUM, deadline())
+        compressed.allreduce_packed(transport, buffer, cc.SUM, deadline())
         return buffer
 
     for result in run(size, allreduce, mode):
@@ -150,7 +154,7 @@ def test_many_slices_share_little_scratch(monkeypatch, size, mode):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_no_memory_is_received_into_that_is_still_needed(monkeypatch, size):
-    monkeypatch.setattr(compressed, "SLICE_ELEMENTS", 16)
+    monkeypatch.setattr(compressed, "SLICE_BYTES", 32)
     count = 16 * 9 * size
 
     def allreduce(transport):
@@ -162,7 +166,7 @@ def test_no_memory_is_received_into_that_is_still_needed(monkeypatch, size):
 
         monkeypatch.setattr(transport, "start_receive", scribbled)
         buffer = np.ones(count, np.float16)
-        compressed.allreduce_16(transport, buffer, cc.SUM, deadline())
+        compressed.allreduce_packed(transport, buffer, cc.SUM, deadline())
         return buffer
 
     for result in run(size, allreduce):
@@ -180,16 +184,17 @@ def test_elements_are_summed_in_rank_order_wherever_they_stand(size):
 
     def allreduce(transport):
         buffer = everyones[transport.rank].copy()
-        compressed.allreduce_16(transport, buffer, cc.SUM, deadline())
+        compressed.allreduce_packed(transport, buffer, cc.SUM, deadline())
         return buffer
 
     for result in run(size, allreduce):
         np.testing.assert_array_equal(result, expected.astype(HALVES[1]))
 
 
+@pytest.mark.parametrize(("scheme", "share"), [(FP16, 1 / 2), (INT8, 66 / 256)], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_half_of_the_bytes_of_a_ring_are_sent(monkeypatch, size):
-    count = 1200
+def test_a_share_of_the_bytes_of_a_ring_is_sent(monkeypatch, size, scheme, share):
+    count = 64 * 1200
     sent = [0] * size
 
     def allreduce(transport):
@@ -201,10 +206,10 @@ def test_half_of_the_bytes_of_a_ring_are_sent(monkeypatch, size):
 
         monkeypatch.setattr(transport, "start_send", counted)
         buffer = np.ones(count, np.float32)
-        compressed.allreduce(transport, buffer, cc.SUM, deadline(), codec=codec(FP16))
+        compressed.allreduce(transport, buffer, cc.SUM, deadline(), codec=codec(scheme))
 
     run(size, allreduce)
-    assert sent == [2 * (size - 1) * 2 * count // size] * size
+    assert sent == [share * 2 * (size - 1) * 4 * count // size] * size
 
 
 def test_many_ranks_need_no_more_scratch_than_few(monkeypatch):
@@ -228,7 +233,7 @@ def test_many_ranks_need_no_more_scratch_than_few(monkeypatch):
         buffer = np.zeros(20_000 * size, np.float16)
         with monkeypatch.context() as patch:
             patch.setattr(np, "empty", watched)
-            compressed.allreduce_16(transport, buffer, cc.SUM, deadline())
+            compressed.allreduce_packed(transport, buffer, cc.SUM, deadline())
     assert max(allocated) <= 8 << 20
 
 
@@ -254,7 +259,7 @@ def test_the_error_of_8_ranks_is_at_most_half_of_rounding_at_each_hop(half, low)
 
     def allreduce(transport):
         buffer = everyones[transport.rank].copy()
-        compressed.allreduce_16(transport, buffer, cc.SUM, deadline())
+        compressed.allreduce_packed(transport, buffer, cc.SUM, deadline())
         return buffer
 
     ours = np.abs(run(8, allreduce)[3].astype(np.float64) - exact)
