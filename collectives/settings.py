@@ -6,6 +6,7 @@
 | `UNISONO_STALL_WARNING` | seconds > 0 | 60 | after how long a wait is reported in the log |
 | `UNISONO_CHECK` | off, sample, always | always | compare calls first; the strictest counts |
 | `UNISONO_SHARED_MEMORY` | directory, or off | /dev/shm | where ranks of a node meet |
+| `UNISONO_STORES` | auto, plain, streaming | auto | how ranks of a node store for others |
 | `UNISONO_RECORDER_DIR` | directory | unisono-recorder-JOB | where flight records go |
 | `UNISONO_ABORT_ON_EXCEPTION` | 0 or 1 | 1 | an uncaught exception on one rank ends the whole job |
 | `UNISONO_MPI_SETTINGS` | 0 or 1 | 1 | give Open MPI the settings listed in `launch.py` |
@@ -31,10 +32,11 @@ from typing import Any, Literal, get_args
 
 from collectives import links
 
-__all__ = ["VARIABLES", "Check", "CudaAware", "Settings", "from_environment", "slips"]
+__all__ = ["VARIABLES", "Check", "CudaAware", "Settings", "Stores", "from_environment", "slips"]
 
 Check = Literal["off", "sample", "always"]
 CudaAware = Literal["auto", "on", "off"]
+Stores = Literal["auto", "plain", "streaming"]
 
 # Of slurm/train.sbatch, which the processes that it starts inherit, and of the tests.
 _OTHERS = (
@@ -53,6 +55,7 @@ class Settings:
     stall_warning: float = 60.0
     check: Check = "always"
     shared_memory: str | None = "/dev/shm"
+    stores: Stores = "auto"
     recorder_dir: str | None = None
     abort_on_exception: bool = True
     mpi_settings: bool = True
@@ -138,6 +141,7 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "UNISONO_STALL_WARNING": ("stall_warning", _seconds),
     "UNISONO_CHECK": ("check", partial(_one_of, get_args(Check))),
     "UNISONO_SHARED_MEMORY": ("shared_memory", lambda text: None if text == "off" else text),
+    "UNISONO_STORES": ("stores", partial(_one_of, get_args(Stores))),
     "UNISONO_RECORDER_DIR": ("recorder_dir", str),
     "UNISONO_ABORT_ON_EXCEPTION": ("abort_on_exception", _switch),
     "UNISONO_MPI_SETTINGS": ("mpi_settings", _switch),

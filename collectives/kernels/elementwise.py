@@ -40,6 +40,21 @@ def _divide(name: str) -> Loop:
     return divide
 
 
+def _start(name: str, function: str) -> Loop:
+    """Return a loop that combines two arrays into a third."""
+    dtype = np.dtype(name)
+    combined = FUNCTIONS[function]
+
+    def start(dest: int, first: int, second: int, n: int) -> None:
+        y = carray(pointer(dest), n, dtype)
+        a = carray(pointer(first), n, dtype)
+        b = carray(pointer(second), n, dtype)
+        for i in range(n):
+            y[i] = combined(a[i], b[i])
+
+    return start
+
+
 def _add(name: str, function: str) -> Loop:
     """Return a loop that combines two arrays of one type."""
     dtype = np.dtype(name)
@@ -54,17 +69,19 @@ def _add(name: str, function: str) -> Loop:
     return add
 
 
-def _widen(half: str) -> Loop:
-    """Return a loop that turns 16-bit floats into float32."""
+def _start_half(half: str, function: str) -> Loop:
+    """Return a loop that combines two arrays of 16-bit floats into float32."""
     widen, _ = float16.CONVERSIONS[half]
+    combined = FUNCTIONS[function]
 
-    def copy(dest: int, source: int, n: int, size: int) -> None:
-        a = carray(pointer(dest), n, np.float32)
-        x = carray(pointer(source), n, np.uint16)
+    def start(dest: int, first: int, second: int, n: int) -> None:
+        y = carray(pointer(dest), n, np.float32)
+        a = carray(pointer(first), n, np.uint16)
+        b = carray(pointer(second), n, np.uint16)
         for i in range(n):
-            a[i] = widen(x[i])
+            y[i] = combined(widen(a[i]), widen(b[i]))
 
-    return copy
+    return start
 
 
 def _add_half(half: str, function: str) -> Loop:
@@ -110,8 +127,9 @@ def _mean(half: str) -> Loop:
 
 _KINDS: dict[str, Callable[..., Loop]] = {
     "divide": _divide,
+    "start": _start,
     "add": _add,
-    "widen": _widen,
+    "start_half": _start_half,
     "add_half": _add_half,
     "round": _round,
     "mean": _mean,

@@ -14,9 +14,12 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
-__all__ = ["call", "copy", "load", "on_stack", "pause", "pointer", "sched_yield", "store"]
+__all__ = [
+    "call", "clock_gettime", "copy", "drain", "fence", "load", "on_stack", "pair",
+    "pause", "pointer", "sched_yield", "store", "stream",
+]  # fmt: skip
 
 
 @intrinsic
@@ -67,6 +70,57 @@ def copy(typingctx: Any, dest: Any, source: Any, nbytes: Any) -> Any:
 
 
 @intrinsic
+def _stream_line(typingctx: Any, dest: Any, source: Any) -> Any:
+    """Copy 64 bytes past the caches; the destination is aligned to 64 bytes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = ir.VectorType(ir.IntType(64), 8)
+        pointers = [builder.inttoptr(arg, line.as_pointer()) for arg in args]
+        stored = builder.store(builder.load(pointers[1], align=1), pointers[0], align=64)
+        mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        stored.set_metadata("nontemporal", mark)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@register_jitable
+def stream(dest: int, source: int, nbytes: int) -> None:
+    """Copy bytes past the caches, as `copy`; others see them after a `fence`."""
+    head = min(-dest % 64, nbytes)
+    copy(dest, source, head)
+    whole = head + (nbytes - head) // 64 * 64
+    for at in range(head, whole, 64):
+        _stream_line(dest + at, source + at)
+    copy(dest + whole, source + whole, nbytes - whole)
+
+
+@intrinsic
+def fence(typingctx: Any) -> Any:
+    """Order what was streamed before what is stored after (x86-64; ARM64 needs nothing)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if builder.module.triple.startswith(("x86_64", "i686")):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            name = "llvm.x86.sse.sfence"
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def drain(typingctx: Any) -> Any:
+    """Wait until all that was stored has reached the caches."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def call(typingctx: Any, function: Any, dest: Any, source: Any, n: Any, size: Any) -> Any:
     """Call a loop `f(dest, source, n, size)` by its address."""
 
@@ -98,6 +152,18 @@ def on_stack(kind: Any, count: int) -> Any:
 
 
 @intrinsic
+def pair(typingctx: Any, function: Any, dest: Any, a: Any, b: Any, n: Any) -> Any:
+    """Call a loop `f(dest, a, b, n)` by its address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
 def pause(typingctx: Any) -> Any:
     """Tell the processor that this is a wait, so that it leaves its resources to others."""
 
@@ -116,5 +182,6 @@ def pause(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
-# Gives the core away; from the C library, which every Python process has loaded.
+# From the C library, which every Python process has loaded: the first gives the core away.
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
+clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))

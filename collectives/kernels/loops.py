@@ -2,8 +2,8 @@
 
 The rounds of the node engine (`collectives.node.rounds`) call them by address, tile by tile. A loop
 is `f(dest, source, n, size)`: addresses of two arrays of `n` elements that do not overlap, and the
-number of ranks, by which MEAN divides. Each is simple, one array read and one changed, and thereby
-vectorised.
+number of ranks, by which MEAN divides; or, to begin a sum, `f(dest, a, b, n)`. Arrays that overlap
+in no element make each loop simple enough to be vectorised.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["Loops", "loops"]
 class Loops(NamedTuple):
     """Addresses of the loops of one dtype and op; 0 stands for a plain copy.
 
-    `fill` copies a contribution to where others read it, `start` and `add` begin a sum in the
-    working type and go on with it, `save` writes it back in the type of the arrays.
+    `fill` copies a contribution to where others read it, `start` combines two in the working type,
+    `add` goes on with a third and so on, `save` writes the result back in the type of the arrays.
     """
 
     fill: int
@@ -49,9 +49,11 @@ def loops(dtype: np.dtype[Any], op: str) -> Loops:
     if is_half(dtype):
         half = dtype.name
         save = _loop("mean" if mean else "round", half)
-        return Loops(0, _loop("widen", half), _loop("add_half", half, function), save)
+        start = _loop("start_half", half, function)
+        return Loops(0, start, _loop("add_half", half, function), save)
     storage = "uint8" if dtype.kind == "b" else dtype.name
-    return Loops(_loop("divide", storage) if mean else 0, 0, _loop("add", storage, function), 0)
+    fill = _loop("divide", storage) if mean else 0
+    return Loops(fill, _loop("start", storage, function), _loop("add", storage, function), 0)
 
 
 def _loop(kind: str, *words: str) -> int:

@@ -53,7 +53,7 @@ _OF_PYTHON = (
 )
 
 # What code may refer to: a process without numba has it.
-KNOWN_SYMBOLS = frozenset((*_OF_PYTHON, "sched_yield"))
+KNOWN_SYMBOLS = frozenset((*_OF_PYTHON, "clock_gettime", "sched_yield"))
 
 _lock = threading.Lock()
 _addresses: dict[tuple[str, ...], int] = {}

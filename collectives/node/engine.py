@@ -51,6 +51,7 @@ from collectives.kernels.loops import loops
 from collectives.links import Link
 from collectives.node import folders, segment, words
 from collectives.node.shared_arrays import SharedArrays
+from collectives.settings import Stores
 from collectives.transport import liveness
 from collectives.transport.transport import Transport
 from collectives.transport.waiting import Deadline, Known, Wait, this_thread
@@ -124,9 +125,10 @@ def start(transport: Transport, directory: str | None, deadline: Deadline) -> En
     if transport.whole is not transport:
         slot = max(slot, SLOT_BYTES_OF_PART)
     headers = -(-transport.size * (words.HEADER_BYTES + NOTE_BYTES) // _PAGE) * _PAGE
-    memory = segment.create(transport, headers + transport.size * 2 * slot, directory, deadline)
+    memory = segment.create(transport, headers, 2 * slot, directory, deadline)
     if memory is None:
         return None
+    memory[::_PAGE].max()  # mapped now, not while somebody waits, or takes the time of a store
     return Engine(transport, memory, headers, slot, _signs_of_life(transport, directory, deadline))
 
 
@@ -187,8 +189,8 @@ class Engine:
         self.driven = 0
         self._memory = memory
         self._slot = slot
-        self._counter = np.zeros(1, np.int64)
-        self._scratch = np.empty(2 * words.TILE_BYTES, np.uint8)
+        self._state = np.zeros(words.STATE_WORDS, np.int64)
+        self._scratch = np.empty(4 * words.TILE_BYTES, np.uint8)
         self.shared = SharedArrays(self.rank, self.size)
         base = address(memory)
         crowded = self.size > (os.cpu_count() or 1)
@@ -202,12 +204,29 @@ class Engine:
             (words.HEADERS, base),
             (words.SLOTS, base + headers),
             (words.SLOT_BYTES, slot),
-            (words.COUNTER, address(self._counter)),
+            (words.STATE, address(self._state)),
             (words.SCRATCH, address(self._scratch)),
             (words.SPINS, _SPINS_CROWDED if crowded else _SPINS),
             (words.YIELDS, _YIELDS),
         ):
             self._template[word] = value
+
+    def choose_stores(self, stores: Stores) -> None:
+        """Say how this rank hands bytes to others, or let it measure; the others may do otherwise.
+
+        Every rank has its own way, which it may change between two stores: the bits do not.
+        """
+        self._state[words.FIXED] = stores != "auto"
+        self._state[words.WAY] = words.STREAMING if stores == "streaming" else words.PLAIN
+
+    @property
+    def stores(self) -> tuple[str, float]:
+        """How this rank hands bytes over: "plain" or "streaming", and what it rests on.
+
+        The second is the rate of its plain stores to another core in GB/s; 0 if not measured.
+        """
+        way = "plain" if self._state[words.WAY] == words.PLAIN else "streaming"
+        return way, 0.0 if self._state[words.FIXED] else float(self._state[words.RATE]) / 1000
 
     def agree(self, digest: int, deadline: Deadline) -> bool:
         """Wait for all ranks; tell whether they bring the same digest of their call."""

@@ -1,11 +1,11 @@
 """The rounds in which ranks of a node meet, compiled by numba at first use: fill, wait, combine.
 
-`collectives.node.words` says what a kind of call (`one_shot` ...) gets and returns, and what it
-works on. What happens to single elements is up to the loops of `collectives.kernels.loops`, whose
-addresses the block holds; so each kind is compiled once, whatever the dtype.
+Each kind of call (`one_shot` ...) works until it is done or has waited for long. What happens to
+single elements is up to the loops of `collectives.kernels.loops`, whose addresses the block
+holds; so each kind is compiled once, whatever the dtype. Words, headers and slots are explained in
+`collectives.node.words`.
 
-All calls of a communicator are cut into numbered *rounds*; round k uses slot k mod 2 of every rank.
-In a round each rank
+Round k uses slot k mod 2 of every rank. In a round each rank
 
     1. fills its slot, then stores k in its word FILLED,
     2. waits until FILLED >= k on all ranks,
@@ -27,111 +27,59 @@ import numpy as np
 from numba import carray, njit
 
 from collectives.kernels import compiling
-from collectives.kernels.intrinsics import call, copy, load, pause, pointer, sched_yield, store
+from collectives.kernels.intrinsics import call, copy, pair, pointer
 from collectives.node import words as w
+from collectives.node.meeting import agreed, announce, end, next_round, slot, wait
+from collectives.node.stores import put, tell
 
 __all__ = ["make", "one_shot", "pipelined", "publish", "shared"]
 
-
-@njit
-def _wait(block: Any, word: int, target: int) -> bool:
-    """Wait until a word of all headers has reached the target; False after too many polls."""
-    spins, yields = block[w.SPINS], block[w.YIELDS]
-    for rank in range(block[w.SIZE]):
-        address = block[w.HEADERS] + rank * w.HEADER_BYTES + 8 * word
-        polls = 0
-        while load(address) < target:
-            polls += 1
-            if polls <= spins:
-                pause()
-            elif polls <= spins + yields:
-                sched_yield()
-            else:
-                block[w.MISSING] = rank
-                return False
-    return True
+# A row of the table of `publish`: whose stream, its first byte, the one after its last, and where
+# they go, counted from OUT.
+PEER, FROM, TO, DEST = 0, 1, 2, 3
 
 
 @njit
-def _header(block: Any, rank: int) -> int:
-    return block[w.HEADERS] + rank * w.HEADER_BYTES
-
-
-@njit
-def _slot(block: Any, rank: int, number: int) -> int:
-    """Return the address of a rank's slot in a round."""
-    return block[w.SLOTS] + (2 * rank + number % 2) * block[w.SLOT_BYTES]
-
-
-@njit
-def _announce(block: Any, first: int) -> None:
-    """Begin a call: put its hash where the others look for it, before FILLED is stored."""
-    block[w.FIRST] = first
-    store(_header(block, block[w.RANK]) + 8 * (w.HASHES + first % 2), block[w.HASH])
-
-
-@njit
-def _agreed(block: Any) -> bool:
-    """Compare the hashes of all ranks, each of which has filled the call's first round."""
-    for rank in range(block[w.SIZE]):
-        if load(_header(block, rank) + 8 * (w.HASHES + block[w.FIRST] % 2)) != block[w.HASH]:
-            return False
-    return True
-
-
-@njit
-def _end(block: Any, status: int, rounds: int) -> int:
-    """End a call after some rounds, and make the block ready for the next."""
-    carray(pointer(block[w.COUNTER]), 1, np.int64)[0] = block[w.FIRST] + rounds - 1
-    block[w.PHASE] = 0
-    block[w.DONE_ROUNDS] = 0
-    return status
-
-
-@njit
-def _next_round(block: Any) -> int:
-    return carray(pointer(block[w.COUNTER]), 1, np.int64)[0] + 1
-
-
-@njit
-def _fill(block: Any, source: int, dest: int, n: int) -> None:
+def _fill(block: Any, dest: int, source: int, n: int) -> None:
     """Copy a contribution to where others read it."""
-    if block[w.FILL]:
-        call(block[w.FILL], dest, source, n, block[w.SIZE])
-    else:
-        copy(dest, source, n * block[w.WIDTH])
+    width = block[w.WIDTH]
+    if not block[w.FILL]:
+        put(block, dest, source, n * width)
+        return
+    for at in range(0, n, w.TILE):
+        few = min(w.TILE, n - at)
+        call(block[w.FILL], block[w.SCRATCH], source + at * width, few, block[w.SIZE])
+        put(block, dest + at * width, block[w.SCRATCH], few * width)
 
 
 @njit
-def _accumulate(block: Any, dest: int, source: int, n: int, first: bool) -> None:
-    """Start a sum that belongs at `dest`, or go on with it.
-
-    It grows where it belongs, unless its working type is another than that of the arrays.
-    """
-    total = block[w.SCRATCH] if block[w.SAVE] else dest
-    if not first:
-        call(block[w.ADD], total, source, n, block[w.SIZE])
-    elif block[w.START]:
-        call(block[w.START], total, source, n, block[w.SIZE])
-    elif source != total:
-        copy(total, source, n * block[w.WIDTH])
-
-
-@njit
-def _save(block: Any, dest: int, n: int) -> None:
-    """End a sum that belongs at `dest`."""
-    if block[w.SAVE]:
-        call(block[w.SAVE], dest, block[w.SCRATCH], n, block[w.SIZE])
-
-
-@njit
-def _own(block: Any, source: int, n: int) -> int:
-    """Return where this rank's own contribution can be read as the others' can."""
+def _own(block: Any, source: int, n: int, rank: int) -> int:
+    """Return where a contribution that lies in no slot can be read as one that does."""
     if not block[w.FILL]:
         return source
-    part = block[w.SCRATCH] + w.TILE_BYTES
-    _fill(block, source, part, n)
+    part = block[w.SCRATCH] + (2 + rank % 2) * w.TILE_BYTES  # two are combined at a time
+    call(block[w.FILL], part, source, n, block[w.SIZE])
     return part
+
+
+@njit
+def _accumulate(block: Any, total: int, source: int, n: int, rank: int) -> None:
+    """Go on with a sum in rank order."""
+    if rank == 0:
+        block[w.EARLIER] = source
+    elif rank == 1:
+        pair(block[w.START], total, block[w.EARLIER], source, n)
+    else:
+        call(block[w.ADD], total, source, n, block[w.SIZE])
+
+
+@njit
+def _saved(block: Any, total: int, n: int) -> int:
+    """Return where a sum that has grown in a tile lies in the type of the arrays."""
+    if not block[w.SAVE]:
+        return total
+    call(block[w.SAVE], total + w.TILE_BYTES, total, n, block[w.SIZE])
+    return total + w.TILE_BYTES
 
 
 def one_shot(address: int) -> int:
@@ -142,24 +90,25 @@ def one_shot(address: int) -> int:
     block = carray(pointer(address), w.WORDS, np.int64)
     count, width = block[w.COUNT], block[w.WIDTH]
     if block[w.PHASE] == 0:
-        number = _next_round(block)
-        _fill(block, block[w.SEND], _slot(block, block[w.RANK], number), count)
-        _announce(block, number)
-        store(_header(block, block[w.RANK]) + 8 * w.FILLED, number)
+        number = next_round(block)
+        _fill(block, slot(block, block[w.RANK], number), block[w.SEND], count)
+        announce(block, number)
+        tell(block, w.FILLED, number)
         block[w.PHASE] = 1
     number = block[w.FIRST]
-    if not _wait(block, w.FILLED, number):
+    if not wait(block, w.FILLED, number):
         return w.WAITING
-    if not _agreed(block):
-        return _end(block, w.MISMATCH, 1)
+    if not agreed(block):
+        return end(block, w.MISMATCH, 1)
     for at in range(0, count, w.TILE):
         n = min(w.TILE, count - at)
         dest = block[w.OUT] + at * width
+        total = block[w.SCRATCH] if block[w.SAVE] else dest
         for rank in range(block[w.SIZE]):
-            source = _slot(block, rank, number) + at * width
-            _accumulate(block, dest, source, n, rank == 0)
-        _save(block, dest, n)
-    return _end(block, w.DONE, 1)
+            _accumulate(block, total, slot(block, rank, number) + at * width, n, rank)
+        if block[w.SAVE]:
+            call(block[w.SAVE], dest, total, n, block[w.SIZE])
+    return end(block, w.DONE, 1)
 
 
 @njit
@@ -191,13 +140,13 @@ def _turns(block: Any) -> int:
 def _contribute(block: Any, turn: int) -> None:
     """Fill this rank's slot for a round of a pipelined call."""
     number = block[w.FIRST] + turn
-    slot = _slot(block, block[w.RANK], number)
+    own = slot(block, block[w.RANK], number)
     for owner in range(block[w.SIZE]):
         if owner != block[w.RANK]:  # the own part is read where it is
             start, n = _span(block, owner, turn)
-            dest = slot + owner * _piece(block)
-            _fill(block, block[w.SEND] + start * block[w.WIDTH], dest, n)
-    store(_header(block, block[w.RANK]) + 8 * w.FILLED, number)
+            dest = own + owner * _piece(block)
+            _fill(block, dest, block[w.SEND] + start * block[w.WIDTH], n)
+    tell(block, w.FILLED, number)
 
 
 @njit
@@ -208,17 +157,19 @@ def _combine_piece(block: Any, turn: int) -> None:
     start, count = _span(block, me, turn)
     for at in range(0, count, w.TILE):
         n = min(w.TILE, count - at)
-        dest = _slot(block, me, number) + place + at * width
+        offset = (start + at) * width
         for rank in range(block[w.SIZE]):
             if rank == me:
-                source = _own(block, block[w.SEND] + (start + at) * width, n)
+                source = _own(block, block[w.SEND] + offset, n, rank)
             else:
-                source = _slot(block, rank, number) + place + at * width
-            _accumulate(block, dest, source, n, rank == 0)
-        _save(block, dest, n)
+                source = slot(block, rank, number) + place + at * width
+            _accumulate(block, block[w.SCRATCH], source, n, rank)
+        result = _saved(block, block[w.SCRATCH], n)
         if block[w.TAKE] != w.TAKE_NONE:
-            copy(block[w.OUT] + (start + at) * width, dest, n * width)
-    store(_header(block, me) + 8 * w.READY, number)
+            copy(block[w.OUT] + offset, result, n * width)
+        if block[w.TAKE] != w.TAKE_OWN:
+            put(block, slot(block, me, number) + place + at * width, result, n * width)
+    tell(block, w.READY, number)
 
 
 @njit
@@ -228,7 +179,7 @@ def _collect(block: Any, turn: int) -> None:
     for owner in range(block[w.SIZE]):
         if owner != block[w.RANK]:
             start, n = _span(block, owner, turn)
-            source = _slot(block, owner, number) + owner * _piece(block)
+            source = slot(block, owner, number) + owner * _piece(block)
             copy(block[w.OUT] + start * width, source, n * width)
 
 
@@ -242,27 +193,27 @@ def pipelined(address: int) -> int:
     block = carray(pointer(address), w.WORDS, np.int64)
     total = _turns(block)
     if block[w.PHASE] == 0:
-        _announce(block, _next_round(block))
+        announce(block, next_round(block))
         _contribute(block, 0)
         block[w.PHASE] = 1
     while block[w.DONE_ROUNDS] < total:
         turn = block[w.DONE_ROUNDS]
         if block[w.PHASE] == 1:
-            if not _wait(block, w.FILLED, block[w.FIRST] + turn):
+            if not wait(block, w.FILLED, block[w.FIRST] + turn):
                 return w.WAITING
-            if turn == 0 and not _agreed(block):
-                return _end(block, w.MISMATCH, 1)
+            if turn == 0 and not agreed(block):
+                return end(block, w.MISMATCH, 1)
             if turn + 1 < total:
                 _contribute(block, turn + 1)
             _combine_piece(block, turn)
             block[w.PHASE] = 2
-        if not _wait(block, w.READY, block[w.FIRST] + turn):
+        if not wait(block, w.READY, block[w.FIRST] + turn):
             return w.WAITING
         if block[w.TAKE] == w.TAKE_ALL:
             _collect(block, turn)
         block[w.DONE_ROUNDS] = turn + 1
         block[w.PHASE] = 1
-    return _end(block, w.DONE, total)
+    return end(block, w.DONE, total)
 
 
 @njit
@@ -270,17 +221,16 @@ def _combine_shared(block: Any) -> None:
     """Combine the own chunk of all ranks' arrays, and write it into all of them."""
     table = carray(pointer(block[w.TABLE]), block[w.SIZE], np.int64)
     bounds = carray(pointer(block[w.BOUNDS]), block[w.SIZE] + 1, np.int64)
-    end = bounds[block[w.RANK] + 1]
+    stop = bounds[block[w.RANK] + 1]
     width = block[w.WIDTH]
-    for at in range(bounds[block[w.RANK]], end, w.TILE):
-        n = min(w.TILE, end - at)
-        dest = table[0] + at * width
+    for at in range(bounds[block[w.RANK]], stop, w.TILE):
+        n = min(w.TILE, stop - at)
         for rank in range(block[w.SIZE]):
-            source = _own(block, table[rank] + at * width, n)
-            _accumulate(block, dest, source, n, rank == 0)
-        _save(block, dest, n)
-        for rank in range(1, block[w.SIZE]):
-            copy(table[rank] + at * width, dest, n * width)
+            source = _own(block, table[rank] + at * width, n, rank)
+            _accumulate(block, block[w.SCRATCH], source, n, rank)
+        result = _saved(block, block[w.SCRATCH], n)
+        for rank in range(block[w.SIZE]):
+            copy(table[rank] + at * width, result, n * width)
 
 
 def shared(address: int) -> int:
@@ -290,21 +240,21 @@ def shared(address: int) -> int:
     """
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
-        number = _next_round(block)
-        _announce(block, number)
-        store(_header(block, block[w.RANK]) + 8 * w.FILLED, number)
+        number = next_round(block)
+        announce(block, number)
+        tell(block, w.FILLED, number)
         block[w.PHASE] = 1
     if block[w.PHASE] == 1:
-        if not _wait(block, w.FILLED, block[w.FIRST]):
+        if not wait(block, w.FILLED, block[w.FIRST]):
             return w.WAITING
-        if not _agreed(block):
-            return _end(block, w.MISMATCH, 1)
+        if not agreed(block):
+            return end(block, w.MISMATCH, 1)
         _combine_shared(block)
-        store(_header(block, block[w.RANK]) + 8 * w.READY, block[w.FIRST])
+        tell(block, w.READY, block[w.FIRST])
         block[w.PHASE] = 2
-    if not _wait(block, w.READY, block[w.FIRST]):
+    if not wait(block, w.READY, block[w.FIRST]):
         return w.WAITING
-    return _end(block, w.DONE, 1)
+    return end(block, w.DONE, 1)
 
 
 @njit
@@ -313,11 +263,11 @@ def _copy_wanted(block: Any, turn: int) -> None:
     table = carray(pointer(block[w.TABLE]), (block[w.ROWS], 4), np.int64)
     window = turn * block[w.SLOT_BYTES]
     for row in range(block[w.ROWS]):
-        start = max(table[row, w.FROM], window)
-        stop = min(table[row, w.TO], window + block[w.SLOT_BYTES])
+        start = max(table[row, FROM], window)
+        stop = min(table[row, TO], window + block[w.SLOT_BYTES])
         if start < stop:
-            source = _slot(block, table[row, w.PEER], block[w.FIRST] + turn) + start - window
-            dest = block[w.OUT] + table[row, w.DEST] + start - table[row, w.FROM]
+            source = slot(block, table[row, PEER], block[w.FIRST] + turn) + start - window
+            dest = block[w.OUT] + table[row, DEST] + start - table[row, FROM]
             copy(dest, source, stop - start)
 
 
@@ -329,24 +279,24 @@ def publish(address: int) -> int:
     """
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
-        _announce(block, _next_round(block))
+        announce(block, next_round(block))
     while block[w.DONE_ROUNDS] < block[w.ROUNDS]:
         turn = block[w.DONE_ROUNDS]
         number = block[w.FIRST] + turn
         if block[w.PHASE] != 2:
             at = turn * block[w.SLOT_BYTES]
             n = max(0, min(block[w.SLOT_BYTES], block[w.COUNT] - at))
-            copy(_slot(block, block[w.RANK], number), block[w.SEND] + at, n)
-            store(_header(block, block[w.RANK]) + 8 * w.FILLED, number)
+            put(block, slot(block, block[w.RANK], number), block[w.SEND] + at, n)
+            tell(block, w.FILLED, number)
             block[w.PHASE] = 2
-        if not _wait(block, w.FILLED, number):
+        if not wait(block, w.FILLED, number):
             return w.WAITING
-        if turn == 0 and not _agreed(block):
-            return _end(block, w.MISMATCH, 1)
+        if turn == 0 and not agreed(block):
+            return end(block, w.MISMATCH, 1)
         _copy_wanted(block, turn)
         block[w.DONE_ROUNDS] = turn + 1
         block[w.PHASE] = 1
-    return _end(block, w.DONE, block[w.ROUNDS])
+    return end(block, w.DONE, block[w.ROUNDS])
 
 
 def make(symbol: str, kind: str) -> bytes:

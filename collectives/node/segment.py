@@ -4,7 +4,7 @@ A segment is a file in a folder of its own in `/dev/shm` (`collectives.node.fold
 mapped by all ranks and unlinked as soon as all have mapped it: when the last rank ends, however it
 ends, nothing is left. A rank 0 that is killed before has its folder removed by the next that makes
 one. All pages are allocated at once, so that too little memory is an error here and not a SIGBUS
-later.
+later, each rank's part by itself, so that it lies in the memory of the rank's own socket.
 """
 
 from __future__ import annotations
@@ -28,32 +28,37 @@ log = logging.getLogger(__name__)
 _TEXT_BYTES = 256
 
 
-def create(transport: Transport, nbytes: int, directory: str, deadline: Deadline) -> Array | None:
+def create(
+    transport: Transport, common: int, each: int, directory: str, deadline: Deadline
+) -> Array | None:
     """Make a segment; *collective* over the ranks of `transport`, which are on one node.
 
     Args:
         transport: the ranks.
-        nbytes: size of the segment, equal on all ranks.
+        common: bytes in front that belong to nobody, equal on all ranks; whole pages.
+        each: bytes of each rank's part, one after the other, equal on all ranks; whole pages.
         directory: a file system in memory, equal on all ranks.
         deadline: the limit of every wait.
 
     Returns:
-        shape (nbytes,), uint8, zeros, page-aligned, the same memory on all ranks; it is unmapped
-        when the last view of it is gone. None on all ranks where any of them could not map it; the
-        reason is logged once.
+        shape (common + size * each,), uint8, zeros, page-aligned, the same memory on all ranks; it
+        is unmapped when the last view of it is gone. None on all ranks where any of them could not
+        map it; the reason is logged once.
     """
+    nbytes = common + transport.size * each
+    own = common + transport.rank * each, each
     path, memory, problem = "", None, ""
     with contextlib.ExitStack() as stack:
         if transport.rank == 0:
             try:
                 path = f"{stack.enter_context(folders.temporary(directory))}/segment"
-                memory = _make(path, nbytes)
+                memory = _make(path, nbytes, (0, common + each))
             except OSError as error:
                 path, problem = "", str(error)
         path = from_rank_0(transport, path, deadline)
         if transport.rank != 0 and path:
             try:
-                memory = _open(path, nbytes)
+                memory = _open(path, nbytes, own)
             except OSError as error:
                 problem = str(error)
         problem = first_problem(transport, problem, deadline)
@@ -64,16 +69,16 @@ def create(transport: Transport, nbytes: int, directory: str, deadline: Deadline
     return memory
 
 
-def _make(path: str, nbytes: int) -> Array:
+def _make(path: str, nbytes: int, own: tuple[int, int]) -> Array:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-        return _map(descriptor, nbytes)
+        os.ftruncate(descriptor, nbytes)
+        return _map(descriptor, nbytes, own)
     finally:
         os.close(descriptor)
 
 
-def _open(path: str, nbytes: int) -> Array:
+def _open(path: str, nbytes: int, own: tuple[int, int]) -> Array:
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         facts = os.fstat(descriptor)
@@ -81,12 +86,15 @@ def _open(path: str, nbytes: int) -> Array:
             raise OSError(f"{path} is not the segment of this job")
         if facts.st_size != nbytes:
             raise OSError(f"{path} has {facts.st_size} bytes, expected {nbytes}")
-        return _map(descriptor, nbytes)
+        return _map(descriptor, nbytes, own)
     finally:
         os.close(descriptor)
 
 
-def _map(descriptor: int, nbytes: int) -> Array:
+def _map(descriptor: int, nbytes: int, own: tuple[int, int]) -> Array:
+    """Map a file after allocating this rank's part, an offset and a length, of it."""
+    if own[1]:
+        os.posix_fallocate(descriptor, *own)
     return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
 
 

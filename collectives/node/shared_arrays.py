@@ -55,7 +55,7 @@ class SharedArrays:
             shape (nbytes,), uint8: this rank's own part; None on all ranks if there is no room.
         """
         stride = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
-        memory = segment.create(transport, stride * self._size, directory, deadline)
+        memory = segment.create(transport, 0, stride, directory, deadline)
         if memory is None:
             return None
         bases = [address(memory) + stride * rank for rank in range(self._size)]

@@ -1,22 +1,27 @@
-"""The words in which ranks of a node meet: of the block of a call, and of the ranks' headers.
+"""The words of a call in shared memory: of its block, of the ranks' headers, of a rank's state.
 
 The ranks of a node share a segment (`collectives.node.segment`). In it each rank has a *header*,
 which only it writes, and two *slots* for its data. A kind of call (`collectives.node.rounds`) gets
-the address of a *block* of 64-bit integers that describes one call, works until it is done or has
-waited for long, and returns `DONE`, `MISMATCH`, or `WAITING`: call it again with the same block.
+the address of a *block* of 64-bit integers: what it is about, and where it stands.
+
+All calls of a communicator are cut into numbered *rounds*. A rank stores the number of a round in
+its word FILLED when its slot holds what others read, and in its word READY when what it makes for
+others is there, or when it has read all that it needs. `store` makes visible what was stored before
+it to whoever sees it by `load`.
 """
 
 from __future__ import annotations
 
 DONE, WAITING, MISMATCH = 0, 1, 2
+"""What a kind of call returns; WAITING: it has waited for long, call it again with its block."""
 
 # Words of a block. The engine's part, the same for all calls:
 RANK, SIZE = 0, 1
 HEADERS = 2  # address of rank 0's header
 SLOTS = 3  # address of rank 0's slots
 SLOT_BYTES = 4
-COUNTER = 5  # address of the number of rounds so far, this rank's own
-SCRATCH = 6  # address of two tiles of the widest type, this rank's own
+STATE = 5  # address of words that outlive the call, this rank's own: COUNTER ... below
+SCRATCH = 6  # address of four tiles of the widest type, this rank's own
 SPINS, YIELDS = 7, 8  # polls that spin, and polls that yield, before a wait gives up for now
 # The call's:
 HASH = 9  # of the call's description
@@ -32,13 +37,23 @@ FILL, START, ADD, SAVE = 19, 20, 21, 22  # addresses of the loops; 0 for a plain
 # Where the call stands; all 0 before it:
 PHASE, DONE_ROUNDS, FIRST = 23, 24, 25
 MISSING = 26  # the rank that is waited for, after WAITING
-WORDS = 27
+EARLIER = 27  # address of the first of two parts that are combined
+WORDS = 28
 
 TAKE_NONE, TAKE_OWN, TAKE_ALL = 0, 1, 2
 
-# A row of the table of `publish`: whose stream, its first byte, the one after its last, and where
-# they go, counted from OUT.
-PEER, FROM, TO, DEST = 0, 1, 2, 3
+# Words of STATE.
+COUNTER = 0  # rounds so far
+# How this rank stores (`collectives.node.stores`):
+WAY = 1  # PLAIN or STREAMING
+FIXED = 2  # whether that is a setting, and nothing is measured
+LEFT = 3  # bytes to store before the next timing
+AGAINST = 4  # timings in a row that speak against the way
+RATE = 5  # of plain stores, the last time, in MB/s
+CLOCK = 6  # two words, for the time
+STATE_WORDS = 8
+
+PLAIN, STREAMING = 0, 1
 
 # Words of a header; one cache line with its neighbour, which processors fetch in pairs.
 FILLED, READY, HASHES = 0, 1, 2

@@ -161,6 +161,7 @@ class Group:
         ranks = self.transport if self.num_nodes == 1 else self.levels.node
         made = engine.start(ranks, self.settings.shared_memory, deadline)
         if made is not None:
+            made.choose_stores(self.settings.stores)
             names = [self.transport.name([ranks.number(rank)]) for rank in range(ranks.size)]
             self.node_engine = made
             self.status = status.Board(made.notes, ranks.rank, names)

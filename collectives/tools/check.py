@@ -105,6 +105,9 @@ def _lines(
             comm = communicator.from_mpi(mpi_world, configuration)
     if comm.size > 1:
         yield environment.bandwidth(comm, reports)
+        told = environment.stores(comm, reports)
+        if told is not None:
+            yield told
 
 
 def _operation(comm: Communicator, reports: Communicator, operation: str) -> tuple[Line, bool]:

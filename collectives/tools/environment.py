@@ -140,6 +140,13 @@ def node_engine(comm: Communicator, reports: Communicator, shared_memory: str | 
     return Line("node engine", "note", f"not in use: {warning or refusal}")
 
 
+def stores(comm: Communicator, reports: Communicator) -> Line | None:
+    """Say how ranks hand bytes over in shared memory, after `bandwidth`; None if none does."""
+    told = reports.allgather_object(comm.node_engine.stores if comm.node_engine else None)
+    text = info.stores(told)
+    return Line("stores", "ok", text) if text else None
+
+
 def bandwidth(comm: Communicator, reports: Communicator) -> Line:
     """Compare a large all-reduce with all ranks copying as many bytes at once."""
     error, rounds = None, []

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Sequence
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from collectives import launch, links
 from collectives.communicator import Communicator
 from collectives.operations import settle
+from collectives.transport.waiting import named
 from collectives.version import __version__
 
 __all__ = ["gather_facts", "library_name", "machine", "table", "thread_level", "versions"]
@@ -51,6 +55,7 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
         "fault_tolerance": launch.is_fault_tolerant(),
         "mpi_settings": mpi_set,
         "links": _links(comm.settings.links),
+        "stores": stores(_chosen_stores(comm)),
         "ranks": comm.size,
         "nodes": {
             f"{node} {name}": sum(1 for other in names if other[0] == node)
@@ -66,6 +71,31 @@ def _links(known: links.Links) -> dict[str, dict[str, Any]]:
         name: {**link._asdict(), "from": source}
         for (name, link), source in zip(known.machine._asdict().items(), known.sources, strict=True)
     }
+
+
+def stores(told: Sequence[tuple[str, float] | None]) -> str | None:
+    """Describe how ranks store for the others of their nodes; None if none does.
+
+    Args:
+        told: by rank, `Engine.stores`, or None without an engine.
+    """
+    found = {rank: own for rank, own in enumerate(told) if own is not None}
+    if not found:
+        return None
+    ways = sorted({way for way, _ in found.values()})
+    each = [f"{way} on {named([r for r in found if found[r][0] == way])}" for way in ways]
+    rates = [rate for _, rate in found.values()]
+    why = f"plain ones reach {min(rates):.1f} to {max(rates):.1f} GB/s from core to core"
+    return f"{', '.join(each)}; {why if all(rates) else 'not measured'}"
+
+
+def _chosen_stores(comm: Communicator) -> list[tuple[str, float] | None]:
+    """Let each rank choose as it does in a program; *collective*."""
+    x = np.ones(1 << 18, np.float32)
+    for _ in range(3):
+        comm.allreduce(x)
+    engine = comm.node_engine
+    return comm.allgather_object(engine.stores if engine else None)
 
 
 def versions() -> dict[str, str]:
@@ -129,6 +159,8 @@ def table(facts: dict[str, Any]) -> str:
             value = ", ".join(f"{k} {'absent' if v is None else v}" for k, v in value.items())
         elif isinstance(value, bool):
             value = "yes" if value else "no"
+        elif value is None:
+            value = "none"
         rows.append(f"{name.replace('_', ' '):<16} {value}")
     return "\n".join(rows)
 

@@ -310,9 +310,9 @@ def test_a_node_without_shared_memory_sends_messages_and_says_so_once(caplog, mo
     # Rank 2 and 3 find no room; ranks 0 and 1 do.
     create = segment.create
 
-    def full_on_one_node(transport, nbytes, directory, deadline):
+    def full_on_one_node(transport, common, each, directory, deadline):
         there = directory if transport.number(0) == 0 else "/nowhere"
-        return create(transport, nbytes, there, deadline)
+        return create(transport, common, each, there, deadline)
 
     monkeypatch.setattr(segment, "create", full_on_one_node)
 

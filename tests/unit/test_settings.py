@@ -23,13 +23,16 @@ def test_every_variable_is_read():
             "UNISONO_STALL_WARNING": "7",
             "UNISONO_CHECK": "sample",
             "UNISONO_SHARED_MEMORY": "off",
+            "UNISONO_STORES": "plain",
             "UNISONO_RECORDER_DIR": "records",
             "UNISONO_ABORT_ON_EXCEPTION": "0",
             "UNISONO_MPI_SETTINGS": "0",
             "UNISONO_CUDA_AWARE": "on",
         }
     )
-    expected = settings.Settings(1.5, 7.0, "sample", None, "records", False, False, cuda_aware="on")
+    expected = settings.Settings(
+        1.5, 7.0, "sample", None, "plain", "records", False, False, cuda_aware="on"
+    )
     assert read == expected
 
 
@@ -41,6 +44,7 @@ def test_every_variable_is_read():
         ("UNISONO_TIMEOUT", "nan", "expected seconds > 0"),
         ("UNISONO_STALL_WARNING", "-1", "expected seconds > 0"),
         ("UNISONO_CHECK", "never", "must be one of off sample always"),
+        ("UNISONO_STORES", "fast", "must be one of auto plain streaming"),
         ("UNISONO_ABORT_ON_EXCEPTION", "yes", "expected 0 or 1"),
         ("UNISONO_CUDA_AWARE", "yes", "must be one of auto on off"),
     ],

@@ -168,11 +168,11 @@ def test_other_threads_run_meanwhile():
 
     headers = np.zeros(2 * words.HEADER_BYTES, np.uint8)
     slots = np.zeros(4 * 64, np.uint8)
-    counter = np.zeros(1, np.int64)
+    state = np.zeros(words.STATE_WORDS, np.int64)
     block = np.zeros(words.WORDS, np.int64)
     block[words.SIZE], block[words.SPINS] = 2, 2**62
     block[words.HEADERS], block[words.SLOTS] = address(headers), address(slots)
-    block[words.COUNTER] = address(counter)
+    block[words.STATE] = address(state)
     shared = machine_code.function("collectives.node.rounds", "publish")
     block[words.ROUNDS] = 1
     statuses = []

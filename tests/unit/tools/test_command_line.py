@@ -139,6 +139,13 @@ def test_info_as_json():
     facts = json.loads(result.stdout)
     assert facts["ranks"] == 2
     assert sum(facts["nodes"].values()) == 2
+    assert re.fullmatch(
+        r"(plain|streaming) on rank.*; plain ones reach .* GB/s .*", facts["stores"]
+    )
+    result = mpirun(2, *COMMAND, "info", "--json", UNISONO_STORES="streaming")
+    assert json.loads(result.stdout)["stores"] == "streaming on ranks 0 1; not measured"
+    result = mpirun(1, *COMMAND, "info", "--json")
+    assert json.loads(result.stdout)["stores"] is None
 
 
 @pytest.mark.parametrize(
