@@ -27,8 +27,8 @@ from collectives.node.meeting import header, state
 
 __all__ = ["put", "tell"]
 
-# Plain stores at less than this rate, in MB/s, go to a core that shares no cache with this one. Into
-# slots that nobody has used yet they have been seen to take place at 4600 where it does.
+# Plain stores at less than this rate, in MB/s, go to a core that shares no cache with this one. The
+# least that has been seen where it does, into slots that nobody had used, is 4600.
 _SLOW = 3000
 
 # How many timings in a row change the way: in one of them the process may have been interrupted.
