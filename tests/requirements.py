@@ -19,6 +19,7 @@ REQUIREMENTS = (
     "compiler",  # of C++
     "cores",  # two of them
     "gpu",  # a CUDA device, and CuPy
+    "impi",  # Intel MPI, beside the first MPI library
     "jax",  # with Optax
     "matplotlib",
     "memory",  # more than 2 GiB to share

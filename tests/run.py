@@ -3,9 +3,9 @@
     python tests/run.py [--without FOLDER] [arguments for pytest]
 
 The worlds of MPI ranks follow each other while the other tests run, since both often wait. Where
-the environment holds MPICH as a second library, in `mpich/` (`make test` puts it there if
-UNISONO_REQUIRE names it), 2 and 3 ranks meet once more over that one, for what depends on the
-library: `SECOND_FILES`, or all of it with `--long`.
+the environment holds further libraries, MPICH in `mpich/`, Intel MPI in `impi/` (`make test` puts
+them there if UNISONO_REQUIRE names them), 2 and 3 ranks meet once more over each, for what depends
+on the library: `SECOND_FILES`, or all of it with `--long`.
 
 What rank 0 says of a world is shown at its end; the others write to `out/mpi-SIZE-rank-R.log`. The
 last lines say how many tests passed, and what was not tested because this machine lacks something.
@@ -33,7 +33,7 @@ from requirements import required
 OUT = ROOT / "out"
 CONFORMANCE = "tests/conformance"
 
-# Of the second library: a power of two and another number, since the rest takes minutes more.
+# Of further libraries: a power of two and another number, since the rest takes minutes more.
 SECOND_SIZES = (2, 3)
 
 # Where another library may do something else: messages of all sizes and their order, the library's
@@ -70,11 +70,11 @@ def main(arguments: list[str]) -> int:
     for report in OUT.glob("*.xml"):
         report.unlink()
     leave_out = {report.stem: [f"--without={report.resolve()}"] for report in earlier}
-    second = second_libraries()
+    further_libraries, absent = second_libraries()
     statuses = {}
     with ThreadPoolExecutor(1) as beside:
         worlds = {}
-        for library in (FIRST, *second):
+        for library in (FIRST, *further_libraries):
             for size in library.sizes:
                 world = f"mpi-{size}{library.label}"
                 further = [*leave_out.get(world, []), *arguments]
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
                 worlds[world] = beside.submit(_world, library, size, report, further)
         statuses["alone"] = _alone([*leave_out.get("alone", []), *arguments])
         statuses |= {world: future.result() for world, future in worlds.items()}
-    return _summary(statuses, earlier, mpich=bool(second) or not _is_open_mpi())
+    return _summary(statuses, earlier, absent if _is_open_mpi() else set())
 
 
 def _alone(arguments: list[str]) -> int:
@@ -110,17 +110,20 @@ class Library(NamedTuple):
 FIRST = Library("", "", {}, WORLD_SIZES)
 
 
-def second_libraries() -> list[Library]:
-    """MPICH, where it is there beside the first library; required if UNISONO_REQUIRE names it."""
-    home = Path(sys.prefix) / "mpich"
-    if (home / "bin" / "mpiexec").exists():
-        found_by = {"MPI4PY_LIBMPI": str(home / "lib" / "libmpi.so.12")}
-        return [
-            Library("-mpich", str(home / "bin" / "mpiexec"), found_by, SECOND_SIZES, SECOND_FILES)
-        ]
-    if required("mpich"):
-        sys.exit(f"UNISONO_REQUIRE names mpich, but there is none in {home}")
-    return []
+def second_libraries() -> tuple[list[Library], set[str]]:
+    """Those that are there beside the first; which are not, none of which may be required."""
+    found, absent = [], set()
+    for name in ("mpich", "impi"):
+        home = Path(sys.prefix) / name
+        mpiexec = home / "bin" / "mpiexec"
+        if mpiexec.exists():
+            found_by = {"MPI4PY_LIBMPI": str(home / "lib" / "libmpi.so.12")}
+            found.append(Library(f"-{name}", str(mpiexec), found_by, SECOND_SIZES, SECOND_FILES))
+            continue
+        if required(name):
+            sys.exit(f"UNISONO_REQUIRE names {name}, but there is none in {home}")
+        absent.add(name)
+    return found, absent
 
 
 def _is_open_mpi() -> bool:
@@ -146,7 +149,7 @@ def _world(library: Library, size: int, report: Path, arguments: list[str]) -> i
     return status
 
 
-def _summary(statuses: dict[str, int], earlier: list[Path], *, mpich: bool) -> int:
+def _summary(statuses: dict[str, int], earlier: list[Path], absent: set[str]) -> int:
     """Print one line in total, and what was not tested; the status says whether all is well."""
     written = {world: OUT / f"{world}.xml" for world in statuses}
     cases = [
@@ -161,7 +164,7 @@ def _summary(statuses: dict[str, int], earlier: list[Path], *, mpich: bool) -> i
         print(f"left out: {reports.left_out(cases, before)} that had passed before")
     failed = counts["failed"] + len(faults)
     print(f"{counts['passed']} passed, {failed} failed, {counts['skipped']} skipped")
-    names = ",".join(sorted(untested | (set() if mpich else {"mpich"})))
+    names = ",".join(sorted(untested | absent))
     if names:
         words = names.replace(",", ", ")
         print(f"not tested here: {words} (UNISONO_REQUIRE={names} requires them)")

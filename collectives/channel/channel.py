@@ -36,6 +36,11 @@ Bytes = bytes | Array
 # one that cannot be woken, 250 times a second (0.5 % of a core; 500 times cost 1.0 %).
 _ALONE = Pace(yields=0.0002, share=1 / 8, shortest=0.00005, longest=0.004)
 _WOKEN = _ALONE._replace(longest=0.1)
+
+# What is under way may need many looks: MPI moves a piece of it at each, and both sides have to
+# look. Intel MPI, five arrays of 2.8 MB through a queue of another rank: 20 s with naps of up to
+# 0.1 s, 0.5 s so.
+_UNDER_WAY = _ALONE._replace(share=1 / 64, longest=0.001)
 _SHORTEST_BELL = 0.001  # seconds; what the kernel's wait for a pipe can count
 
 # MPI notices what has come while it is asked, and says so when it is asked again.
@@ -195,7 +200,8 @@ class Channel:
         if unfinished and idle < self._pace.yields:
             os.sched_yield()
             return
-        nap = min(seconds, self._pace.nap(idle))
+        pace = _UNDER_WAY if unfinished else self._pace
+        nap = min(seconds, pace.nap(idle))
         if nap < _SHORTEST_BELL and (unfinished or not self._woken):
             time.sleep(nap)
         else:

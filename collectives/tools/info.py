@@ -43,7 +43,8 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
     from mpi4py import MPI
 
     names = comm.allgather_object((comm.node_rank, platform.node()))
-    mpi_set = {k: os.environ[k] for k in launch.mpi_settings({}, cores=1) if k in os.environ}
+    settings = launch.mpi_settings({}, cores=1) if "Open MPI" in _library() else {}
+    mpi_set = {k: os.environ[k] for k in settings if k in os.environ}
     return {
         "unisono": __version__,
         "python": platform.python_version(),
@@ -159,9 +160,7 @@ def table(facts: dict[str, Any]) -> str:
             value = ", ".join(f"{k} {'absent' if v is None else v}" for k, v in value.items())
         elif isinstance(value, bool):
             value = "yes" if value else "no"
-        elif value is None:
-            value = "none"
-        rows.append(f"{name.replace('_', ' '):<16} {value}")
+        rows.append(f"{name.replace('_', ' '):<16} {value or 'none'}")
     return "\n".join(rows)
 
 

@@ -31,6 +31,11 @@ STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCI
             OPEN_MPI,
             ["mpirun of MPICH started 2", "another MPI"],
         ),
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "1", "I_MPI_HYDRA_UUID": "a9170000"},
+            OPEN_MPI,
+            ["mpirun of Intel MPI started 2", "another MPI"],
+        ),
         ({"OMPI_COMM_WORLD_SIZE": "3"}, MPICH, ["mpirun of Open MPI started 3", "MPICH Version"]),
     ],
 )
