@@ -22,7 +22,9 @@ from collectives.tools import info
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline
 
-__all__ = ["Line", "Verdict", "bandwidth", "clocks", "node_engine", "threads", "versions"]
+__all__ = [
+    "Line", "Verdict", "bandwidth", "clocks", "node_engine", "stores", "threads", "versions",
+]  # fmt: skip
 
 Verdict = Literal["ok", "note", "FAILED"]
 

@@ -18,7 +18,9 @@ from collectives.operations import settle
 from collectives.transport.waiting import named
 from collectives.version import __version__
 
-__all__ = ["gather_facts", "library_name", "machine", "table", "thread_level", "versions"]
+__all__ = [
+    "gather_facts", "library_name", "machine", "stores", "table", "thread_level", "versions",
+]  # fmt: skip
 
 # Import name of a package -> names of the distributions that may bring it.
 _PACKAGES = {
