@@ -90,8 +90,10 @@ def main(arguments: list[str]) -> int:
 def _alone(arguments: list[str]) -> int:
     print("== one process, and ranks as threads", flush=True)
     pytest = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider"]
-    # One worker per core; what needs a machine for itself stays together, see `xdist_group`.
-    pytest += ["-n", str(min(os.cpu_count() or 1, MOST_WORKERS)), "--dist", "loadgroup"]
+    # One worker more than cores, since a test in four waits for something; what needs a machine for
+    # itself stays together, see `xdist_group`.
+    workers = min((os.cpu_count() or 1) + 1, MOST_WORKERS)
+    pytest += ["-n", str(workers), "--dist", "loadgroup"]
     pytest += ["-m", "not mpi", f"--junitxml={OUT / 'alone.xml'}", *arguments]
     environment = {**os.environ, **MPI_ENVIRONMENT}
     return subprocess.run(pytest, cwd=ROOT, env=environment, check=False).returncode

@@ -54,9 +54,10 @@ def loops(*dtypes):
                 continue
             found = kernels.loops(dtype, op)
 
+            kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
+
             def call(address, dest, source):
                 if address:
-                    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
                     kind(address)(dest.ctypes.data, source.ctypes.data, 2, 2)
                 else:
                     dest[...] = source
@@ -64,13 +65,16 @@ def loops(*dtypes):
             a, b = np.full(2, 2, dtype), np.full(2, 3, dtype)
             total = np.empty(2, np.float32 if dtype.itemsize == 2 else dtype)
             mine, theirs, result = (np.empty(2, dtype) for _ in range(3))
-            # 16-bit floats are kept as such in the slots, and widened by `start`.
+            # 16-bit floats are kept as such in the slots, and widened as they are combined.
             call(found.fill, mine, a)
             call(found.fill, theirs, b)
-            call(found.start, total, mine)
-            call(found.add, total, theirs)
+            kind(found.start)(total.ctypes.data, mine.ctypes.data, theirs.ctypes.data, 2)
             call(found.save, result, total)
             check(result, [expected] * 2)
+            if op == "MIN":  # a third time the first
+                call(found.add, total, mine)
+                call(found.save, result, total)
+                check(result, [expected] * 2)
 
 
 def rules(dtype):
