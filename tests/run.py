@@ -79,7 +79,8 @@ def main(arguments: list[str]) -> int:
                 world = f"mpi-{size}{library.label}"
                 further = [*leave_out.get(world, []), *arguments]
                 if "--long" not in arguments:
-                    further += library.files
+                    # A rank alone has little to do with a library.
+                    further += SECOND_FILES if size == 1 else library.files
                 report = OUT / f"{world}.xml"
                 worlds[world] = beside.submit(_world, library, size, report, further)
         statuses["alone"] = _alone([*leave_out.get("alone", []), *arguments])
@@ -90,10 +91,8 @@ def main(arguments: list[str]) -> int:
 def _alone(arguments: list[str]) -> int:
     print("== one process, and ranks as threads", flush=True)
     pytest = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider"]
-    # One worker more than cores, since a test in four waits for something; what needs a machine for
-    # itself stays together, see `xdist_group`.
-    workers = min((os.cpu_count() or 1) + 1, MOST_WORKERS)
-    pytest += ["-n", str(workers), "--dist", "loadgroup"]
+    # One worker per core; what needs a machine for itself stays together, see `xdist_group`.
+    pytest += ["-n", str(min(os.cpu_count() or 1, MOST_WORKERS)), "--dist", "loadgroup"]
     pytest += ["-m", "not mpi", f"--junitxml={OUT / 'alone.xml'}", *arguments]
     environment = {**os.environ, **MPI_ENVIRONMENT}
     return subprocess.run(pytest, cwd=ROOT, env=environment, check=False).returncode

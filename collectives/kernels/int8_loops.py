@@ -1,7 +1,7 @@
 """How the loops of `collectives.kernels.int8` are compiled.
 
-A loop gets addresses and counts. Each works on one block at a time, whose numbers and codes lie on
-the stack meanwhile, which makes all of it vectorised.
+A loop gets addresses and counts. Each works on one block at a time, whose numbers lie on the stack
+meanwhile: nothing else points there, so that all of it is vectorised.
 
 Importing this module loads numba.
 """

@@ -12,6 +12,7 @@ from numba.core.serialize import loads
 
 import launcher
 from collectives.kernels import compiling
+from pairwise import also
 
 # Uses what the package compiles, one kind after the other in the order of the arguments, and
 # compares each result with NumPy's.
@@ -171,8 +172,7 @@ def test_processes_of_any_order_compile_and_then_share_everything(tmp_path):
         assert codes.setdefault(name, code) == code, (file, name)
     files = kept(cache)
     assert len(files) > 40
-    for order in (KINDS, KINDS[::-1]):
-        run(program, cache, *order)
+    run(program, cache, *KINDS[::-1])  # which loads all of it
     assert kept(cache) == files
 
 
@@ -262,6 +262,7 @@ x = __import__("numpy").arange(9.0)
 if sys.argv[1] == "before":  # the program compiles it before the package is there
     numba.njit(lambda x: inner(x))(x)
 from collectives.kernels import compiling
+from pairwise import also
 if sys.argv[1] == "fork":
     compiling.compiled(lambda: 1)()
     parent = os.fork()
@@ -272,7 +273,7 @@ assert compiling.compiled(outer)(x) == outer(x)
 """
 
 
-@pytest.mark.parametrize("case", ["plain", "fork", "before"])
+@pytest.mark.parametrize("case", [also("plain"), "fork", "before"])
 def test_inner_functions_of_many_processes_have_symbols_of_their_own(tmp_path, case):
     program, cache = tmp_path / "program.py", tmp_path / "cache"
     program.write_text(PARENT)
