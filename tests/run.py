@@ -2,12 +2,13 @@
 
     python tests/run.py [--without FOLDER] [arguments for pytest]
 
-The worlds of MPI ranks follow each other while the other tests run, since both often wait. Where
-the environment holds further libraries, MPICH in `mpich/`, Intel MPI in `impi/` (`make test` puts
-them there if UNISONO_REQUIRE names them), 2 and 3 ranks meet once more over each, for what depends
-on the library: `SECOND_FILES`, or all of it with `--long`.
+The worlds of MPI ranks follow each other while the other tests run, since both often wait; what is
+left when these have ended runs two worlds at a time. Where the environment holds further libraries,
+MPICH in `mpich/`, Intel MPI in `impi/` (`make test` puts them there if UNISONO_REQUIRE names them),
+2 and 3 ranks meet once more over each, for what depends on the library: `SECOND_FILES`, or all of
+it with `--long`.
 
-What rank 0 says of a world is shown at its end; the others write to `out/mpi-SIZE-rank-R.log`. The
+What rank 0 says of a world is shown at its end; the others write to `out/WORLD-rank-R.log`. The
 last lines say how many tests passed, and what was not tested because this machine lacks something.
 A test that is skipped in every world for another reason is a failure: it would never run.
 
@@ -22,7 +23,9 @@ import os
 import re
 import subprocess
 import sys
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,20 +74,30 @@ def main(arguments: list[str]) -> int:
         report.unlink()
     leave_out = {report.stem: [f"--without={report.resolve()}"] for report in earlier}
     further_libraries, absent = second_libraries()
-    statuses = {}
+    statuses: dict[str, int] = {}
+    worlds = deque()
+    for library in (FIRST, *further_libraries):
+        for size in library.sizes:
+            world = f"mpi-{size}{library.label}"
+            further = [*leave_out.get(world, []), *arguments]
+            if "--long" not in arguments:
+                # A rank alone has little to do with a library.
+                further += SECOND_FILES if size == 1 else library.files
+            worlds.append((world, partial(_world, library, size, OUT / f"{world}.xml", further)))
+
+    def work_off() -> None:
+        while True:
+            try:
+                world, run_world = worlds.popleft()
+            except IndexError:
+                return
+            statuses[world] = run_world()
+
     with ThreadPoolExecutor(1) as beside:
-        worlds = {}
-        for library in (FIRST, *further_libraries):
-            for size in library.sizes:
-                world = f"mpi-{size}{library.label}"
-                further = [*leave_out.get(world, []), *arguments]
-                if "--long" not in arguments:
-                    # A rank alone has little to do with a library.
-                    further += SECOND_FILES if size == 1 else library.files
-                report = OUT / f"{world}.xml"
-                worlds[world] = beside.submit(_world, library, size, report, further)
+        other = beside.submit(work_off)
         statuses["alone"] = _alone([*leave_out.get("alone", []), *arguments])
-        statuses |= {world: future.result() for world, future in worlds.items()}
+        work_off()  # two at a time, now that nothing else runs
+        other.result()
     return _summary(statuses, earlier, absent if _is_open_mpi() else set())
 
 
@@ -133,7 +146,7 @@ def _is_open_mpi() -> bool:
 
 def _world(library: Library, size: int, report: Path, arguments: list[str]) -> int:
     command = [library.mpirun or mpirun_path(), "-np", str(size)]
-    command += [sys.executable, __file__, "--rank", str(size), f"--junitxml={report}", *arguments]
+    command += [sys.executable, __file__, "--rank", f"--junitxml={report}", *arguments]
     environment = {**os.environ, **MPI_ENVIRONMENT, **library.environment}
     environment["UNISONO_TEST_WORLD"] = "mpi"
     with report.with_suffix(".log").open("w+") as log:
@@ -177,14 +190,15 @@ def rank_main(arguments: list[str]) -> int:
     """Run as one rank of a world, started by `main` through mpirun."""
     import pytest
 
-    size = int(arguments[0])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
-    options = arguments[1:]
+    options = list(arguments)
     OUT.mkdir(exist_ok=True)
     if rank > 0:
         # Only rank 0 speaks on the terminal and writes the report; pytest takes over the
         # file descriptors, so they are exchanged before it starts.
-        log = os.open(OUT / f"mpi-{size}-rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        report = next(o for o in options if o.startswith("--junitxml="))
+        path = OUT / f"{Path(report).stem}-rank-{rank}.log"
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
         options = [o for o in options if not re.match("--junitxml", o)]
