@@ -146,7 +146,7 @@ def _is_open_mpi() -> bool:
 
 def _world(library: Library, size: int, report: Path, arguments: list[str]) -> int:
     command = [library.mpirun or mpirun_path(), "-np", str(size)]
-    command += [sys.executable, __file__, "--rank", f"--junitxml={report}", *arguments]
+    command += [sys.executable, __file__, "--rank", report.stem, f"--junitxml={report}", *arguments]
     environment = {**os.environ, **MPI_ENVIRONMENT, **library.environment}
     environment["UNISONO_TEST_WORLD"] = "mpi"
     with report.with_suffix(".log").open("w+") as log:
@@ -187,18 +187,16 @@ def _summary(statuses: dict[str, int], earlier: list[Path], absent: set[str]) ->
 
 
 def rank_main(arguments: list[str]) -> int:
-    """Run as one rank of a world, started by `main` through mpirun."""
+    """Run as one rank of a world, whose name comes first; started by `main` through mpirun."""
     import pytest
 
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
-    options = list(arguments)
+    world, *options = arguments
     OUT.mkdir(exist_ok=True)
     if rank > 0:
         # Only rank 0 speaks on the terminal and writes the report; pytest takes over the
         # file descriptors, so they are exchanged before it starts.
-        report = next(o for o in options if o.startswith("--junitxml="))
-        path = OUT / f"{Path(report).stem}-rank-{rank}.log"
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open(OUT / f"{world}-rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
         options = [o for o in options if not re.match("--junitxml", o)]
