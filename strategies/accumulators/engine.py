@@ -36,7 +36,7 @@ class Apply(Attempt):
         worker: whose they are, for the report; None for nobody's.
 
     Attributes:
-        accepted: whether they were added; False if they were stale.
+        accepted: whether they were added; False if they came too late.
     """
 
     accepted = False
@@ -74,11 +74,22 @@ class Accumulation(Waiting):
         mean: whether a take gets their mean, else their sum.
         name: for errors.
         step: the first one.
+        most: how many gradients a step may have, those that come later are dropped; None for any
+            number.
     """
 
-    def __init__(self, parts: Sequence[Part], *, mean: bool, name: str, step: int = 0) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        mean: bool,
+        name: str,
+        step: int = 0,
+        most: int | None = None,
+    ) -> None:
         self.parts = tuple(parts)
         self.mean = mean
+        self.most = most
         self._name = name
         self._step = step
         self._lock = threading.Lock()
@@ -166,7 +177,8 @@ class Accumulation(Waiting):
         pairs = zip(self.parts, attempt.gradients, strict=True)
         gradients = [checked(part, gradient, "apply_grad") for part, gradient in pairs]
         with self._lock:
-            attempt.accepted = attempt.local_step >= self._step
+            room = self.most is None or self._count < self.most
+            attempt.accepted = room and attempt.local_step >= self._step
             if attempt.accepted:
                 self._check_like_others(gradients)
                 for index, gradient in enumerate(gradients):

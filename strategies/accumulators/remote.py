@@ -31,6 +31,7 @@ def open_accumulation(
     mean: bool,
     name: str,
     step: int = 0,
+    most: int | None = None,
     task: int | str | None = None,
     container: str | None = None,
 ) -> Engine:
@@ -39,6 +40,7 @@ def open_accumulation(
         "parts": [[p.name, p.dtype, p.shape and list(p.shape), p.form] for p in parts],
         "mean": mean,
         "step": step,
+        "most": most,
     }
     if len(parts) == 1:  # for a device function that goes by size
         description |= {"shape": parts[0].shape, "dtype": parts[0].dtype}
@@ -130,7 +132,8 @@ def _make(description: Mapping[str, Any], name: str) -> Accumulation:
         Part(variable, dtype, None if shape is None else tuple(shape), form)
         for variable, dtype, shape, form in description["parts"]
     ]
-    return Accumulation(parts, mean=description["mean"], name=name, step=description["step"])
+    mean, step, most = (description[key] for key in ("mean", "step", "most"))
+    return Accumulation(parts, mean=mean, name=name, step=step, most=most)
 
 
 def _difference(engine: Accumulation, description: Mapping[str, Any]) -> str | None:

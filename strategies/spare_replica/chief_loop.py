@@ -81,9 +81,7 @@ class ChiefLoop:
                 if self._stopped:  # what was taken went back
                     return
                 values = self._update([take.results for take in self._takes])
-                # Before anybody can have the new values: so a step never gets more gradients than
-                # it needs.
-                self._begin()
+                self._begin()  # before there are new gradients: the last one wakes this thread
                 self._rounds.publish(self._rounds.step + 1, values)
         except Exception as error:
             if not self._stopped:

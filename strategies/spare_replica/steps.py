@@ -79,6 +79,7 @@ class SpareSteps:
         self.local_step = step
         self._service = service
         self._worker = service.task
+        self._aggregate = aggregate
         self._tasks = tasks
         self._shards: list[_Shard] = []
         self._loop: ChiefLoop | None = None
@@ -107,9 +108,14 @@ class SpareSteps:
 
         def shard(task: int, positions: list[int]) -> _Shard:
             own = [parts[i] for i in positions]
-            name, step = f"{_NAME}: gradients", self.local_step
             engine = open_accumulation(
-                self._service, own, mean=True, step=step, name=name, task=task
+                self._service,
+                own,
+                mean=True,
+                name=f"{_NAME}: gradients",
+                step=self.local_step,
+                most=self._aggregate,  # also of those that come before the chief waits for them
+                task=task,
             )
             return _Shard(positions, engine)
 

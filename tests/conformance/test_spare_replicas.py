@@ -12,6 +12,8 @@ import pytest
 
 import collectives as cc
 from strategies.accumulators.accumulators import ConditionalAccumulator, shared_accumulator
+from strategies.accumulators.remote import open_accumulation
+from strategies.accumulators.sums import Part
 from strategies.errors import InvalidArgumentError, OpError, OutOfRangeError, UnavailableError
 from strategies.optimizers import SGD, Momentum
 from strategies.remote.service import Service
@@ -180,6 +182,34 @@ def test_a_step_has_as_many_gradients_as_it_needs_all_of_the_newest_values(world
             assert sum(report.used.values()) == steps * aggregate
             total = comm.allreduce(np.array([sum(delivered.values())]), op=cc.SUM)
             assert sum(report.used.values()) + sum(report.dropped.values()) == total[0]
+            comm.barrier()
+
+    world.run(run)
+
+
+def test_gradients_that_come_before_the_chief_are_the_first_ones(world):
+    """The first step has as many as it needs, and not all that are in when the chief comes."""
+    if world.size == 1:
+        pytest.skip("needs a worker besides the chief")
+    aggregate = max(world.size - 2, 1)
+
+    def run(comm):
+        with SpareReplicaStrategy(aggregate, comm=comm) as strategy:
+            w = strategy.variable(np.zeros(2), name="w")
+            if comm.rank == 0:
+                part = Part("variable 'w', position 0", "float64", (2,))
+                engine = open_accumulation(
+                    strategy.service, [part], mean=True, name="spare replicas: gradients",
+                    most=aggregate, task=0,
+                )  # fmt: skip
+                until(lambda: sum(map(sum, engine.state()[2].values())) == comm.size - 1)
+            strategy.apply_gradients(SGD(1.0), [(np.ones(2), w)])
+            assert w.value.tolist() == [-1, -1]
+            comm.barrier()
+            report = strategy.report()
+            assert (report.used[0], report.dropped[0]) == (0, 1)
+            assert sum(report.used.values()) == aggregate
+            assert sum(report.dropped.values()) == comm.size - aggregate
             comm.barrier()
 
     world.run(run)

@@ -262,7 +262,6 @@ x = __import__("numpy").arange(9.0)
 if sys.argv[1] == "before":  # the program compiles it before the package is there
     numba.njit(lambda x: inner(x))(x)
 from collectives.kernels import compiling
-from pairwise import also
 if sys.argv[1] == "fork":
     compiling.compiled(lambda: 1)()
     parent = os.fork()
