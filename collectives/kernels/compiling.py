@@ -59,7 +59,7 @@ from numba.core.serialize import loads
 
 from collectives.kernels.machine_code import KNOWN_SYMBOLS
 
-__all__ = ["compiled", "object_code", "python_code"]
+__all__ = ["compiled", "from_number", "object_code", "python_code"]
 
 log = logging.getLogger(__name__)
 
@@ -171,14 +171,14 @@ def python_code(function: Callable[[int], int], symbol: str) -> bytes:
         thread = _let_others_run()
         result = inner(number)
         _go_on(thread)
-        return _from_number(result)
+        return from_number(result)
 
     return object_code(called_by_python, _PYTHON_SIGNATURE, symbol)
 
 
-_PYTHON_SIGNATURE = types.voidptr(types.voidptr, types.voidptr)
+_PYTHON_SIGNATURE = types.int64(types.voidptr, types.voidptr)
 _to_number: Any = types.ExternalFunction("PyLong_AsLongLong", types.int64(types.voidptr))
-_from_number: Any = types.ExternalFunction("PyLong_FromLongLong", types.voidptr(types.int64))
+from_number: Any = types.ExternalFunction("PyLong_FromLongLong", types.int64(types.int64))
 _let_others_run: Any = types.ExternalFunction("PyEval_SaveThread", types.voidptr())
 _go_on: Any = types.ExternalFunction("PyEval_RestoreThread", types.void(types.voidptr))
 

@@ -13,6 +13,7 @@ from collectives import settings, topology
 from collectives.algorithms import hierarchical, stages
 from collectives.algorithms.layout import Layout
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailure
+from collectives.kernels import addresses
 from collectives.node import engine
 from collectives.operations import recorder, status
 from collectives.operations.recorder import NO_FIELDS, Record
@@ -55,6 +56,7 @@ class Group:
         node_engine: where the ranks of this node meet; None before the first call, and where they
             share no memory.
         plans: what calls need that are like earlier ones (`collectives.operations.plan`).
+        look: how the arrays of such calls are looked at.
         number: of the last call.
         splits_made: how many groups were made of this one.
         unusable: why there can be no more calls; None if there can.
@@ -81,6 +83,7 @@ class Group:
         self.levels = self.levels_by_messages
         self.node_engine: engine.Engine | None = None
         self.plans: dict[object, Any] = {}
+        self.look = addresses.in_python
         self.number = 0
         self.splits_made = 0
         self.unusable: str | None = None

@@ -52,6 +52,9 @@ _OURS = ("collectives.", "strategies.")
 # Libraries through which users call us, by hooks and callbacks.
 _BETWEEN = ("torch.", "jax.", "optax.")
 
+# A name is found faster than a module and its attribute.
+_now = time.monotonic
+
 # Wall-clock time of the zero of the monotonic clock, so that records need one clock only.
 _EPOCH = time.time() - time.monotonic()
 
@@ -132,16 +135,11 @@ def _entry(frame: FrameType) -> str:
     return name if function.startswith("_") else f"{name}.{function}"
 
 
-def _caller(ours: int) -> tuple[CodeType, int]:
-    """Find the first frame outside of our packages.
-
-    Args:
-        ours: how many frames above the function that asks need no look.
-    """
-    frame = sys._getframe(2 + ours)
-    while frame.f_globals.get("__name__", "").startswith(_OURS) and frame.f_back is not None:
+def _outside(frame: FrameType) -> FrameType:
+    """Return the first frame outside of our packages, from this one on."""
+    while _module(frame).startswith(_OURS) and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code, frame.f_lasti
+    return frame
 
 
 NO_FIELDS: Mapping[str, object] = {}
@@ -170,7 +168,7 @@ class Record:
     def end(self, error: BaseException | None = None) -> None:
         """Note that the operation is over, and how it failed if it did."""
         self.state = "done" if error is None else f"{type(error).__name__}: {error}"
-        self.ended = time.monotonic()
+        self.ended = _now()
 
     def __str__(self) -> str:
         return f"{self.operation} #{self.number} at {self.site}"
@@ -206,6 +204,9 @@ class Recorder:
         self.size = size
         self._ring = [Record() for _ in range(CAPACITY)]
         self._begun = 0
+        # Who called last: most calls come from few lines of one module.
+        self._program: dict[str, Any] | None = None
+        self._caller = type(self).begin.__code__, 0
         _recorders.add(self)
 
     @property
@@ -230,15 +231,26 @@ class Recorder:
         Returns:
             The record, which is the operation's until `CAPACITY` others have begun.
         """
-        record = self._ring[self._begun % CAPACITY]
+        begun = self._begun
+        record = self._ring[begun % CAPACITY]
+        self._begun = begun + 1
         record.state = "running"
         record.ended = None
         record.number = number
         record.operation = operation
         record.fields = fields
-        record.caller = given.site or _caller(ours)
-        record.began = time.monotonic()
-        self._begun += 1
+        caller: tuple[CodeType, int] | None = given.site
+        if caller is None:
+            frame = sys._getframe(1 + ours)
+            if frame.f_globals is not self._program:  # nearly always the same module
+                frame = _outside(frame)
+                self._program = frame.f_globals
+            code, instruction = frame.f_code, frame.f_lasti
+            caller = self._caller
+            if code is not caller[0] or instruction != caller[1]:
+                caller = self._caller = code, instruction
+        record.caller = caller
+        record.began = _now()
         return record
 
     def facts(self) -> dict[str, Any]:

@@ -56,12 +56,13 @@ class Board:
         self._words = self._memory.cast("q")
         self._times = self._memory.cast("d")
         # What the text in the own note says, and all texts by operation and line.
-        self._told: tuple[str, tuple[CodeType, int]] | None = None
+        self._told: tuple[str, tuple[CodeType, int] | None] = "", None
         self._texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
 
     def enter(self, record: Record) -> None:
         """Note that this rank enters an operation."""
-        if (record.operation, record.caller) != self._told:
+        operation, caller = self._told
+        if record.caller is not caller or record.operation != operation:
             self._write_text(record)
         word = self._at // 8
         self._words[word] = record.number

@@ -1,0 +1,49 @@
+"""What compiled code sees in NumPy's arrays is what Python sees."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from collectives.kernels import addresses, machine_code
+from collectives.kernels.addresses import in_python, look
+
+
+class Own(np.ndarray):
+    """A kind of array of its own."""
+
+
+def fixed(array):
+    array.flags.writeable = False
+    return array
+
+
+def arrays():
+    x = np.arange(24.0).reshape(2, 3, 4)
+    yield from (x, x.copy(), x[0], x[:1], x[1:], x.T, x[::2], x[:, 1], x[..., ::-1], x.copy("F"))
+    yield from (np.array(1.0), np.empty(0), np.empty((0, 3)), np.empty((3, 0)), np.zeros((1, 1)))
+    yield from (np.zeros(6), np.zeros(6)[::2], np.zeros((2, 3)), np.zeros((3, 2)).T)
+    yield from (np.broadcast_to(1.0, 6), fixed(np.zeros(6)), np.zeros(6).view(Own))
+    for dtype in ("f2", "f4", ">f8", "i8", "u1", "?", "c16", ml_dtypes.bfloat16, "S3", "O"):
+        yield np.zeros(6, dtype)
+    yield np.frombuffer(b"123456781234567", np.float64, 1, 7)  # at an odd address, read-only
+
+
+def test_this_machine_uses_the_compiled_look():
+    assert look() is not in_python
+
+
+@pytest.mark.parametrize("x", list(arrays()), ids=repr)
+def test_arrays_are_seen_as_python_sees_them(x):
+    assert look().readable(x) == in_python.readable(x)
+    for out in [*arrays(), x, fixed(x.copy()), [1.0] * 6, None, 6, "text"]:
+        assert look().writable(x, out) == in_python.writable(x, out)
+
+
+def test_arrays_that_lie_otherwise_in_memory_are_looked_at_by_python(monkeypatch):
+    def wrong(*kind, arguments=1):
+        return lambda *given: 0
+
+    monkeypatch.setattr(machine_code, "function", wrong)
+    assert addresses.look.__wrapped__() is in_python
