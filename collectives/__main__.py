@@ -148,6 +148,7 @@ def _explain(options: argparse.Namespace) -> int:
     from collectives import links
     from collectives.algorithms import selection
     from collectives.algorithms.layout import Layout
+    from collectives.algorithms.letters import HEAD_BYTES
     from collectives.operations import compare
     from collectives.tools import units
 
@@ -168,11 +169,12 @@ def _explain(options: argparse.Namespace) -> int:
         marks = ["fastest"] * (name == fastest) + ["picked by auto"] * (name == auto)
         print(f"{name:<14}{1e3 * seconds:12.4f}  {', '.join(marks)}".rstrip())
     if auto != "node" and layout.size > 1:
-        letters = selection.estimate("allreduce", compare.LETTER_BYTES, layout)
-        comparison = letters.get("hierarchical", letters["halving"])
+        letters = selection.estimate("allreduce", HEAD_BYTES, layout)
+        comparison = letters["hierarchical" if compare.by_nodes(layout) else "halving"]
         print(
-            f"{'comparison':<14}{1e3 * comparison:12.4f}  of the call; reductions and broadcasts "
-            f"up to {compare.CARRIED_BYTES} bytes travel with it"
+            f"{'comparison':<14}{1e3 * comparison:12.4f}  of the call; an allreduce up to "
+            f"{compare.most(layout)} bytes travels with it, other operations up to "
+            f"{compare.CARRIED_BYTES}"
         )
     return 0
 

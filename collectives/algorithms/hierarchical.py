@@ -158,11 +158,16 @@ def _stage_seconds(nbytes: float, own: float, layout: Layout) -> float:
 
 
 def double(
-    levels: Levels, buffer: Array, combine: Callable[[Array, Array], None], deadline: Deadline
+    levels: Levels,
+    buffer: Array,
+    combine: Callable[[Array, Array], None],
+    between: Callable[[Transport, Array], None],
+    deadline: Deadline,
 ) -> None:
     """Combine small buffers, in a way that no op describes: one rank per node speaks for it.
 
-    `combine` changes its first argument, a buffer, by that of ranks with higher numbers.
+    `combine` changes its first argument, a buffer, by that of ranks with higher numbers; `between`
+    combines those of the nodes.
     """
     bounds = range(0, (levels.node.size + 1) * buffer.size, buffer.size)
     all_of_node = np.empty(bounds[-1], buffer.dtype)
@@ -171,7 +176,7 @@ def double(
     if levels.network is not None and levels.node.rank == 0:
         for start, stop in pairwise(bounds[1:]):
             combine(buffer, all_of_node[start:stop])
-        halving.double(levels.network, buffer, combine, deadline)
+        between(levels.network, buffer)
     levels.broadcast(buffer, 0, deadline)
 
 

@@ -17,8 +17,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 __all__ = [
-    "call", "clock_gettime", "copy", "drain", "fence", "load", "on_stack", "pair",
-    "pause", "pointer", "sched_yield", "store", "stream",
+    "call", "clock_gettime", "copy", "drain", "fence", "load", "look_at_message", "on_stack",
+    "pair", "pause", "pointer", "sched_yield", "start_message", "store", "stream",
 ]  # fmt: skip
 
 
@@ -161,6 +161,46 @@ def pair(typingctx: Any, function: Any, dest: Any, a: Any, b: Any, n: Any) -> An
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), codegen
+
+
+# How MPI's functions take and give a count, a rank, a tag and an error: as int. A handle is an int
+# or a pointer, which registers pass alike; an int has its bits in the lower half.
+_INT, _WORD = ir.IntType(32), ir.IntType(64)
+
+
+def _mpi(builder: Any, function: Any, kinds: Any, args: Any) -> Any:
+    """Call a function of MPI by its address; returns its error as a word."""
+    kind = ir.FunctionType(_INT, kinds)
+    given = [
+        arg if kind is _WORD else builder.trunc(arg, _INT)
+        for arg, kind in zip(args, kinds, strict=True)
+    ]
+    error = builder.call(builder.inttoptr(function, kind.as_pointer()), given)
+    return builder.sext(error, _WORD)
+
+
+@intrinsic
+def start_message(
+    typingctx: Any, function: Any, memory: Any, nbytes: Any, byte: Any, peer: Any, tag: Any,
+    comm: Any, request: Any,
+) -> Any:  # fmt: skip
+    """Call `MPI_Isend` or `MPI_Irecv`, whose arguments these are; returns MPI's error."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = [_WORD, _INT, _WORD, _INT, _INT, _WORD, _WORD]
+        return _mpi(builder, args[0], kinds, args[1:])
+
+    return types.int64(*[types.int64] * 8), codegen
+
+
+@intrinsic
+def look_at_message(typingctx: Any, function: Any, request: Any, flag: Any, status: Any) -> Any:
+    """Call `MPI_Test` with three addresses; returns MPI's error."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _mpi(builder, args[0], [_WORD] * 3, args[1:])
+
+    return types.int64(*[types.int64] * 4), codegen
 
 
 @intrinsic

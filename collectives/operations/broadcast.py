@@ -12,12 +12,14 @@ import numpy as np
 
 from collectives.arrays import host
 from collectives.arrays.host import Array, Borrowed
+from collectives.arrays.reduction import MAX
 from collectives.operations import messages
 from collectives.operations import plan as plans
 from collectives.operations.call import enter
 from collectives.operations.group import Group
+from collectives.operations.messages import Reduction
 from collectives.operations.on_devices import OnDevices
-from collectives.operations.plan import MessagePlan, NodePlan
+from collectives.operations.plan import LetterPlan, MessagePlan, NodePlan
 from collectives.operations.signatures import A, Detachable, Numbers, Unpack, Waiting
 
 __all__ = ["barrier", "broadcast"]
@@ -119,12 +121,15 @@ def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = No
         return
     with enter(group, "barrier", timeout) as call:
         call.describe(algorithm=algorithm)
-        plan: NodePlan | MessagePlan
+        plan: NodePlan | LetterPlan | MessagePlan
         if engine := call.engine_for(algorithm):
             plan = NodePlan(call, engine.plan_publish(0, [], call.digest, 0))
-            plan.ours -= 1  # it is found without `again`
+        elif small := plans.by_letter(call, np.empty(0, np.uint8), Reduction(MAX, algorithm)):
+            plan = small
         else:
             plan = MessagePlan(call, partial(messages.barrier, algorithm=algorithm))
+        if not isinstance(plan, MessagePlan):
+            plan.ours -= 1  # it is found without `again`
         plan.first(call)
         if algorithm == "auto":
             group.plans["barrier"] = plan

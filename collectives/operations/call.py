@@ -22,7 +22,9 @@ from typing import Any, cast
 import numpy as np
 
 from collectives.algorithms import halving, hierarchical, selection
+from collectives.algorithms.letters import Block, Letters
 from collectives.arrays.host import Array
+from collectives.arrays.reduction import MAX, Op
 from collectives.errors import CollectiveError, MismatchError
 from collectives.node.engine import Engine, Work
 from collectives.operations import compare
@@ -123,27 +125,29 @@ class Call:
         if self.group.checked:
             compare.agree(self.group, self.digest, self._description, self.deadline)
 
-    def carries(self, algorithm: str, nbytes: int) -> bool:
+    def carries(self, algorithm: str, nbytes: int, most: int = compare.CARRIED_BYTES) -> bool:
         """Whether an operation by messages is so small that it travels with the comparison.
 
         Args:
+            algorithm: as the caller has it.
             nbytes: of all that a rank contributes, equal on all ranks.
+            most: of them.
         """
         checks = self.group.settings.check != "off"
-        return checks and algorithm == "auto" and nbytes <= compare.CARRIED_BYTES
+        return checks and algorithm == "auto" and nbytes <= most
 
-    def carry(self, data: Array, combine: Callable[[Array, Array], object]) -> Array:
+    def carry(self, data: Array, op: Op = MAX) -> Array:
         """Check as `agree`, and combine what the ranks contribute on the way.
 
         Args:
-            data: shape (n,), as `carries` has accepted it.
-            combine: changes its first argument by another rank's contribution.
+            data: shape (n,), as `carries` has accepted it, prepared for `op`.
+            op: how it is combined; MAX for bytes that are zero on all ranks but one.
 
         Returns:
             The combination of all, the same bits on all ranks.
         """
         self._compared = True
-        contribution = compare.Contribution(data, combine)
+        contribution = compare.Contribution(data, op)
         return compare.agree(
             self.group, self.digest, self._description, self.deadline, contribution
         )
@@ -159,7 +163,7 @@ class Call:
         counts = np.zeros(ranks.size, np.int64)
         counts[ranks.rank] = rows
         if counts.nbytes <= compare.CARRIED_BYTES:
-            counts = self.carry(counts, compare.union)
+            counts = self.carry(counts.view(np.uint8)).view(np.int64)
         else:
             self.carry(*compare.NOTHING)
             halving.allgather(ranks, counts, range(ranks.size + 1), self.deadline)
@@ -175,8 +179,13 @@ class Call:
         assert self.engine is not None
         self.met(self.engine.drive(work, self.deadline))
 
+    def post(self, letters: Letters, block: Block) -> None:
+        """Exchange letters; errors as `met`."""
+        self._compared = True
+        self.met(letters.exchange(block, self.deadline))
+
     def met(self, alike: bool) -> None:
-        """Take note of what the ranks found as they met in the node engine.
+        """Take note of what the ranks found as they met.
 
         Raises:
             MismatchError: they do not make the same call; the same error on all ranks.

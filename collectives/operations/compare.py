@@ -5,20 +5,15 @@ ever where one rank broadcasts and another reduces. Here each rank describes its
 fields; 8-byte hashes of the descriptions are compared by one minimum over all ranks, and only when
 they differ the descriptions themselves are collected, so that every rank raises the same error.
 
-A small operation travels with its comparison, in the same letters:
-
-    bytes of a letter    0      8       16                                  3072
-                         hash   ~hash   contribution, up to 3,056 bytes
-
-Where two hashes are alike, so are the layouts of the contributions, and they are combined; where
-they differ, nobody looks at the contributions any more. All letters are equally long, so that ranks
-that mean different calls find out.
+A small operation travels with its comparison, in the same letters (`algorithms.letters`), which
+compiled code exchanges where messages are MPI's. Elsewhere Python does, and all letters are equally
+long, so that ranks that mean different calls find out.
 
 A rank whose own arguments are refused takes part with the refusal as its description. The others
 then raise an error that says so, where they would otherwise wait for a rank that never comes.
 
-Cost: log2 P messages of 3 KiB for a power of two, up to two more otherwise; for several ranks on
-nodes two meetings on the node, and the messages between one rank of every node.
+Cost: log2 P messages for a power of two, up to two more otherwise; with more than 8 ranks on a node
+two meetings there, and the messages between one rank of every node.
 """
 
 from __future__ import annotations
@@ -26,12 +21,17 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from collectives.algorithms import halving, hierarchical
+from collectives.algorithms.layout import Layout
+from collectives.algorithms.letters import HEAD_BYTES, Letters
+from collectives.arrays import reduction
 from collectives.arrays.host import Array
+from collectives.arrays.reduction import MAX, Op
 from collectives.errors import MismatchError, in_turn, some
 from collectives.operations import recorder
 from collectives.operations.group import Group
@@ -45,10 +45,13 @@ __all__ = [
     "Contribution",
     "Description",
     "agree",
+    "by_nodes",
     "differences",
     "digest",
+    "letters_of",
+    "most",
+    "numbered",
     "raise_mismatch",
-    "union",
 ]
 
 Description = dict[str, object]
@@ -57,11 +60,21 @@ Description = dict[str, object]
 NUMBER = "call"
 
 # How much of a small operation travels with its comparison. An exchange of 16 bytes / 3 KiB / 4,032
-# bytes / 16 KiB, in us: 2 ranks of a node by messages 7.6 / 8.2 / 11.1 / 12.4, where MPI begins to
-# ask the receiver before it sends; 2 machines at 1 Gbit/s 53 / 45 / 48 / 54.
+# bytes / 16 KiB from Python, in us: 2 ranks of a node by messages 7.6 / 8.2 / 11.1 / 12.4, where
+# MPI begins to ask the receiver before it sends; 2 machines at 1 Gbit/s 53 / 45 / 48 / 54.
 LETTER_BYTES = 3072
-_HASH_BYTES = 16
-CARRIED_BYTES = LETTER_BYTES - _HASH_BYTES
+CARRIED_BYTES = LETTER_BYTES - HEAD_BYTES
+
+# How much of an all-reduce travels with its comparison in compiled code, where one rank of a node
+# sends; more of them share the node's line, in every round. 4 machines of 2 ranks, 8 processes on 2
+# cores, in ms, so / MPI with our settings: 512 bytes 1.03 / 1.39, 4 KiB 1.25 / 1.42, 64 KiB 1.85 /
+# 2.08; after a comparison, by `hierarchical`: 3.3, 3.5, 3.7.
+_MOST_CARRIED_BYTES, _MOST_OF_NODE = 1 << 16, 1 << 17
+
+# Ranks of a node up to which each exchanges letters with those of other nodes; beyond, one of them
+# speaks for all, since a node's line takes the letters of its ranks one after the other. 4 machines
+# of 2 ranks, 512 bytes: all of them 1.04 ms, one of each machine 3.4 ms.
+_MOST_SPEAKERS = 8
 
 # Bytes of a description that are sent when ranks disagree; a longer one is cut.
 _TEXT_BYTES = 384
@@ -78,20 +91,17 @@ class Contribution(NamedTuple):
     """What a rank adds to an operation that travels with the comparison.
 
     Attributes:
-        data: shape (n,), contiguous, at most `CARRIED_BYTES`; n and dtype follow from the call.
-        combine: changes its first argument by another rank's contribution.
+        data: shape (n,), contiguous, at most `CARRIED_BYTES`, prepared for the op; n and dtype
+            follow from the call.
+        op: how it is combined with the other ranks'. MAX takes those of one rank where all others
+            bring bytes of zeros.
     """
 
     data: Array
-    combine: Callable[[Array, Array], object]
+    op: Op
 
 
-def union(ours: Array, theirs: Array) -> None:
-    """Combine contributions of bytes or integers that are zero except on one rank."""
-    np.bitwise_or(ours, theirs, out=ours)
-
-
-NOTHING = Contribution(np.empty(0, np.uint8), union)
+NOTHING = Contribution(np.empty(0, np.uint8), MAX)
 
 
 def agree(
@@ -115,35 +125,99 @@ def agree(
     Raises:
         MismatchError: they do not; the same error on all ranks, and no message is left under way.
     """
+    data, op = contribution
     if group.size == 1:
-        return contribution.data
-    letter = np.zeros(LETTER_BYTES, np.uint8)
-    letter[:_HASH_BYTES].view(np.int64)[:] = own, ~own  # min(~h) is ~max(h)
-    carried = _carried(letter, contribution.data)
-    carried[:] = contribution.data
-    combine = functools.partial(_combine, contribution)
-    if group.layout.is_hierarchical:
-        hierarchical.double(group.levels, letter, combine, deadline)
+        return data
+    hashes = own, ~own
+    letters = letters_of(group)
+    if by_nodes(group.layout):
+        joined = _by_nodes(group, letters, hashes, contribution, deadline)
+    elif letters is not None:
+        joined = letters.carry(hashes, data, op, deadline)
     else:
-        halving.double(group.transport, letter, combine, deadline)
-    smallest, inverse = letter[:_HASH_BYTES].view(np.int64)
-    if smallest != ~inverse:
+        letter = _written(hashes, data)
+        halving.double(group.transport, letter, partial(_combine, contribution), deadline)
+        joined = _read(letter, data)
+    if joined is None:
         raise_mismatch(group.transport, call, deadline)
-    return carried
+    return joined
+
+
+def letters_of(group: Group) -> Letters | None:
+    """Return what exchanges letters in compiled code; None where Python does."""
+    return group.kept(_letters)
+
+
+def _letters(group: Group) -> Letters | None:
+    ranks = group.levels.network if by_nodes(group.layout) else group.transport
+    return None if ranks is None or ranks.in_c is None else Letters(ranks, most(group.layout))
+
+
+def by_nodes(layout: Layout) -> bool:
+    """Whether one rank of each node compares for all of them."""
+    return layout.is_hierarchical and layout.per_node > _MOST_SPEAKERS
+
+
+def most(layout: Layout) -> int:
+    """Return how many bytes of an all-reduce travel with its comparison in compiled code."""
+    if by_nodes(layout):
+        return CARRIED_BYTES
+    return max(CARRIED_BYTES, min(_MOST_CARRIED_BYTES, _MOST_OF_NODE // layout.per_node))
+
+
+def _by_nodes(
+    group: Group,
+    letters: Letters | None,
+    hashes: tuple[int, int],
+    contribution: Contribution,
+    deadline: Deadline,
+) -> Array | None:
+    """Compare and combine inside the nodes, then between one rank of each."""
+    data, op = contribution
+    combine = partial(_combine, contribution)
+
+    def between(network: Transport, letter: Array) -> None:
+        if letters is None:
+            halving.double(network, letter, combine, deadline)
+            return
+        smallest, inverse = letter[:HEAD_BYTES].view(np.int64).tolist()
+        joined = letters.carry((smallest, inverse), _carried(letter, data), op, deadline)
+        if joined is None:
+            letter[:HEAD_BYTES] = 0  # no hash and its inverse
+        else:
+            _carried(letter, data)[:] = joined
+
+    letter = _written(hashes, data)
+    hierarchical.double(group.levels, letter, combine, between, deadline)
+    return _read(letter, data)
+
+
+def _written(hashes: tuple[int, int], data: Array) -> Array:
+    """Write a letter."""
+    letter = np.zeros(LETTER_BYTES, np.uint8)
+    letter[:HEAD_BYTES].view(np.int64)[:] = hashes
+    _carried(letter, data)[:] = data
+    return letter
+
+
+def _read(letter: Array, like: Array) -> Array | None:
+    """Return the contribution in a letter, None if it says that ranks disagree."""
+    smallest, inverse = letter[:HEAD_BYTES].view(np.int64)
+    return _carried(letter, like) if smallest == ~inverse else None
 
 
 def _combine(contribution: Contribution, ours: Array, theirs: Array) -> None:
     """Take another rank's letter into this one."""
-    hashes, others = ours[:_HASH_BYTES].view(np.int64), theirs[:_HASH_BYTES].view(np.int64)
+    hashes, others = ours[:HEAD_BYTES].view(np.int64), theirs[:HEAD_BYTES].view(np.int64)
     if hashes.tobytes() == others.tobytes():
-        data = contribution.data
-        contribution.combine(_carried(ours, data), _carried(theirs, data))
+        data, op = contribution
+        reduction.combine(op)(_carried(ours, data), _carried(theirs, data))
     np.minimum(hashes, others, out=hashes)
 
 
 def _carried(letter: Array, like: Array) -> Array:
     """Return the contribution in a letter, of the dtype and size of another one."""
-    return letter[_HASH_BYTES : _HASH_BYTES + like.nbytes].view(like.dtype)
+    return letter[HEAD_BYTES : HEAD_BYTES + like.nbytes].view(like.dtype)
 
 
 def differences(
@@ -230,7 +304,11 @@ def digest(call: Description) -> int:
     number = call.get(NUMBER)
     if not isinstance(number, int):
         return _digest(tuple(call.items()))
-    rest = _digest(tuple(item for item in call.items() if item[0] != NUMBER))
+    return numbered(_digest(tuple(item for item in call.items() if item[0] != NUMBER)), number)
+
+
+def numbered(rest: int, number: int) -> int:
+    """Return the digest of a description that is known but for its number."""
     # In two's complement; the odd factor spreads the numbers over all 64 bits.
     return (rest + number * 0x9E3779B97F4A7C15 + (1 << 63)) % (1 << 64) - (1 << 63)
 

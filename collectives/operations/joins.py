@@ -15,7 +15,6 @@ import numpy as np
 from collectives.algorithms import rotation
 from collectives.arrays.host import Array, address
 from collectives.node.engine import Engine
-from collectives.operations import compare
 from collectives.operations.call import Call
 from collectives.operations.plan import NodePlan
 
@@ -132,7 +131,7 @@ def scatter(
         call.met(engine.publish(send, wanted, call.digest, call.deadline, nbytes))
     elif call.carries(algorithm, nbytes):
         data = np.zeros(nbytes, np.uint8) if send is None else send.view(np.uint8)
-        joined = call.carry(data, compare.union)
+        joined = call.carry(data)
         out.view(np.uint8)[:] = joined[first : first + out.nbytes]
     else:
         call.agree()

@@ -111,7 +111,7 @@ def broadcast(
     assert buffer is not None
     if call.carries(algorithm, buffer.nbytes):
         bits = buffer.view(np.uint8)
-        joined = call.carry(bits if own else np.zeros(bits.size, np.uint8), compare.union)
+        joined = call.carry(bits if own else np.zeros(bits.size, np.uint8))
         if not own:
             bits[:] = joined
         return
@@ -131,7 +131,7 @@ def barrier(call: Call, send: None = None, out: None = None, *, algorithm: str) 
 def _carried(call: Call, send: Array, how: Reduction) -> Array | None:
     """Compare the call, and reduce `send` on the way, in the dtype of sums, if it is so small."""
     if call.carries(how.algorithm, send.size * reduction.work_dtype(send.dtype).itemsize):
-        return call.carry(_contribution(call, send, None, how.op), reduction.combine(how.op))
+        return call.carry(_contribution(call, send, None, how.op), how.op)
     call.agree()
     return None
 

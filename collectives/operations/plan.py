@@ -7,6 +7,7 @@ the group keeps it. Later calls with contiguous NumPy arrays find it by the key,
 | plan | ranks meet | what is kept |
 | --- | --- | --- |
 | `NodePlan` | in shared memory | description and its hash, kernel, loops, bounds and tables |
+| `LetterPlan` | by small messages of compiled code | description and its hash, kernel, loops |
 | `MessagePlan` | by messages | description, and the function that moves the arrays |
 
 Ranks that find a plan and ranks that make one meet in the same rounds, or messages, and compare the
@@ -18,14 +19,19 @@ Cost: 2 to 3 us of Python per call in shared memory; at most 256 plans, without 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic
 
 import numpy as np
 
+from collectives.algorithms import letters
+from collectives.algorithms.letters import HASH, INVERSE, Block, Letters
+from collectives.arrays import reduction
 from collectives.arrays.host import Array, address
 from collectives.errors import MismatchError
+from collectives.kernels import addresses
 from collectives.node.engine import Rows, Work
 from collectives.node.words import OUT, SEND
 from collectives.operations import compare, messages
@@ -38,6 +44,7 @@ __all__ = [
     "LATER",
     "MOST",
     "PLANNED",
+    "LetterPlan",
     "MessagePlan",
     "NodePlan",
     "Plan",
@@ -45,6 +52,7 @@ __all__ = [
     "allreduce",
     "broadcast",
     "broadcast_part",
+    "by_letter",
     "keep",
 ]
 
@@ -80,20 +88,16 @@ def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> An
     if type(x) is not np.ndarray:
         return None
     try:
-        if not x.flags.c_contiguous or not (timeout is None or timeout > 0):
+        readable, writable = group.look
+        send: Any = readable(x)
+        if not send or not (timeout is None or timeout > 0):
             return None
-        send: Any = address(x)
         target: Any = 0
         place = None
         if out is not None and out is not LATER:
-            if out is not x and (
-                type(out) is not np.ndarray or out.dtype != x.dtype or out.shape != x.shape
-            ):
+            target = writable(x, out)
+            if not target:
                 return None
-            flags = out.flags
-            if not flags.c_contiguous or not flags.writeable:
-                return None
-            target = send if out is x else address(out)
             if target == send:
                 engine = group.node_engine  # its place in shared memory is a part of the key
                 place = None if engine is None else engine.shared.place_at(send, x.nbytes)
@@ -102,7 +106,7 @@ def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> An
         plan = group.plans[key, x.dtype, x.shape, place]
         if out is None:
             out = np.empty(x.shape if plan.shape is None else plan.shape, x.dtype)
-            target = address(out)
+            target = readable(out)
         if plan.by_messages:
             send, target = x.reshape(-1), None if out is LATER else out.reshape(-1)
     except _NOT_FOUND:
@@ -117,19 +121,18 @@ def keep(group: Group, key: Key, x: Any, result: Any, plan: object) -> None:
         engine, place = group.node_engine, None
         if engine is not None and isinstance(result, np.ndarray):
             place = engine.shared.place_of(x, result)
+        group.look = addresses.look()
         if len(group.plans) >= MOST:
             group.plans.clear()
         group.plans[key, x.dtype, x.shape, place] = plan
 
 
-class NodePlan:
-    """A call in the node engine that is ready but for the addresses of its arrays.
+class _AddressPlan(ABC):
+    """A call of compiled code that is ready but for the addresses of its arrays.
 
     Args:
         call: that makes it, and has been described.
-        work: kernel, block and tables.
         shape: of the result; that of the array if None.
-        before: how many bytes before the result the whole array would begin, of which it is a part.
     """
 
     by_messages = False
@@ -137,41 +140,12 @@ class NodePlan:
     # Callers that are no user's: `Group.begin`, `run`, `again`, and the operation.
     ours = 4
 
-    def __init__(
-        self,
-        call: Call,
-        work: Work,
-        shape: tuple[int, ...] | None = None,
-        before: int = 0,
-    ) -> None:
-        assert call.engine is not None
+    def __init__(self, call: Call, shape: tuple[int, ...] | None = None) -> None:
         self.shape = shape
         self.group = call.group
-        self._engine = call.engine
         self._description = call.description
         self._fields = dict(self._description)
         self._operation = str(self._fields.pop("operation"))
-        self._before = before
-        self._use(work)
-
-    def _use(self, work: Work) -> None:
-        self._work = work
-        self._words = work.block.data
-        self.kernel = work.kernel
-        self.block = address(work.block)
-
-    def like(self, nbytes: int, table: Rows, longest: int) -> NodePlan:
-        """Plan another meeting of the same call; arguments as `Engine.plan_publish`."""
-        other = copy.copy(self)
-        digest = compare.digest(self._description)
-        other._use(self._engine.plan_publish(nbytes, table, digest, longest))
-        return other
-
-    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
-        """Carry out the call that has made the plan; raises what `Call.met` does."""
-        self._words[SEND] = 0 if send is None else address(send)
-        self._words[OUT] = 0 if out is None else address(out) - self._before
-        call.drive(self._work)
 
     def run(
         self, send: int, out: int, timeout: float | None, then: Callable[[], None] | None = None
@@ -207,6 +181,53 @@ class NodePlan:
             raise
         group.end(record, None)
 
+    @abstractmethod
+    def meet(self, send: int, out: int, timeout: float | None) -> None:
+        """Call the kernel until it is done; arguments and errors as `run`."""
+
+
+class NodePlan(_AddressPlan):
+    """A call in the node engine that is ready but for the addresses of its arrays.
+
+    Args:
+        call: that makes it, and has been described.
+        work: kernel, block and tables.
+        shape: of the result; that of the array if None.
+        before: how many bytes before the result the whole array would begin, of which it is a part.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        work: Work,
+        shape: tuple[int, ...] | None = None,
+        before: int = 0,
+    ) -> None:
+        assert call.engine is not None
+        super().__init__(call, shape)
+        self._engine = call.engine
+        self._before = before
+        self._use(work)
+
+    def _use(self, work: Work) -> None:
+        self._work = work
+        self._words = work.block.data
+        self.kernel = work.kernel
+        self.block = address(work.block)
+
+    def like(self, nbytes: int, table: Rows, longest: int) -> NodePlan:
+        """Plan another meeting of the same call; arguments as `Engine.plan_publish`."""
+        other = copy.copy(self)
+        digest = compare.digest(self._description)
+        other._use(self._engine.plan_publish(nbytes, table, digest, longest))
+        return other
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan; raises what `Call.met` does."""
+        self._words[SEND] = 0 if send is None else address(send)
+        self._words[OUT] = 0 if out is None else address(out) - self._before
+        call.drive(self._work)
+
     def meet(self, send: int, out: int, timeout: float | None) -> None:
         """Call the kernel until it is done; arguments and errors as `run`."""
         words = self._words
@@ -223,6 +244,45 @@ class NodePlan:
         deadline = self.group.deadline(self._operation, timeout)
         if not self._engine.drive(self._work, deadline, status):
             compare.raise_mismatch(self.group.transport, self._description, deadline)
+
+
+class LetterPlan(_AddressPlan):
+    """A small call by messages of compiled code.
+
+    Args:
+        call: that makes it, and has been described.
+        letters: by which it goes.
+        block: of its kernel.
+    """
+
+    def __init__(self, call: Call, letters: Letters, block: Block) -> None:
+        super().__init__(call)
+        self._fields.pop(compare.NUMBER, None)  # of which every call has its own
+        self._letters = letters
+        self._kernel = letters.kernel
+        self._block = block
+        self._words = block.words.data
+        self._digest = compare.digest({"operation": self._operation, **self._fields})
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan; raises what `Call.met` does."""
+        self._fill(*(0 if array is None else address(array) for array in (send, out)))
+        call.post(self._letters, self._block)
+
+    def meet(self, send: int, out: int, timeout: float | None) -> None:
+        """Call the kernel until it is done; arguments and errors as `run`."""
+        self._fill(send, out)
+        if status := self._kernel(self._block.address):
+            group = self.group
+            deadline = group.deadline(self._operation, timeout)
+            if not self._letters.drive(self._block, status, deadline):
+                call = {**self._description, compare.NUMBER: group.number}
+                compare.raise_mismatch(group.transport, call, deadline)
+
+    def _fill(self, send: int, out: int) -> None:
+        words, digest = self._words, compare.numbered(self._digest, self.group.number)
+        words[HASH], words[INVERSE] = digest, ~digest
+        words[letters.SEND], words[letters.OUT] = send, out
 
 
 class MessagePlan:
@@ -257,14 +317,31 @@ class MessagePlan:
             self._move(call, send, out)
 
 
-def allreduce(call: Call, send: Array, out: Array, how: Reduction) -> NodePlan | MessagePlan:
+def allreduce(
+    call: Call, send: Array, out: Array, how: Reduction
+) -> NodePlan | LetterPlan | MessagePlan:
     """Plan the all-reduce of flat arrays that a call has described."""
     engine = call.engine_for(how.algorithm)
     if engine is None:
-        return MessagePlan(call, partial(messages.allreduce, how=how))
+        small = by_letter(call, send, how)
+        return small or MessagePlan(call, partial(messages.allreduce, how=how))
     if place := engine.shared.place_of(send, out):  # which is reduced by another kernel
         call.add(memory=f"shared array {place.number} + {place.offset} bytes")
     return NodePlan(call, engine.plan_allreduce(send, out, how.op, call.digest))
+
+
+def by_letter(call: Call, send: Array, how: Reduction) -> LetterPlan | None:
+    """Plan an all-reduce that compiled code sends and combines with the comparison, if it can."""
+    group, op = call.group, how.op
+    if (
+        how.codec is not None
+        or not call.carries(how.algorithm, send.nbytes, compare.most(group.layout))
+        or reduction.work_dtype(send.dtype) != send.dtype
+        or compare.by_nodes(group.layout)
+        or (found := compare.letters_of(group)) is None
+    ):
+        return None
+    return LetterPlan(call, found, Block(found, send.dtype, send.size, op, fill=True))
 
 
 def broadcast(
@@ -309,21 +386,26 @@ class Plan(Generic[A]):
     __slots__ = ("_address", "_flat", "_group", "_kernel", "_plan", "_timeout", "array")
 
     def __init__(
-        self, array: A, flat: Array, plan: NodePlan | MessagePlan, timeout: float | None
+        self,
+        array: A,
+        flat: Array,
+        plan: NodePlan | LetterPlan | MessagePlan,
+        timeout: float | None,
     ) -> None:
         self.array = array
-        self._flat = flat
+        self._flat: Any = flat if plan.by_messages else address(flat)
         self._plan = plan
         self._group = plan.group
         self._timeout = timeout
         self._kernel = None
         if isinstance(plan, NodePlan):  # whose block knows the array
             self._kernel, self._address = plan.kernel, plan.block
+        elif isinstance(plan, LetterPlan):
+            plan.ours -= 1  # it is run without `again`
 
     def __call__(self) -> A:
         """Reduce the array over all ranks, in place, and return it."""
         if self._kernel is None:
-            assert isinstance(self._plan, MessagePlan)
             self._plan.run(self._flat, self._flat, self._timeout)
             return self.array
         if self._group.unusable is not None:

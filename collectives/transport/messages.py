@@ -161,6 +161,13 @@ class Endpoint:
         self._found = MPI.Status()
         self._any = MPI.ANY_SOURCE
 
+    @property
+    def handles(self) -> tuple[int, int]:
+        """MPI's handles of the communicator and of bytes, as numbers."""
+        from mpi4py import MPI
+
+        return MPI._handleof(self.mpi), MPI._handleof(self.byte)
+
     def take(self, tag: int) -> tuple[int, Array] | None:
         """Return a message that nobody has asked for, if one has come, and its source."""
         message = self.mpi.Improbe(self._any, tag, self._found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from collectives.errors import CollectiveError, LaunchError, MismatchError, Peer
 from collectives.transport import liveness, waiting, whereabouts
 from collectives.transport.mailbox import MpiMailbox
 from collectives.transport.messages import Endpoint, MpiMessage, is_death
-from collectives.transport.transport import Transport
+from collectives.transport.transport import InC, Transport
 from collectives.transport.waiting import Message, named, this_thread
 
 if TYPE_CHECKING:
@@ -32,6 +33,19 @@ _NAME_WITHIN = 1.0
 _ASK_EVERY = 0.005
 
 _TAG, _LANE_TAG = 1, 4  # apart: a lane may be used by another thread
+
+
+@functools.cache
+def _functions() -> tuple[int, int, int]:
+    """Return the addresses of MPI_Isend, MPI_Irecv and MPI_Test."""
+    from mpi4py import MPI
+
+    library = ctypes.CDLL(MPI.__file__)  # finds what mpi4py itself was linked with
+
+    def found(name: str) -> int:
+        return ctypes.cast(library[name], ctypes.c_void_p).value or 0
+
+    return found("MPI_Isend"), found("MPI_Irecv"), found("MPI_Test")
 
 
 class MpiTransport(Transport):
@@ -73,6 +87,19 @@ class MpiTransport(Transport):
     def _may_call_mpi(self) -> bool:
         """Whether this thread may: one that works for others needs MPI's leave."""
         return self._any_thread or this_thread.stop is None
+
+    @property
+    def in_c(self) -> InC:
+        """MPI's own functions."""
+        if not self._any_thread and not self._may_call_mpi:
+            self.check_threads("message")
+        return InC(*_functions(), *self.endpoint.handles, self._tag)
+
+    def error_of(self, code: int, operation: str) -> RuntimeError:
+        """Return what an error of MPI means."""
+        from mpi4py import MPI
+
+        return self._explain(MPI.Exception(code), operation)
 
     def lost(self, message: MpiMessage, error: RuntimeError) -> bool:
         """Let a wait find out what MPI's error means; the message keeps its memory."""

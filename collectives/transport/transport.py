@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,11 +27,28 @@ from collectives.transport.waiting import (
     this_thread,
 )
 
-__all__ = ["Deadline", "Message", "Transport", "named", "this_thread"]
+__all__ = ["Deadline", "InC", "Message", "Transport", "named", "this_thread"]
 
 
 # A message of no bytes: both sides know that nothing has to be sent.
 _NOTHING = Known("nothing", (), has_come=True)
+
+
+class InC(NamedTuple):
+    """What compiled code needs to send messages by MPI.
+
+    Attributes:
+        isend: address of `MPI_Isend`; the next two likewise.
+        comm: MPI's handle as a number; the next one likewise.
+        tag: of all messages of the transport.
+    """
+
+    isend: int
+    irecv: int
+    test: int
+    comm: int
+    byte: int
+    tag: int
 
 
 class Transport(Ranks, ABC):
@@ -48,6 +66,21 @@ class Transport(Ranks, ABC):
     def number(self, rank: int) -> int:
         """Return the number that a rank of this transport has in the whole group."""
         return rank
+
+    @property
+    def in_c(self) -> InC | None:
+        """How compiled code sends messages here, which meet those of Python; None if it cannot.
+
+        Equal on all ranks, but for the numbers.
+
+        Raises:
+            LaunchError: MPI was started without support for calls of this thread.
+        """
+        return None
+
+    def error_of(self, code: int, operation: str) -> RuntimeError:
+        """Return what an error means that MPI has told compiled code."""
+        raise NotImplementedError(f"error_of: {type(self).__name__} has no compiled messages")
 
     @abstractmethod
     def _start_send(self, data: Array, dest: int) -> Message:

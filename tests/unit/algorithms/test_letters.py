@@ -1,0 +1,189 @@
+"""Letters among ranks that are threads, over functions in C that stand for MPI's."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import oracle
+from collectives.algorithms.letters import HEAD_BYTES, Letters
+from collectives.arrays import reduction
+from collectives.arrays.reduction import MAX, MEAN, SUM
+from collectives.errors import CollectiveTimeout
+from collectives.operations.compare import CARRIED_BYTES
+from collectives.transport.transport import InC
+from collectives.transport.waiting import Deadline, Ranks
+
+INT, WORD = ctypes.c_int, ctypes.c_int64
+START = ctypes.CFUNCTYPE(INT, WORD, INT, WORD, INT, INT, WORD, WORD)
+TEST = ctypes.CFUNCTYPE(INT, WORD, WORD, WORD)
+
+COMM, BYTE, TAG = -0x7C000001, 0x4C00010D, 7
+FAILURE = 13
+
+
+class Network:
+    """The messages of some ranks; `slow` and `failing` name ranks."""
+
+    def __init__(self, slow=(), failing=()):
+        self.boxes = defaultdict(deque)  # (source, dest) -> messages
+        self.slow = dict.fromkeys(slow, 3000)  # how often they look in vain
+        self.failing = failing
+        self.lengths = []
+        self.lock = threading.Lock()
+
+
+class CTransport(Ranks):
+    """What letters need of a transport."""
+
+    def __init__(self, network, rank, size):
+        self.network, self.rank, self.size = network, rank, size
+        self.under_way = {}
+        self.numbers = itertools.count(1)
+        self.looks = 0
+        self.functions = START(self._isend), START(self._irecv), TEST(self._test)
+        addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in self.functions)
+        self.in_c = InC(*addresses, COMM % 2**64, BYTE, TAG)
+
+    def _isend(self, memory, nbytes, kind, dest, tag, comm, request):
+        assert (kind, tag, comm) == (BYTE, TAG, COMM)
+        with self.network.lock:
+            self.network.lengths.append(nbytes)
+            self.network.boxes[self.rank, dest].append(ctypes.string_at(memory, nbytes))
+        return self._begun(request, None)
+
+    def _irecv(self, memory, nbytes, kind, source, tag, comm, request):
+        assert (kind, tag, comm) == (BYTE, TAG, COMM)
+        if self.rank in self.network.failing:
+            return FAILURE
+        return self._begun(request, (memory, nbytes, source))
+
+    def _begun(self, request, what):
+        number = next(self.numbers)
+        self.under_way[number] = what
+        WORD.from_address(request).value = number
+        return 0
+
+    def _test(self, request, flag, status):
+        number, network = WORD.from_address(request).value, self.network
+        if network.slow.get(self.rank):
+            network.slow[self.rank] -= 1
+            return 0
+        receive = self.under_way[number]
+        if receive is not None:
+            memory, most, source = receive
+            with network.lock:
+                box = network.boxes[source, self.rank]
+                if not box:
+                    return 0
+                message = box.popleft()
+            assert len(message) <= most
+            ctypes.memmove(memory, message, len(message))
+        del self.under_way[number]
+        INT.from_address(flag).value = 1
+        return 0
+
+    def culprit(self, pending):
+        return ""
+
+    def look_around(self, operation, peers):
+        self.looks += 1
+
+    def error_of(self, code, operation):
+        return RuntimeError(f"{operation}: error {code}")
+
+
+def run(size, call, network=None):
+    """Call `call(letters, transport)` on all ranks; returns what they return."""
+    network = network or Network()
+
+    def body(rank):
+        transport = CTransport(network, rank, size)
+        return call(Letters(transport, CARRIED_BYTES), transport)
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(body, range(size)))
+    assert not any(network.boxes.values())
+    return results
+
+
+def deadline(seconds=20.0):
+    return Deadline("allreduce", seconds)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("op", [SUM, MEAN, MAX], ids=lambda op: op.value)
+def test_what_all_bring_is_combined_and_equal_on_all_ranks(size, op):
+    dtypes = [d for d in oracle.DTYPES if oracle.is_defined(op, d)]
+    dtypes = [d for d in dtypes if reduction.work_dtype(np.dtype(d)) == d]
+    assert dtypes
+
+    def call(letters, transport):
+        results = []
+        for dtype, n in itertools.product(dtypes, (0, 1, 7, 150)):
+            arrays = [(np.arange(n) % 5 + r % 3).astype(dtype) for r in range(size)]
+            data = arrays[transport.rank].copy()
+            reduction.prepare(data, op, size)
+            got = letters.carry((n, ~n), data, op, deadline())
+            oracle.assert_close(got, arrays, op)
+            results.append(got.tobytes())
+        return results
+
+    results = run(size, call)
+    assert all(result == results[0] for result in results)
+
+
+def test_a_letter_has_the_length_of_what_it_carries():
+    network = Network()
+    data = np.ones(3)
+    run(2, lambda letters, _: letters.carry((1, ~1), data, SUM, deadline()), network)
+    assert network.lengths == [HEAD_BYTES + data.nbytes] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("other", [0, 1, -1])
+def test_all_ranks_hear_that_one_means_another_call(size, other):
+    """Whose letter is longer, and whose hash is the smaller or the larger one."""
+
+    def call(letters, transport):
+        told = []
+        for mine, n in ((3, 100), (9, 1)):
+            odd = transport.rank == other % size
+            number = mine if odd else 5
+            data = np.full(n if odd else 10, np.nan)
+            told.append(letters.carry((number, ~number), data, SUM, deadline()))
+        told.append(letters.carry((1, ~1), np.ones(2), SUM, deadline()).tolist())
+        return told
+
+    assert run(size, call) == [[None, None, [size, size]]] * size
+
+
+def test_a_wait_for_a_slow_rank_looks_after_the_others_and_goes_on():
+    def call(letters, transport):
+        result = letters.carry((1, ~1), np.ones(2), SUM, deadline())
+        again = letters.carry((2, ~2), result, SUM, deadline())
+        return again.tolist(), transport.looks
+
+    results = run(2, call, Network(slow=[1]))
+    assert [result for result, _ in results] == [[4, 4]] * 2
+    assert results[1][1] > 0
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_limit():
+    transport = CTransport(Network(), 0, 2)
+    letters = Letters(transport, CARRIED_BYTES)
+    with pytest.raises(CollectiveTimeout, match=r"no answer within 0.3 s.*rank 1 to send 16 bytes"):
+        letters.carry((1, ~1), np.ones(2), SUM, deadline(0.3))
+
+
+def test_an_error_of_mpi_is_explained_by_the_transport():
+    transport = CTransport(Network(failing=[0]), 0, 2)
+    letters = Letters(transport, CARRIED_BYTES)
+    with pytest.raises(RuntimeError, match=f"allreduce: error {FAILURE}"):
+        letters.carry((1, ~1), np.ones(2), SUM, deadline())
