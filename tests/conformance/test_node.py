@@ -39,6 +39,23 @@ def test_plans_reduce_in_place_again_and_again(world, op):
     world.run(check)
 
 
+def test_a_large_result_is_the_same_in_place_and_elsewhere(world):
+    """Elsewhere it is stored past the caches, to an address that belongs to no line of them."""
+    if world.kind != "shared":
+        pytest.skip("about the node engine")
+    count = (1 << 22) + 7  # of 4 bytes
+
+    def check(comm):
+        x = np.arange(count, dtype=np.float32) + comm.rank
+        result = np.zeros(count + 2, np.float32)
+        assert comm.allreduce(x, op=cc.SUM, out=result[1:-1]) is not None
+        assert result[0] == result[-1] == 0
+        np.testing.assert_array_equal(comm.allreduce(x, op=cc.SUM, out=x), result[1:-1])
+        comm.barrier()
+
+    world.run(check)
+
+
 def test_shared_arrays_are_reduced_in_place_in_whole_or_in_part(world):
     def check(comm):
         x = comm.shared_empty((300, 7), np.float64)
