@@ -9,8 +9,8 @@ Ratios are a peer's time over ours in the same turns. "best" is the smallest rat
 
 **Near and far.** A virtual machine's cores move, and what passes between two of them is slower by
 half or more where they share less. So before and after each turn rank 0 hands 512 KiB over to rank
-1 (`Handover`), and turns are told apart by its rate, if there are two kinds of it; a turn with one of
-either kind is dropped.
+1 (`Handover`), and turns are told apart by its rate, if there are two kinds of it; a turn with one
+of either kind is dropped.
 
 **Fresh arrays.** Before each call a rank writes its array anew, as a training step does: what
 nobody writes stays in other cores' caches, and the next call is faster than it will ever be. The

@@ -47,8 +47,11 @@ CASES = [
     (4, 2, "slot", MIB // 256, 15),
     (4, 2, "slot", MIB // 2048, 15),
     (2, 1, "slot", MIB // 2048, 15),
+    (2, 1, "slot", 8, 15),
+    (2, 1, "slot", 3000, 15),
 ]
 
+MPI = "MPI, our settings"
 ALL_MACHINES = "4 machines x 2 ranks, 16 MiB, placed by "
 
 
@@ -74,6 +77,12 @@ GOALS = [
     Goal(
         f"{ALL_MACHINES}slot: float16 on the line", 1, "hierarchical, float16", "hierarchical", 1.8
     ),
+    Goal("4 machines x 2 ranks, 64 KiB: against MPI, our settings", 4, "auto", MPI, 1.0),
+    Goal("4 machines x 2 ranks, 4 KiB: against MPI, our settings", 5, "auto", MPI, 1.0),
+    Goal("4 machines x 2 ranks, 512 B: against MPI, our settings", 6, "auto", MPI, 1.0),
+    Goal("2 machines, 512 B: against MPI, our settings", 7, "auto", MPI, 1 / 1.5),
+    Goal("2 machines, 8 B: against MPI, our settings", 8, "auto", MPI, 1 / 1.5),
+    Goal("2 machines, 3,000 B: against MPI, our settings", 9, "auto", MPI, 1 / 1.5),
 ]
 
 # The jobs of a round: name of MPI's own operation in it, or "ours" -> environment.

@@ -86,9 +86,6 @@ _double: Callable[[], Kernel] = functools.partial(
     machine_code.function, "collectives.algorithms.letter_rounds", "double"
 )
 
-# Memory of calls that have failed: MPI may still read or write it.
-_abandoned: list[Letters] = []
-
 
 class Block:
     """A small operation, ready but for addresses and hash.
@@ -187,7 +184,7 @@ class Letters:
             if status == FAILED:
                 raise self._transport.error_of(int(words[ERROR]), deadline.operation)
         except BaseException:
-            _abandoned.append(self)
+            self._transport.keep(self)
             raise
         words[POLLS : YIELDS + 1] = patience
         return status == DONE

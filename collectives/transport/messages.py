@@ -21,7 +21,7 @@ _MESSAGE_BYTES = 1 << 30
 
 # Messages that nobody waits for any more although MPI may still read or write their memory: it is
 # never released.
-_abandoned: list[set[MpiMessage]] = []
+_abandoned: list[set[object]] = []
 
 
 def is_death(error: RuntimeError) -> bool:
@@ -157,7 +157,7 @@ class Endpoint:
         self.mpi = comm.Dup()
         self.byte = MPI.BYTE
         # Their memory must not be released as long as MPI may touch it.
-        self.live: set[MpiMessage] = set()
+        self.live: set[object] = set()
         self._found = MPI.Status()
         self._any = MPI.ANY_SOURCE
 

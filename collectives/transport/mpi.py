@@ -101,6 +101,10 @@ class MpiTransport(Transport):
 
         return self._explain(MPI.Exception(code), operation)
 
+    def keep(self, memory: object) -> None:
+        """Keep it as long as the process lives, and the communicator, too."""
+        self.endpoint.live.add(memory)
+
     def lost(self, message: MpiMessage, error: RuntimeError) -> bool:
         """Let a wait find out what MPI's error means; the message keeps its memory."""
         raise error

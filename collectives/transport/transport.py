@@ -82,6 +82,10 @@ class Transport(Ranks, ABC):
         """Return what an error means that MPI has told compiled code."""
         raise NotImplementedError(f"error_of: {type(self).__name__} has no compiled messages")
 
+    def keep(self, memory: object) -> None:
+        """Never release what messages of compiled code may still read or write."""
+        raise NotImplementedError(f"keep: {type(self).__name__} has no compiled messages")
+
     @abstractmethod
     def _start_send(self, data: Array, dest: int) -> Message:
         """Start sending a contiguous array of at least one byte."""

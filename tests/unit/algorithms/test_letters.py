@@ -47,6 +47,7 @@ class CTransport(Ranks):
         self.under_way = {}
         self.numbers = itertools.count(1)
         self.looks = 0
+        self.kept = []
         self.functions = START(self._isend), START(self._irecv), TEST(self._test)
         addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in self.functions)
         self.in_c = InC(*addresses, COMM % 2**64, BYTE, TAG)
@@ -94,6 +95,9 @@ class CTransport(Ranks):
 
     def look_around(self, operation, peers):
         self.looks += 1
+
+    def keep(self, memory):
+        self.kept.append(memory)
 
     def error_of(self, code, operation):
         return RuntimeError(f"{operation}: error {code}")
@@ -180,6 +184,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_limit():
     letters = Letters(transport, CARRIED_BYTES)
     with pytest.raises(CollectiveTimeout, match=r"no answer within 0.3 s.*rank 1 to send 16 bytes"):
         letters.carry((1, ~1), np.ones(2), SUM, deadline(0.3))
+    assert transport.kept == [letters]  # where a message may still arrive
 
 
 def test_an_error_of_mpi_is_explained_by_the_transport():
