@@ -21,7 +21,7 @@ _MESSAGE_BYTES = 1 << 30
 
 # Messages that nobody waits for any more although MPI may still read or write their memory: it is
 # never released.
-_abandoned: list[set[object]] = []
+_abandoned: list[object] = []
 
 
 def is_death(error: RuntimeError) -> bool:
@@ -157,7 +157,8 @@ class Endpoint:
         self.mpi = comm.Dup()
         self.byte = MPI.BYTE
         # Their memory must not be released as long as MPI may touch it.
-        self.live: set[object] = set()
+        self.live: set[MpiMessage] = set()
+        self.kept: list[object] = []  # the same of messages that compiled code has begun
         self._found = MPI.Status()
         self._any = MPI.ANY_SOURCE
 
@@ -200,10 +201,12 @@ class Endpoint:
         from mpi4py import MPI
 
         # With messages under way, freeing would wait for what never becomes complete.
-        if self.mpi != MPI.COMM_NULL and not MPI.Is_finalized() and not self.live:
+        under_way = self.live or self.kept
+        if self.mpi != MPI.COMM_NULL and not MPI.Is_finalized() and not under_way:
             self.mpi.Free()
 
     def __del__(self) -> None:
         # Messages are dropped unfinished when an error or Ctrl-C ended the operation.
-        if getattr(self, "live", None):
-            _abandoned.append(self.live)
+        for memory in (getattr(self, "live", None), getattr(self, "kept", None)):
+            if memory:
+                _abandoned.append(memory)

@@ -103,7 +103,7 @@ class MpiTransport(Transport):
 
     def keep(self, memory: object) -> None:
         """Keep it as long as the process lives, and the communicator, too."""
-        self.endpoint.live.add(memory)
+        self.endpoint.kept.append(memory)
 
     def lost(self, message: MpiMessage, error: RuntimeError) -> bool:
         """Let a wait find out what MPI's error means; the message keeps its memory."""
