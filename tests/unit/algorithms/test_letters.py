@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import time
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,11 +30,11 @@ FAILURE = 13
 
 
 class Network:
-    """The messages of some ranks; `slow` and `failing` name ranks."""
+    """The messages of some ranks; `failing` names ranks, `slow` those with nothing for a while."""
 
     def __init__(self, slow=(), failing=()):
         self.boxes = defaultdict(deque)  # (source, dest) -> messages
-        self.slow = dict.fromkeys(slow, 3000)  # how often they look in vain
+        self.slow = dict.fromkeys(slow, time.monotonic() + 0.3)
         self.failing = failing
         self.lengths = []
         self.lock = threading.Lock()
@@ -73,8 +74,7 @@ class CTransport(Ranks):
 
     def _test(self, request, flag, status):
         number, network = WORD.from_address(request).value, self.network
-        if network.slow.get(self.rank):
-            network.slow[self.rank] -= 1
+        if time.monotonic() < network.slow.get(self.rank, 0.0):
             return 0
         receive = self.under_way[number]
         if receive is not None:
