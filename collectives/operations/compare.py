@@ -40,6 +40,7 @@ from collectives.transport.transport import Deadline, Transport, named
 __all__ = [
     "CARRIED_BYTES",
     "LETTER_BYTES",
+    "MOST_SPEAKERS",
     "NOTHING",
     "NUMBER",
     "Contribution",
@@ -74,7 +75,7 @@ _MOST_CARRIED_BYTES, _MOST_OF_NODE = 1 << 16, 1 << 17
 # Ranks of a node up to which each exchanges letters with those of other nodes; beyond, one of them
 # speaks for all, since a node's line takes the letters of its ranks one after the other. 4 machines
 # of 2 ranks, 512 bytes: all of them 1.04 ms, one of each machine 3.4 ms.
-_MOST_SPEAKERS = 8
+MOST_SPEAKERS = 8
 
 # Bytes of a description that are sent when ranks disagree; a longer one is cut.
 _TEXT_BYTES = 384
@@ -149,13 +150,15 @@ def letters_of(group: Group) -> Letters | None:
 
 
 def _letters(group: Group) -> Letters | None:
+    if group.size == 1:  # nothing is compiled for a rank alone
+        return None
     ranks = group.levels.network if by_nodes(group.layout) else group.transport
     return None if ranks is None or ranks.in_c is None else Letters(ranks, most(group.layout))
 
 
 def by_nodes(layout: Layout) -> bool:
     """Whether one rank of each node compares for all of them."""
-    return layout.is_hierarchical and layout.per_node > _MOST_SPEAKERS
+    return layout.is_hierarchical and layout.per_node > MOST_SPEAKERS
 
 
 def most(layout: Layout) -> int:

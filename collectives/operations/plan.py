@@ -121,7 +121,8 @@ def keep(group: Group, key: Key, x: Any, result: Any, plan: object) -> None:
         engine, place = group.node_engine, None
         if engine is not None and isinstance(result, np.ndarray):
             place = engine.shared.place_of(x, result)
-        group.look = addresses.look()
+        if group.size > 1:  # nothing is compiled for a rank alone
+            group.look = addresses.look()
         if len(group.plans) >= MOST:
             group.plans.clear()
         group.plans[key, x.dtype, x.shape, place] = plan

@@ -21,6 +21,7 @@ from collectives.algorithms import hierarchical
 from collectives.communicator import Communicator
 from collectives.node import engine as node
 from collectives.node import segment, words
+from collectives.operations import compare
 from collectives.settings import Settings
 from collectives.transport.transport import Deadline
 
@@ -98,6 +99,26 @@ def test_private_and_shared_arrays_have_the_same_sums(nodes, op):
                 if op is not cc.PRODUCT:  # complex ones may be contracted in another way
                     np.testing.assert_array_equal(shared, result)
         assert_equal_everywhere(comm, result)
+
+    nodes.run(check)
+
+
+@everywhere
+def test_one_rank_of_each_node_may_speak_for_all(nodes, monkeypatch):
+    monkeypatch.setattr(compare, "MOST_SPEAKERS", 1)  # as with many ranks on a node
+
+    def check(comm):
+        for _ in range(2):
+            arrays = everyones(comm, 7)
+            for op in OPS:
+                result = comm.allreduce(arrays[comm.rank], op=op)
+                oracle.assert_close(result, arrays, op)
+                assert_equal_everywhere(comm, result)
+            np.testing.assert_array_equal(comm.broadcast(arrays[comm.rank], root=1), arrays[1])
+            comm.barrier()
+            for odd in range(comm.size):
+                with pytest.raises(cc.MismatchError, match=f"op is .*MAX on rank {odd}"):
+                    comm.allreduce(arrays[0], op=cc.MAX if comm.rank == odd else cc.SUM)
 
     nodes.run(check)
 

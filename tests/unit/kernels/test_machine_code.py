@@ -206,3 +206,18 @@ def test_ranks_do_without_numba_where_all_is_compiled(tmp_path):
         result = launcher.mpirun(2, program, timeout=100)
         assert result.status == 0, result.stderr
     assert result.stdout.split() == ["False"] * 2
+
+
+def test_a_rank_alone_compiles_nothing(tmp_path):
+    program = tmp_path / "alone.py"
+    program.write_text(
+        "import sys, numpy as np, collectives as cc\n"
+        "comm = cc.init()\n"
+        "x = np.ones(3)\n"
+        "for _ in range(3):\n"
+        "    comm.allreduce(x, op=cc.SUM, out=x)\n"
+        "    comm.barrier()\n"
+        "print(x.sum(), 'llvmlite' in sys.modules)\n"
+    )
+    result = launcher.run([sys.executable, str(program)], timeout=60)
+    assert result.stdout.split() == ["3.0", "False"], result
