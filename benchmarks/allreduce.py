@@ -232,17 +232,18 @@ def combine(turns: list[Turn]) -> Row:
     def median(of: list[Turn], case: str, under: str = "") -> float:
         return statistics.median(t.times[case] / (t.times[under] if under else 1.0) for t in of)
 
+    with_gloo = [turn for turn in turns if "gloo" in turn.times]
+
     def ratios(case: str) -> Row:
         found = {name: median(of, "mpi", case) for name, of in jobs.items()}
-        gloo = {"Gloo": median(jobs["default"], "gloo", case)} if "default" in gloos else {}
+        gloo = {"Gloo": median(with_gloo, "gloo", case)} if with_gloo else {}
         return {"best": min(found.values()), **found, **gloo}
 
-    gloos = [name for name, of in jobs.items() if "gloo" in of[0].times]
     row: Row = {"bytes": turns[0].nbytes}
     row |= {case: median(turns, case) for case in (*OURS, "copy", "write private", "write shared")}
     row["mpi"] = {name: median(of, "mpi") for name, of in jobs.items()}
-    if "default" in gloos:
-        row["gloo"] = median(jobs["default"], "gloo")
+    if with_gloo:
+        row["gloo"] = median(with_gloo, "gloo")
     row["ratios"] = {case: ratios(case) for case in OURS}
     row["copies"] = {case: median(turns, case, "copy") for case in OURS}
     return row
@@ -346,8 +347,10 @@ def worker(options: argparse.Namespace) -> None:
         if options.gloo:
             calls["gloo"] = peers.gloo("allreduce", private, bounds, 0), private
         cases = {name: Case(world, *call) for name, call in calls.items()}
-        writes = {name: Case(world, lambda: None, of) for name, of in
-                  (("write private", private), ("write shared", shared))}  # fmt: skip
+        writes = {
+            "write private": Case(world, lambda: None, private),
+            "write shared": Case(world, lambda: None, shared),
+        }
         for _ in range(TURNS):
             before = handover.rate()
             times = {name: case.seconds() for name, case in cases.items()}
