@@ -35,9 +35,8 @@ _ASK_EVERY = 0.005
 _TAG, _LANE_TAG = 1, 4  # apart: a lane may be used by another thread
 
 
-@functools.cache
-def _functions() -> tuple[int, int, int]:
-    """Return the addresses of MPI_Isend, MPI_Irecv and MPI_Test."""
+def _functions() -> tuple[int, int, int] | None:
+    """Return the addresses of MPI_Isend, MPI_Irecv and MPI_Test; None where they are hidden."""
     from mpi4py import MPI
 
     library = ctypes.CDLL(MPI.__file__)  # finds what mpi4py itself was linked with
@@ -45,7 +44,10 @@ def _functions() -> tuple[int, int, int]:
     def found(name: str) -> int:
         return ctypes.cast(library[name], ctypes.c_void_p).value or 0
 
-    return found("MPI_Isend"), found("MPI_Irecv"), found("MPI_Test")
+    try:
+        return found("MPI_Isend"), found("MPI_Irecv"), found("MPI_Test")
+    except AttributeError:  # a part of mpi4py, by static linking
+        return None
 
 
 class MpiTransport(Transport):
@@ -89,11 +91,12 @@ class MpiTransport(Transport):
         return self._any_thread or this_thread.stop is None
 
     @property
-    def in_c(self) -> InC:
+    def in_c(self) -> InC | None:
         """MPI's own functions."""
         if not self._any_thread and not self._may_call_mpi:
             self.check_threads("message")
-        return InC(*_functions(), *self.endpoint.handles, self._tag)
+        functions = _functions()
+        return None if functions is None else InC(*functions, *self.endpoint.handles, self._tag)
 
     def error_of(self, code: int, operation: str) -> RuntimeError:
         """Return what an error of MPI means."""

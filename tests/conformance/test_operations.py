@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import collectives as cc
 import oracle
+from collectives.transport import mpi
 from pairwise import crossed
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
@@ -378,5 +381,26 @@ def test_rows_without_elements_are_counted_by_alltoall(world, algorithm):
         assert result.shape == (received, 0, 3)
         even = comm.alltoall(np.empty((2 * comm.size, 0), np.float32), algorithm=algorithm)
         assert (even.shape, even.dtype) == ((2 * comm.size, 0), np.float32)
+
+    world.run(check)
+
+
+def test_small_operations_where_the_functions_of_mpi_are_hidden(world, monkeypatch):
+    """As where mpi4py was linked with a static library: then Python sends what is small."""
+
+    class Hidden(dict):
+        def __missing__(self, name):
+            raise AttributeError(name)
+
+    hidden = SimpleNamespace(CDLL=lambda path: Hidden(), cast=ctypes.cast, c_void_p=ctypes.c_void_p)
+    monkeypatch.setattr(mpi, "ctypes", hidden)
+
+    def check(comm):
+        assert comm.transport.in_c is None
+        for _ in range(2):
+            for op in OPS:
+                arrays = everyones(comm, (7,), np.dtype(np.float32))
+                oracle.assert_close(comm.allreduce(arrays[comm.rank], op=op), arrays, op)
+            comm.barrier()
 
     world.run(check)
