@@ -19,7 +19,7 @@ from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.operations.messages import Reduction
 from collectives.operations.on_devices import OnDevices
-from collectives.operations.plan import LetterPlan, MessagePlan, NodePlan
+from collectives.operations.ready import LetterPlan, MessagePlan, NodePlan
 from collectives.operations.signatures import A, Detachable, Numbers, Unpack, Waiting
 
 __all__ = ["barrier", "broadcast"]

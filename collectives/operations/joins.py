@@ -16,7 +16,7 @@ from collectives.algorithms import rotation
 from collectives.arrays.host import Array, address
 from collectives.node.engine import Engine
 from collectives.operations.call import Call
-from collectives.operations.plan import NodePlan
+from collectives.operations.ready import NodePlan
 
 __all__ = ["JoinPlan", "allgather", "alltoall", "gather", "scatter"]
 

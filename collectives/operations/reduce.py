@@ -23,7 +23,8 @@ from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.operations.messages import Reduction
 from collectives.operations.on_devices import OnDevices
-from collectives.operations.plan import MessagePlan, NodePlan, Plan
+from collectives.operations.plan import Plan
+from collectives.operations.ready import MessagePlan, NodePlan
 from collectives.operations.signatures import A, Compressing, Detachable, Numbers, Reducing, Unpack
 
 __all__ = ["allreduce", "plan_allreduce", "reduce", "reduce_scatter"]

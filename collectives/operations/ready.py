@@ -1,0 +1,221 @@
+"""Calls that are ready but for their arrays: of three kinds, by how the ranks meet.
+
+| plan | ranks meet | what is kept |
+| --- | --- | --- |
+| `NodePlan` | in shared memory | description and its hash, kernel, loops, bounds and tables |
+| `LetterPlan` | by small messages of compiled code | description and its hash, kernel, loops |
+| `MessagePlan` | by messages | description, and the function that moves the arrays |
+
+A call that makes a plan and one that has found it meet in the same rounds, or messages, and compare
+the same hashes, so that it does not matter which ranks found one.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from collectives.algorithms import letters
+from collectives.algorithms.letters import HASH, INVERSE, Block, Letters
+from collectives.arrays.host import Array, address
+from collectives.errors import MismatchError
+from collectives.node.engine import Rows, Work
+from collectives.node.words import OUT, SEND
+from collectives.operations import compare
+from collectives.operations.call import Call, enter
+
+__all__ = ["AnyPlan", "LetterPlan", "MessagePlan", "NodePlan"]
+
+
+class _AddressPlan(ABC):
+    """A call of compiled code that is ready but for the addresses of its arrays.
+
+    Args:
+        call: that makes it, and has been described.
+        shape: of the result; that of the array if None.
+    """
+
+    by_messages = False
+
+    # Callers that are no user's: `Group.begin`, `run`, `again`, and the operation.
+    ours = 4
+
+    def __init__(self, call: Call, shape: tuple[int, ...] | None = None) -> None:
+        self.shape = shape
+        self.group = call.group
+        self._description = call.description
+        self._fields = dict(self._description)
+        self._operation = str(self._fields.pop("operation"))
+
+    def run(
+        self, send: int, out: int, timeout: float | None, then: Callable[[], None] | None = None
+    ) -> None:
+        """Make the call once more.
+
+        Args:
+            send: address of this rank's array.
+            out: address of the result.
+            timeout: seconds, None for the setting.
+            then: does the rest of the call.
+
+        Raises:
+            CollectiveError: an earlier call failed.
+            MismatchError: the ranks do not make the same call; on all ranks.
+            CollectiveTimeout: some rank did not come within `timeout` seconds.
+        """
+        group = self.group
+        if group.unusable is not None:
+            group.check_usable(self._operation)
+        record = None
+        try:
+            group.number += 1
+            record = group.begin(self._operation, self._fields, self.ours)
+            self.meet(send, out, timeout)
+            if then is not None:
+                then()
+        except BaseException as error:
+            if not isinstance(error, MismatchError):
+                group.failed(self._operation, error)  # also after Ctrl-C
+            if record is not None:
+                group.end(record, error)
+            raise
+        group.end(record, None)
+
+    @abstractmethod
+    def meet(self, send: int, out: int, timeout: float | None) -> None:
+        """Call the kernel until it is done; arguments and errors as `run`."""
+
+
+class NodePlan(_AddressPlan):
+    """A call in the node engine that is ready but for the addresses of its arrays.
+
+    Args:
+        call: that makes it, and has been described.
+        work: kernel, block and tables.
+        shape: of the result; that of the array if None.
+        before: how many bytes before the result the whole array would begin, of which it is a part.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        work: Work,
+        shape: tuple[int, ...] | None = None,
+        before: int = 0,
+    ) -> None:
+        assert call.engine is not None
+        super().__init__(call, shape)
+        self._engine = call.engine
+        self._before = before
+        self._use(work)
+
+    def _use(self, work: Work) -> None:
+        self._work = work
+        self._words = work.block.data
+        self.kernel = work.kernel
+        self.block = address(work.block)
+
+    def like(self, nbytes: int, table: Rows, longest: int) -> NodePlan:
+        """Plan another meeting of the same call; arguments as `Engine.plan_publish`."""
+        other = copy.copy(self)
+        digest = compare.digest(self._description)
+        other._use(self._engine.plan_publish(nbytes, table, digest, longest))
+        return other
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan; raises what `Call.met` does."""
+        self._words[SEND] = 0 if send is None else address(send)
+        self._words[OUT] = 0 if out is None else address(out) - self._before
+        call.drive(self._work)
+
+    def meet(self, send: int, out: int, timeout: float | None) -> None:
+        """Call the kernel until it is done; arguments and errors as `run`."""
+        words = self._words
+        words[SEND] = send
+        words[OUT] = out - self._before
+        if status := self.kernel(self.block):
+            self.go_on(status, timeout)
+
+    def go_on(self, status: int, timeout: float | None) -> None:
+        """Wait for the others, of whom the kernel has told this status, or say in what they differ.
+
+        Arguments and errors as `run`.
+        """
+        deadline = self.group.deadline(self._operation, timeout)
+        if not self._engine.drive(self._work, deadline, status):
+            compare.raise_mismatch(self.group.transport, self._description, deadline)
+
+
+class LetterPlan(_AddressPlan):
+    """A small call by messages of compiled code.
+
+    Args:
+        call: that makes it, and has been described.
+        letters: by which it goes.
+        block: of its kernel.
+    """
+
+    def __init__(self, call: Call, letters: Letters, block: Block) -> None:
+        super().__init__(call)
+        self._fields.pop(compare.NUMBER, None)  # of which every call has its own
+        self._letters = letters
+        self._kernel = letters.kernel
+        self._block = block
+        self._words = block.words.data
+        self._digest = compare.digest({"operation": self._operation, **self._fields})
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan; raises what `Call.met` does."""
+        self._fill(*(0 if array is None else address(array) for array in (send, out)))
+        call.post(self._letters, self._block)
+
+    def meet(self, send: int, out: int, timeout: float | None) -> None:
+        """Call the kernel until it is done; arguments and errors as `run`."""
+        self._fill(send, out)
+        if status := self._kernel(self._block.address):
+            group = self.group
+            deadline = group.deadline(self._operation, timeout)
+            if not self._letters.drive(self._block, status, deadline):
+                call = {**self._description, compare.NUMBER: group.number}
+                compare.raise_mismatch(group.transport, call, deadline)
+
+    def _fill(self, send: int, out: int) -> None:
+        words, digest = self._words, compare.numbered(self._digest, self.group.number)
+        words[HASH], words[INVERSE] = digest, ~digest
+        words[letters.SEND], words[letters.OUT] = send, out
+
+
+class MessagePlan:
+    """A call by messages whose arguments have been looked at.
+
+    Args:
+        call: that makes it, and has been described.
+        move: compares the call, and moves flat arrays.
+        shape: of the result; that of the array if None.
+    """
+
+    by_messages = True
+
+    def __init__(
+        self, call: Call, move: Callable[..., None], shape: tuple[int, ...] | None = None
+    ) -> None:
+        self.shape = shape
+        self.group = call.group
+        self._fields = call.description
+        self._operation = str(self._fields.pop("operation"))
+        self._fields.pop(compare.NUMBER, None)  # of which later calls have their own
+        self._move = move
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan."""
+        self._move(call, send, out)
+
+    def run(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
+        """Make the call once more, with flat arrays; errors as `NodePlan.run`."""
+        with enter(self.group, self._operation, timeout) as call:
+            call.describe(**self._fields)
+            self._move(call, send, out)
+
+
+AnyPlan = NodePlan | LetterPlan | MessagePlan
