@@ -81,8 +81,9 @@ def main(arguments: list[str]) -> int:
             world = f"mpi-{size}{library.label}"
             further = [*leave_out.get(world, []), *arguments]
             if "--long" not in arguments:
-                # A rank alone has little to do with a library.
-                further += SECOND_FILES if size == 1 else library.files
+                # A rank alone has little to do with a library; 4 have what 2 have, but for the
+                # messages themselves.
+                further += SECOND_FILES if size in (1, 4) else library.files
             worlds.append((world, partial(_world, library, size, OUT / f"{world}.xml", further)))
 
     def work_off() -> None:

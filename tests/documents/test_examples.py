@@ -70,7 +70,7 @@ def learns(program, size, folder, *options):
 
 
 # 2 ranks are in the next test.
-@pytest.mark.parametrize("size", [1, 3, also(4)])
+@pytest.mark.parametrize("size", [also(1), 3, also(4)])
 @LIBRARIES
 def test_programs_of_other_libraries_become_distributed_by_three_lines(
     tmp_path, library, packages, size

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 
 import pytest
 
 from launcher import mpirun
+from pairwise import also
 
 # Messages only: without shared memory a rank of the node is as far away as one of another node.
 MESSAGES = {"UNISONO_SHARED_MEMORY": "off"}
@@ -211,8 +213,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", STRATEGIES)
+ONCE = [("parameter server", way) for way in WAYS] + [("spare replicas", "segfault")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [pair if pair in ONCE else also(*pair) for pair in itertools.product(STRATEGIES, WAYS)],
+)
 def test_strategies_learn_of_a_rank_that_fails_in_a_job_that_survives_it(tmp_path, kind, way):
     text = f"""
         import strategies

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from launcher import mpirun
+from pairwise import also
 
 ULFM = ("--with-ft", "ulfm")
 
@@ -144,7 +145,7 @@ def test_a_killed_ps_is_a_clear_error_everywhere(tmp_path, synchronous):
         assert "start again from a checkpoint" in line, result
 
 
-@pytest.mark.parametrize(("synchronous", "total"), [(False, -20.0), (True, -10.0)])
+@pytest.mark.parametrize(("synchronous", "total"), [also(False, -20.0), (True, -10.0)])
 def test_a_worker_that_stops_for_5_seconds_does_no_harm(tmp_path, synchronous, total):
     result = start(
         tmp_path,
