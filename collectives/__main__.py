@@ -13,7 +13,7 @@ from collectives import world
 from collectives.errors import LaunchError
 
 if TYPE_CHECKING:
-    from collectives import links
+    from collectives import links, settings
 
 # The other modules are imported by the command that needs them: `explain` does without MPI.
 
@@ -102,6 +102,10 @@ def _explain_options(explain: argparse.ArgumentParser) -> None:
     explain.add_argument(
         "--tuned", metavar="FILE", help="what tune measured, or off (default: this cluster's file)"
     )
+    text = "draw the curve for 1, 2, 4 ... of them, with as many ranks on each"
+    explain.add_argument("--upto", type=int, metavar="NODES", help=text)
+    text = "of the curve, with matplotlib"
+    explain.add_argument("--plot", type=Path, metavar="FILE.png", help=text)
     explain.set_defaults(run=_explain)
 
 
@@ -145,42 +149,30 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from collectives import links
-    from collectives.algorithms import selection
     from collectives.algorithms.layout import Layout
-    from collectives.algorithms.letters import HEAD_BYTES
-    from collectives.operations import compare
-    from collectives.tools import units
+    from collectives.tools import explain, plot, units
 
     try:
-        known = _links(options)
+        configuration, known = _links(options)
         (nbytes,) = units.sizes(options.bytes)
         layout = Layout(options.ranks, options.nodes, known.machine)
-        times = selection.estimate(options.operation, nbytes, layout)
-    except ValueError as error:
+        question = explain.Question(options.operation, nbytes)
+        print(explain.table(question, layout, known))
+        if options.upto is None:
+            return 0
+        points = explain.curve(question, layout, options.upto)
+        print(f"\n{explain.drawn(points)}\n{explain.rests_on(configuration, known)}")
+        if options.plot is not None:
+            if not plot.is_possible():
+                raise ValueError("--plot needs matplotlib: pip install matplotlib")
+            plot.draw_curve(f"{question}, {layout.per_node} ranks a node", points, options.plot)
+    except (OSError, ValueError) as error:
         return _refuse(error)
-    auto = selection.automatic(options.operation, nbytes, layout)
-    size = units.size_text(nbytes)
-    print(f"{options.operation}, {size} bytes, {layout.size} ranks on {layout.num_nodes} nodes")
-    print(links.table(known))
-    print(f"{'algorithm':<14}{'estimated ms':>12}")
-    fastest = next(iter(times))
-    for name, seconds in times.items():
-        marks = ["fastest"] * (name == fastest) + ["picked by auto"] * (name == auto)
-        print(f"{name:<14}{1e3 * seconds:12.4f}  {', '.join(marks)}".rstrip())
-    if auto != "node" and layout.size > 1:
-        letters = selection.estimate("allreduce", HEAD_BYTES, layout)
-        comparison = letters["hierarchical" if compare.by_nodes(layout) else "halving"]
-        print(
-            f"{'comparison':<14}{1e3 * comparison:12.4f}  of the call; an allreduce up to "
-            f"{compare.most(layout)} bytes travels with it, other operations up to "
-            f"{compare.CARRIED_BYTES}"
-        )
     return 0
 
 
-def _links(options: argparse.Namespace) -> links.Links:
-    """Return the links that `auto` would go by here, and what the options say instead."""
+def _links(options: argparse.Namespace) -> tuple[settings.Settings, links.Links]:
+    """Return the settings and links that `auto` would go by, or what the options say instead."""
     from collectives import links, settings, tuned
 
     configuration = settings.from_environment()
@@ -191,10 +183,11 @@ def _links(options: argparse.Namespace) -> links.Links:
         network["alpha"] = options.latency
     if options.gigabits is not None:
         network["beta"] = 8e-9 / options.gigabits
-    return links.overridden(tuned.found(configuration), {"network": network}, "options")
+    found = tuned.found(configuration)
+    return configuration, links.overridden(found, {"network": network}, "options")
 
 
-def _refuse(error: ValueError) -> int:
+def _refuse(error: Exception) -> int:
     print(f"python -m collectives: {error}", file=sys.stderr)
     return 2
 

@@ -34,6 +34,11 @@ class Link(NamedTuple):
     alpha: float  # seconds per message
     beta: float  # seconds per byte moved
     gamma: float  # seconds per byte combined with another, of bytes that came this way
+    letter: float = math.inf  # seconds per small message of compiled code; at most alpha
+
+    def compiled(self) -> Link:
+        """Return what messages of compiled code cost (`algorithms.letters`)."""
+        return self._replace(alpha=min(self.alpha, self.letter))
 
 
 class Machine(NamedTuple):
@@ -56,11 +61,12 @@ class Links(NamedTuple):
 # of two ranks takes 8.2 us for 4 KiB, 0.23 to 0.48 ms for 4 MiB. gamma: numpy.add of float32 in
 # place, 16 MiB in 0.56 ms. `network`: a link shaped to 1 Gbit/s between network namespaces, 4 MiB
 # in 35.5 ms; 8 bytes take 16 us between two, 0.3 ms where four machines share the two cores, and
-# the number here lies between. A faster network needs figures of its own.
+# the number here lies between. A faster network needs figures of its own. `letter`: on two cores of
+# an Intel Xeon.
 DEFAULT = Machine(
     shared=Link(alpha=3.2e-7, beta=2.3e-11, gamma=2.3e-11),
-    node=Link(alpha=8.2e-6, beta=8e-11, gamma=3.3e-11),
-    network=Link(alpha=7e-5, beta=8.5e-9, gamma=3.3e-11),
+    node=Link(alpha=8.2e-6, beta=8e-11, gamma=3.3e-11, letter=2e-6),
+    network=Link(alpha=7e-5, beta=8.5e-9, gamma=3.3e-11, letter=1.4e-5),
 )
 
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "ps": 1e-12}
@@ -127,14 +133,16 @@ _READERS: dict[str, Callable[[str], float]] = {
     "alpha": seconds,
     "beta": seconds_per_byte,
     "gamma": seconds_per_byte,
+    "letter": seconds,
 }
+_MESSAGES = ("alpha", "beta", "gamma")  # what it takes to say all of a link
 
 
 def parse(text: str) -> dict[str, float]:
     """Read what a setting says about a link.
 
     Args:
-        text: some of alpha, beta and gamma, as "alpha=2us,beta=8GB/s".
+        text: some of alpha, beta, gamma and letter, as "alpha=2us,beta=8GB/s".
 
     Returns:
         Name -> seconds, or seconds per byte.
@@ -151,7 +159,7 @@ def parse(text: str) -> dict[str, float]:
         name, equals, value = (word.strip() for word in part.partition("="))
         if not equals or name not in _READERS or name in found:
             raise ValueError(
-                "expected some of alpha, beta, gamma, each once, as alpha=2us,beta=8GB/s, "
+                f"expected some of {', '.join(_READERS)}, each once, as alpha=2us,beta=8GB/s, "
                 f"got {text!r}"
             )
         try:
@@ -179,7 +187,7 @@ def overridden(links: Links, changes: Mapping[str, Mapping[str, float]], source:
     for name, numbers in changes.items():
         if not numbers:
             continue
-        whole = len(numbers) == len(Link._fields)
+        whole = numbers.keys() >= set(_MESSAGES)
         own = source.replace("{}", name.upper())
         sources[name] = own if whole else f"{own} ({' '.join(numbers)}), else {sources[name]}"
         machine[name] = machine[name]._replace(**numbers)
@@ -188,8 +196,12 @@ def overridden(links: Links, changes: Mapping[str, Mapping[str, float]], source:
 
 def table(links: Links) -> str:
     """Lay the links out for people, with where they come from."""
-    rows = [f"{'link':<10}{'us/message':>12}{'ns/byte':>12}{'ns/byte reduced':>18}  from"]
+    rows = [
+        f"{'link':<10}{'us/message':>12}{'us/letter':>12}{'ns/byte':>12}"
+        f"{'ns/byte reduced':>18}  from"
+    ]
     for (name, link), source in zip(links.machine._asdict().items(), links.sources, strict=True):
-        numbers = f"{1e6 * link.alpha:12.2f}{1e9 * link.beta:12.4f}{1e9 * link.gamma:18.4f}"
-        rows.append(f"{name:<10}{numbers}  {source}")
+        letter = "-" if name == "shared" else f"{1e6 * link.compiled().alpha:.2f}"
+        numbers = f"{1e6 * link.alpha:12.2f}{letter:>12}{1e9 * link.beta:12.4f}"
+        rows.append(f"{name:<10}{numbers}{1e9 * link.gamma:18.4f}  {source}")
     return "\n".join(rows)

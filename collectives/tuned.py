@@ -22,7 +22,7 @@ from collectives import links
 from collectives.links import Link, Links, Machine
 from collectives.settings import Settings
 
-__all__ = ["found", "path", "read", "write"]
+__all__ = ["facts", "found", "path", "read", "write"]
 
 _FORMAT, _VERSION = "unisono links", 1
 
@@ -50,6 +50,15 @@ def read(file: Path) -> dict[str, Link]:
         ValueError: it is not such a file, or damaged; names it.
         OSError: it cannot be read.
     """
+    return _read(file)[0]
+
+
+def facts(file: Path) -> dict[str, Any]:
+    """Read how it was measured; errors as `read`."""
+    return _read(file)[1]
+
+
+def _read(file: Path) -> tuple[dict[str, Link], dict[str, Any]]:
     with file.open("rb") as stream:
         data = stream.read(_MOST_BYTES + 1)
     try:
@@ -60,7 +69,8 @@ def read(file: Path) -> dict[str, Link]:
             raise ValueError(f'it does not say "format": "{_FORMAT}"')
         if content.get("version") != _VERSION:
             raise ValueError(f"expected version {_VERSION}, got {content.get('version')!r}")
-        return {name: _link(name, numbers) for name, numbers in dict(content["links"]).items()}
+        measured = {name: _link(name, numbers) for name, numbers in dict(content["links"]).items()}
+        return measured, dict(content.get("measured", {}))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise ValueError(
@@ -72,12 +82,18 @@ def read(file: Path) -> dict[str, Link]:
 def _link(name: str, numbers: Any) -> Link:
     if name not in Machine._fields:
         raise ValueError(f"expected links {' '.join(Machine._fields)}, got {name!r}")
-    values = [numbers[field] for field in Link._fields]
-    for field, value in zip(Link._fields, values, strict=True):
+    may_lack = Link._field_defaults.keys() - numbers.keys()
+    values = {field: numbers[field] for field in Link._fields if field not in may_lack}
+    for field, value in values.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not 0 <= value < math.inf:
             raise ValueError(f"expected seconds >= 0 for {field} of {name}, got {value!r}")
-    return Link(*map(float, values))
+    return Link(**{field: float(value) for field, value in values.items()})
+
+
+def _numbers(link: Link) -> dict[str, float]:
+    """Return what is known of a link."""
+    return {field: value for field, value in link._asdict().items() if value < math.inf}
 
 
 def write(file: Path, measured: Mapping[str, Link], facts: Mapping[str, Any]) -> None:
@@ -91,7 +107,7 @@ def write(file: Path, measured: Mapping[str, Link], facts: Mapping[str, Any]) ->
     content = {
         "format": _FORMAT,
         "version": _VERSION,
-        "links": {name: link._asdict() for name, link in measured.items()},
+        "links": {name: _numbers(link) for name, link in measured.items()},
         "measured": dict(facts),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +134,7 @@ def found(configuration: Settings, environ: Mapping[str, str] = os.environ) -> L
     # The usual place may be out of reach, such as another user's home: then nothing is there.
     if file is not None and (configuration.tuned is not None or os.path.exists(file)):
         try:
-            measured = {name: link._asdict() for name, link in read(file).items()}
+            measured = {name: _numbers(link) for name, link in read(file).items()}
         except OSError as error:
             raise ValueError(f"tuned: cannot read {file}: {error.strerror}") from None
         known = links.overridden(known, measured, str(file))

@@ -53,6 +53,7 @@ __all__ = [
     "allreduce",
     "allreduce_seconds",
     "double",
+    "double_seconds",
     "reduce_scatter",
     "reduce_scatter_seconds",
 ]
@@ -82,6 +83,11 @@ def allreduce_seconds(nbytes: float, layout: Layout) -> float:
     """Return how long `allreduce` of so many bytes should take."""
     if nbytes > DOUBLING_BYTES:
         return 2 * allgather_seconds(nbytes, layout) + layout.shared_work(nbytes)
+    return double_seconds(nbytes, layout)
+
+
+def double_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `double` should take, the combining included."""
     levels = layout.size.bit_length() - 1
     times = [
         _pairs(1 << n, layout).step(nbytes, at_once=min(1 << n, layout.per_node))

@@ -31,7 +31,7 @@ in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), sections 3 and 4.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from collectives.links import DEFAULT, Machine
 
@@ -96,6 +96,11 @@ class Layout:
         if self.per_node > 1:
             times.append(node.alpha + more + nbytes * node.beta)
         return max(times)
+
+    def compiled(self) -> Layout:
+        """Return the same ranks with links as cheap as small messages of compiled code are."""
+        node, network = self.machine.node.compiled(), self.machine.network.compiled()
+        return replace(self, machine=self.machine._replace(node=node, network=network))
 
     def combined(self, nbytes: float) -> float:
         """Return the time to combine bytes with others that came over the longest way there is."""

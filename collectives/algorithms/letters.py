@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from collectives import topology
+from collectives.algorithms import halving
+from collectives.algorithms.layout import Layout
 from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
 from collectives.kernels import machine_code
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
     Kernel = Callable[[int], int]
 
-__all__ = ["HEAD_BYTES", "Block", "Letters"]
+__all__ = ["HEAD_BYTES", "Block", "Letters", "seconds"]
 
 HEAD_BYTES = 16
 
@@ -201,6 +203,11 @@ class Letters:
             text = f"{self._transport.name([to])} to receive {nbytes} bytes"
             waits.append(Known(text, (to,), has_come=False))
         return waits
+
+
+def seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long an exchange of letters with so many bytes each should take."""
+    return halving.double_seconds(HEAD_BYTES + nbytes, layout.compiled())
 
 
 def _steps(rank: int, size: int) -> list[tuple[int, int, int]]:

@@ -26,7 +26,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from collectives.algorithms import halving, hierarchical
+from collectives.algorithms import halving, hierarchical, letters
 from collectives.algorithms.layout import Layout
 from collectives.algorithms.letters import HEAD_BYTES, Letters
 from collectives.arrays import reduction
@@ -53,6 +53,7 @@ __all__ = [
     "most",
     "numbered",
     "raise_mismatch",
+    "seconds",
 ]
 
 Description = dict[str, object]
@@ -166,6 +167,13 @@ def most(layout: Layout) -> int:
     if by_nodes(layout):
         return CARRIED_BYTES
     return max(CARRIED_BYTES, min(_MOST_CARRIED_BYTES, _MOST_OF_NODE // layout.per_node))
+
+
+def seconds(nbytes: int, layout: Layout) -> float:
+    """Return how long a comparison should take with which so many bytes travel."""
+    if by_nodes(layout):
+        return hierarchical.allreduce_seconds(HEAD_BYTES + nbytes, layout.compiled())
+    return letters.seconds(nbytes, layout)
 
 
 def _by_nodes(

@@ -1,14 +1,17 @@
-"""The plot of a benchmark: time and bandwidth over size, ours and the peers'."""
+"""Pictures: of a benchmark, ours and the peers'; of what a call should take on more nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-__all__ = ["draw", "is_possible"]
+if TYPE_CHECKING:
+    from collectives.tools.explain import Point
+
+__all__ = ["draw", "draw_curve", "is_possible"]
 
 
 def is_possible() -> bool:
@@ -58,4 +61,26 @@ def draw(
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)
+    figure.savefig(path)
+
+
+def draw_curve(title: str, points: Sequence[Point], path: Path) -> None:
+    """Draw a curve into a file, all algorithms beside what "auto" takes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name in dict.fromkeys(name for point in points for name in point.times):
+        known = [(point.nodes, 1e3 * point.times[name]) for point in points if name in point.times]
+        axes.loglog(*zip(*known, strict=True), "--", label=name, alpha=0.6)
+    nodes, times = zip(*((point.nodes, 1e3 * point.seconds) for point in points), strict=True)
+    axes.loglog(nodes, times, "ko-", label="auto, with its comparison")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("nodes")
+    axes.set_ylabel("estimated ms")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(title)
     figure.savefig(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -124,8 +124,21 @@ def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None
     return comm.broadcast_object(problem)
 
 
-def check(clock: measure.Clock, machine: links.Machine, seconds: float) -> Iterator[list[Row]]:
-    """Time the algorithms of every operation that has several; *collective*.
+def check(
+    clock: measure.Clock,
+    machine: links.Machine,
+    seconds: float,
+    operations: Iterable[str] = selection.ALGORITHMS,
+    sizes: Sequence[int] = _SIZES,
+) -> Iterator[list[Row]]:
+    """Time the algorithms of operations that have several; *collective*.
+
+    Args:
+        clock: of the ranks.
+        machine: the links that the model goes by.
+        seconds: to spend on all of it.
+        operations: keys of `selection.ALGORITHMS`.
+        sizes: bytes of the whole array, of an operation that has one.
 
     Yields:
         The rows of one operation and size, the fastest first; the same on all ranks.
@@ -133,10 +146,10 @@ def check(clock: measure.Clock, machine: links.Machine, seconds: float) -> Itera
     comm = clock.comm
     layout = Layout(comm.size, comm.num_nodes, machine)
     groups = []
-    for operation in selection.ALGORITHMS:
-        sizes = _SIZES if operation != "barrier" else (0,)
+    for operation in operations:
         if len(selection.estimate(operation, 0, layout).keys() - {"node"}) > 1:
-            groups += [(operation, nbytes) for nbytes in sizes]
+            own = sizes if operation != "barrier" else (0,)
+            groups += [(operation, nbytes) for nbytes in own]
     for operation, nbytes in groups:
         predicted = selection.estimate(operation, nbytes, layout)
         picked = selection.pick(operation, nbytes, layout)

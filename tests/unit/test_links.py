@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 
@@ -14,7 +15,7 @@ from collectives.links import DEFAULT, Link, Machine
 from collectives.operations.settle import settle
 from collectives.settings import Settings
 
-NODE = Link(alpha=1e-6, beta=2e-11, gamma=3e-11)
+NODE = Link(alpha=1e-6, beta=2e-11, gamma=3e-11, letter=5e-7)
 FACTS = {"ranks": 2}
 
 
@@ -75,12 +76,12 @@ def test_settings_describe_links():
     read = settings.from_environment(
         {
             "UNISONO_TUNED": " off ",
-            "UNISONO_NODE_LINK": "alpha=2us, beta=8GB/s,gamma=30GB/s",
+            "UNISONO_NODE_LINK": "alpha=2us, beta=8GB/s,gamma=30GB/s,letter=500ns",
             "UNISONO_NETWORK_LINK": "beta=100Gbit/s",
         }
     )
     assert read.tuned == "off"
-    assert read.node_link == {"alpha": 2e-6, "beta": 1 / 8e9, "gamma": 1 / 30e9}
+    assert read.node_link == {"alpha": 2e-6, "beta": 1 / 8e9, "gamma": 1 / 30e9, "letter": 5e-7}
     assert read.network_link == {"beta": 8e-11}
     assert read.links.machine == DEFAULT
 
@@ -111,6 +112,14 @@ def test_what_is_written_is_read_again(tmp_path):
     tuned.write(file, {"node": NODE}, FACTS)
     assert tuned.read(file) == {"node": NODE}
     assert os.listdir(file.parent) == ["cluster.json"]  # nothing is left beside it
+
+
+def test_a_file_of_a_version_without_letters_is_read(tmp_path):
+    file = tmp_path / "cluster.json"
+    tuned.write(file, {"node": NODE._replace(letter=math.inf)}, FACTS)
+    assert "letter" not in file.read_text()
+    assert tuned.read(file)["node"].compiled().alpha == NODE.alpha  # as dear as messages of Python
+    assert tuned.facts(file) == FACTS
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
@@ -279,5 +288,5 @@ def test_a_table_of_links_says_where_they_come_from():
     known = links.overridden(links.defaults(), {"network": {"alpha": 5e-6}}, "UNISONO_{}_LINK")
     rows = links.table(known).splitlines()
     assert [row.split()[0] for row in rows] == ["link", *Machine._fields]
-    assert re.fullmatch(r"network +5\.00 +8\.5000 +0\.0330  UNISONO_NETWORK_LINK \(alpha\), "
+    assert re.fullmatch(r"network +5\.00 +5\.00 +8\.5000 +0\.0330  UNISONO_NETWORK_LINK \(alpha\), "
                         "else default", rows[3])  # fmt: skip

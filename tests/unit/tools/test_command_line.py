@@ -13,7 +13,7 @@ from collectives import __main__, tuned
 from collectives.algorithms import selection
 from collectives.algorithms.layout import Layout
 from collectives.links import DEFAULT, Link, Machine
-from collectives.tools import bench, info, units
+from collectives.tools import bench, info, plot, units
 from launcher import ROOT, commands, mpirun, run
 from pairwise import also
 from requirements import require
@@ -164,6 +164,8 @@ def test_info_as_json():
         ["bench", "broadcast", "--through", "plan"],
         ["explain", "allreduce", "--bytes", "4M", "--ranks", "2", "--nodes", "3"],
         ["explain", "allreduce", "--bytes", "-4", "--ranks", "2"],
+        ["explain", "allreduce", "--bytes", "4", "--ranks", "5", "--nodes", "2", "--upto", "9"],
+        ["explain", "allreduce", "--bytes", "4", "--ranks", "4", "--upto", "0"],
         ["explain", "allgatherv", "--bytes", "4", "--ranks", "2"],
         ["explain", "allreduce", "--bytes", "4", "--ranks", "2", "--tuned", "/no/such/file"],
         ["tune", "--seconds", "0"],
@@ -341,6 +343,7 @@ def example(command):
         "python -m collectives explain allreduce --bytes 4M --ranks 64 --nodes 8",
         "UNISONO_NETWORK_LINK=alpha=2us,beta=100Gbit/s "
         "python -m collectives explain broadcast --bytes 1K --ranks 64 --nodes 8",
+        "python -m collectives explain allreduce --bytes 25M --ranks 8 --upto 1024",
     ],
 )
 def test_the_examples_of_the_documentation_are_true(command):
@@ -351,10 +354,31 @@ def test_the_examples_of_the_documentation_are_true(command):
     printed, shown = result.stdout.split(), example(command).split()
     assert len(printed) == len(shown)
     for word, expected in zip(printed, shown, strict=True):
-        if "." in expected:  # a constant of an algorithm may have been measured anew
+        # A constant of an algorithm may have been measured anew.
+        if re.fullmatch(r"\d+\.\d+", expected):
             assert float(word) == pytest.approx(float(expected), rel=0.02)
         else:
             assert word == expected
+
+
+def test_a_curve_says_what_it_rests_on_and_can_be_drawn(tmp_path):
+    file, picture = tmp_path / "cluster.json", tmp_path / "curve.png"
+    tuned.write(file, {"network": DEFAULT.network}, {"ranks": 6, "nodes": 3, "when": "today"})
+    command = [*COMMAND, "explain", "allreduce", "--bytes", "4K", "--ranks", "6", "--nodes", "3"]
+    where = {"UNISONO_TUNED": str(file)}
+    drawn = ["--plot", str(picture)] * plot.is_possible()
+    result = run([sys.executable, *command, "--upto", "48", *drawn], timeout=60, **where)
+    assert result.status == 0, result.stderr
+    _, curve = result.stdout.split("\n\n")
+    *rows, rests = curve.strip().splitlines()[1:]
+    assert [row.split()[:2] for row in rows] == [
+        [str(n), str(2 * n)] for n in (1, 2, 4, 8, 16, 32, 48)
+    ]
+    assert [row.split()[2] for row in rows] == ["node"] + 6 * ["together"]
+    times = [float(row.split()[3]) for row in rows]
+    assert times == sorted(times)
+    assert rests.startswith("The links of the file were measured with 6 ranks on 3 nodes, today")
+    assert not drawn or picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
@@ -373,7 +397,12 @@ def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     assert picked.status == 0, picked.stderr
     answers = sorted(picked.stdout.splitlines())
     assert [answer.partition(" ")[2] for answer in answers][1:] == [answers[0].partition(" ")[2]]
-    machine = Machine(DEFAULT.shared, Link(5e-5, 1e-9, 1e-11), Link(1e-3, 1e-9, 1e-11))
+    node, network = Link(5e-5, 1e-9, 1e-11), Link(1e-3, 1e-9, 1e-11)
+    machine = Machine(
+        DEFAULT.shared,
+        node._replace(letter=DEFAULT.node.letter),
+        network._replace(letter=DEFAULT.network.letter),
+    )
     assert f"0 {machine} " in answers[0]
     command = [*COMMAND, "explain", "allreduce", "--bytes", "1M", "--ranks", "2", "--nodes", "2"]
     explained = run([sys.executable, *command], timeout=30, **where)
@@ -386,7 +415,7 @@ def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     assert auto == expected
     facts = mpirun(1, *COMMAND, "info", "--json", **where)
     link = json.loads(facts.stdout)["links"]["network"]
-    assert link == {"alpha": 1e-3, "beta": 1e-9, "gamma": 1e-11, "from": str(file)}
+    assert link == {**machine.network._asdict(), "from": str(file)}
 
 
 def test_a_damaged_file_stops_every_rank_at_init(tmp_path):
@@ -409,7 +438,7 @@ def test_tune_measures_the_links_and_holds_the_model_against_them(size, tmp_path
     measured = tuned.read(file)
     assert measured.keys() == {"shared", "node"}
     for link in measured.values():
-        assert all(0 < number < 1 for number in link)
+        assert all(0 < number < 1 for number in link[:3])
     rows = [line.split() for line in result.stdout.splitlines() if line.startswith("allreduce")]
     assert {row[2] for row in rows} == {"ring", "tree", "halving", "native"}
     assert len({row[1] for row in rows}) == 4

@@ -47,7 +47,8 @@ def test_every_link_that_there_is_gets_measured_alike_on_all_ranks(leaders):
     expected |= {"node", "shared"} if with_company else set()
     assert found[0].keys() == expected
     assert all(other == found[0] for other in found)
-    assert all(0 < number < 1 for link in found[0].values() for number in link)
+    assert all(0 < number < 1 for link in found[0].values() for number in link[:3])
+    assert all((link.letter < 1) == (name != "shared") for name, link in found[0].items())
 
 
 def test_without_shared_memory_its_link_is_left_out():

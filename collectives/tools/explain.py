@@ -1,0 +1,154 @@
+"""`python -m collectives explain`: how long each algorithm should take, and which one "auto" picks.
+
+Needs no MPI: it goes by the same links and closed forms as "auto" does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from collectives import links, tuned
+from collectives.algorithms import selection
+from collectives.algorithms.layout import Layout
+from collectives.operations import compare
+from collectives.settings import Settings
+from collectives.tools import units
+
+__all__ = ["Point", "Question", "curve", "drawn", "rests_on", "table"]
+
+# What may travel with the comparison; the others bring rows whose numbers it has to carry.
+_TOGETHER = ("allreduce", "barrier", "broadcast", "reduce", "reduce_scatter", "scatter")
+
+# Columns of the longest bar of a curve; each stands for the same factor of time.
+_BAR = 30
+
+
+class Question(NamedTuple):
+    """Which call is asked about."""
+
+    operation: str  # a key of `selection.ALGORITHMS`
+    nbytes: int  # of the whole array
+
+    def __str__(self) -> str:
+        return f"{self.operation}, {units.size_text(self.nbytes)} bytes"
+
+
+def table(question: Question, layout: Layout, known: links.Links) -> str:
+    """Lay out what each algorithm should take, fastest first, for people.
+
+    Args:
+        question: which call.
+        layout: the ranks, with the links of `known`.
+        known: the links and where they come from.
+
+    Raises:
+        ValueError: as `selection.estimate`.
+    """
+    times = selection.estimate(*question, layout)
+    auto, seconds = _auto(question, layout)
+    rows = [
+        f"{question}, {layout.size} ranks on {layout.num_nodes} nodes",
+        links.table(known),
+        f"{'algorithm':<14}{'estimated ms':>12}",
+    ]
+    fastest = next(iter(times))
+    for name, own in times.items():
+        marks = ["fastest"] * (name == fastest) + ["picked by auto"] * (name == auto)
+        rows.append(f"{name:<14}{1e3 * own:12.4f}  {', '.join(marks)}".rstrip())
+    if auto == "node":
+        rows.append(
+            "Each rank stores into the caches or past them, as it has measured: `info` says what."
+        )
+    elif layout.size > 1:
+        compared = 1e3 * compare.seconds(0, layout)
+        rows.append(f"{'comparison':<14}{compared:12.4f}  of the call, before any of these")
+    if auto == "together":
+        most = _most_together(question.operation, layout)
+        rows.append(
+            f"{'together':<14}{1e3 * seconds:12.4f}  picked by auto: up to {most} bytes travel "
+            "with the comparison"
+        )
+    return "\n".join(rows)
+
+
+def rests_on(configuration: Settings, known: links.Links) -> str:
+    """Say how the links of a file were measured, and that the rest follows from them."""
+    file = tuned.path(configuration)
+    if file is None or not any(str(file) in source for source in known.sources):
+        return "The links are defaults or settings; `tune` measures those of a cluster."
+    facts = tuned.facts(file)
+    ranks, nodes, when = (facts.get(name, "?") for name in ("ranks", "nodes", "when"))
+    return (
+        f"The links of the file were measured with {ranks} ranks on {nodes} nodes, {when}; what "
+        "more ranks take follows from messages and bytes, not from a measurement."
+    )
+
+
+class Point(NamedTuple):
+    """What a call should take on some nodes."""
+
+    nodes: int
+    ranks: int
+    auto: str  # what "auto" does: an algorithm, or "together" with the comparison
+    seconds: float  # of that, the comparison included
+    times: dict[str, float]  # of each algorithm, without it
+
+
+def curve(question: Question, layout: Layout, most: int) -> list[Point]:
+    """Return what a call should take on 1, 2, 4 ... nodes.
+
+    Args:
+        question: which call.
+        layout: for how many ranks are on each node, and for the links.
+        most: nodes; those of the last point, also if it is no power of two.
+
+    Raises:
+        ValueError: as `selection.estimate`, or the nodes are not alike.
+    """
+    if most < 1 or layout.size % layout.num_nodes:
+        raise ValueError(
+            "explain: expected as many ranks on every node, and a curve up to one or more, got "
+            f"{layout.size} ranks on {layout.num_nodes} nodes, up to {most} nodes"
+        )
+    points = []
+    for nodes in [*(1 << n for n in range((most - 1).bit_length())), most]:
+        spread = replace(layout, size=nodes * layout.per_node, num_nodes=nodes)
+        times = selection.estimate(*question, spread)
+        points.append(Point(nodes, spread.size, *_auto(question, spread), times))
+    return points
+
+
+def drawn(points: Sequence[Point]) -> str:
+    """Draw a curve for people; equal steps of a bar are equal factors of time."""
+    times = [point.seconds for point in points if point.seconds > 0]
+    least = min(times, default=1.0)
+    whole = math.log(max(times, default=1.0) / least) or 1.0
+    rows = [f"{'nodes':>6}{'ranks':>8}  {'auto':<14}{'estimated ms':>12}"]
+    for point in points:
+        share = math.log(point.seconds / least) / whole if point.seconds > 0 else 0.0
+        rows.append(
+            f"{point.nodes:6}{point.ranks:8}  {point.auto:<14}{1e3 * point.seconds:12.4f}  "
+            + "#" * (1 + round(share * (_BAR - 1)))
+        )
+    return "\n".join(rows)
+
+
+def _auto(question: Question, layout: Layout) -> tuple[str, float]:
+    """Return what "auto" does, and what that should take with the comparison of the call."""
+    auto = selection.automatic(*question, layout)
+    seconds = selection.estimate(*question, layout)[auto]
+    if auto == "node" or layout.size == 1:
+        return auto, seconds
+    if question.nbytes <= _most_together(question.operation, layout):
+        return "together", compare.seconds(question.nbytes, layout)
+    return auto, compare.seconds(0, layout) + seconds
+
+
+def _most_together(operation: str, layout: Layout) -> int:
+    """Return how many bytes travel with the comparison; -1 where the operation never does."""
+    if operation == "allreduce":
+        return compare.most(layout)
+    return compare.CARRIED_BYTES if operation in _TOGETHER else -1
