@@ -2,20 +2,11 @@
 
     python benchmarks/allreduce.py [--ranks 2] [--dtype float32] [--json file] [--plot file.png]
 
-Each setting of Open MPI, and each other MPI library that stands in `mpich/` or `impi/` of this
-environment (CONTRIBUTING says how), is a job of its own, in which ours and the peers take turns at
-every size; all jobs run `--rounds` times in turns. Figures are medians of the slowest rank.
-Ratios are a peer's time over ours in the same turns. "best" is the smallest ratio over the jobs.
-
-**Near and far.** A virtual machine's cores move, and what passes between two of them is slower by
-half or more where they share less. So before and after each turn rank 0 hands 512 KiB over to rank
-1 (`Handover`), and turns are told apart by its rate, if there are two kinds of it; a turn with one
-of either kind is dropped.
-
-**Fresh arrays.** Before each call a rank writes its array anew, as a training step does: what
-nobody writes stays in other cores' caches, and the next call is faster than it will ever be. The
-clock stands still meanwhile; for arrays up to 16 KiB the time of writing alone is subtracted. What
-writing takes, to private and to shared memory, is a column.
+Each setting of Open MPI and each other library is a job of its own, in which ours and the peers
+take turns at every size, near and far apart, with arrays written anew before each call (`turns.py`);
+all jobs run `--rounds` times in turns. Figures are medians of the slowest rank. Ratios are a peer's
+time over ours in the same turns. "best" is the smallest ratio over the jobs. What writing an array
+takes, to private and to shared memory, is a column.
 
 `copy` is the time in which all ranks at once copy as many bytes from private to private memory, a
 floor for anything that moves the data. MPI knows no bfloat16: float16 takes its place there. Gloo
@@ -25,63 +16,34 @@ runs as under `torchrun` (`LOCAL_WORLD_SIZE`), which lets it use shared memory.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import os
-import platform
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from turns import (
+    OPEN_MPI,
+    OTHERS,
+    TURNS,
+    Case,
+    Handover,
+    Turn,
+    bound,
+    by_case,
+    known_jobs,
+    launch,
+    machine,
+    told_apart,
+)  # fmt: skip
+
 SIZES = [8, 64, 512, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
-
-TURNS = 7
-TURN_SECONDS = 0.02  # of one case, in calls of which there are 3 to 1000
-
-# Bytes up to which calls are timed together with the writing of the array.
-TOGETHER_BYTES = 16 << 10
-
-HANDED_BYTES = 1 << 19
-
-# How much faster handovers are near than far, at least: means of both kinds.
-SPREAD = 1.6
-
-# Open MPI 5's knobs that win somewhere on one node; the last where ranks outnumber the cores.
-OPEN_MPI = {
-    "default": {},
-    "sm": {"OMPI_MCA_coll_sm_priority": "100"},
-    "no cma": {"OMPI_MCA_smsc": "^cma"},
-    "yield": {"OMPI_MCA_mpi_yield_when_idle": "1"},
-}
-OTHERS = {"MPICH": "mpich", "Intel MPI": "impi"}
-FABRIC = {"I_MPI_FABRICS": "shm"}
 
 OURS = ("plan", "call", "shared")
 
 Row = dict[str, Any]
-
-
-class Job(NamedTuple):
-    """One mpirun: its launcher, and what its environment says."""
-
-    launcher: Path
-    environment: dict[str, str]
-
-
-class Turn(NamedTuple):
-    """What one turn measured, in us, and the handover's rates before and after it, in GB/s."""
-
-    job: str
-    nbytes: int
-    rates: tuple[float, float]
-    times: dict[str, float]
 
 
 class Goal(NamedTuple):
@@ -132,7 +94,17 @@ def main() -> None:
         turn
         for _ in range(options.rounds)
         for name, job in jobs.items()
-        for turn in launch(options, name, job)
+        for turn in launch(
+            name,
+            job,
+            options.ranks,
+            __file__,
+            "--worker",
+            "--dtype",
+            options.dtype,
+            "--sizes",
+            *options.sizes,
+        )
     ]
     limit, states = told_apart(turns)
     tables = {}
@@ -140,7 +112,7 @@ def main() -> None:
         rates = [rate for turn in own for rate in turn.rates]
         tables[state] = {
             "handover": statistics.median(rates),
-            "rows": [combine(list(of_size)) for of_size in by_size(own)],
+            "rows": [combine(list(of_size)) for of_size in by_case(own)],
         }
         print(
             f"{options.dtype} SUM, {options.ranks} ranks, {state}: 512 KiB go from core to core at "
@@ -161,68 +133,6 @@ def main() -> None:
         draw(options, tables)
 
 
-def known_jobs() -> dict[str, Job]:
-    """Return what can be run here."""
-    home = Path(sys.prefix)
-    jobs = {name: Job(home / "bin" / "mpirun", found) for name, found in OPEN_MPI.items()}
-    for name, folder in OTHERS.items():
-        launcher = home / folder / "bin" / "mpiexec"
-        if launcher.exists():
-            library = str(home / folder / "lib" / "libmpi.so.12")
-            jobs[name] = Job(launcher, {"MPI4PY_LIBMPI": library, **FABRIC})
-    return jobs
-
-
-def machine() -> str:
-    """Name the processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores, {names[0] if names else platform.machine()}"
-
-
-def launch(options: argparse.Namespace, name: str, job: Job) -> list[Turn]:
-    """Run the worker under mpirun; returns what rank 0 measured."""
-    command = [str(job.launcher), "-np", str(options.ranks), sys.executable, __file__, "--worker"]
-    command += ["--dtype", options.dtype, "--sizes", *map(str, options.sizes)]
-    environment = {**os.environ, **job.environment}
-    if name == "default" and importlib.util.find_spec("torch"):
-        command.append("--gloo")
-        environment["LOCAL_WORLD_SIZE"] = str(options.ranks)
-    done = subprocess.run(command, env=environment, text=True, check=True, stdout=subprocess.PIPE)
-    found = json.loads(done.stdout.splitlines()[-1])
-    return [Turn(name, nbytes, tuple(rates), times) for nbytes, rates, times in found]
-
-
-def told_apart(turns: list[Turn]) -> tuple[float | None, dict[str, list[Turn]]]:
-    """Return the rate that parts near from far, if there are both, and the turns of each."""
-    logs = sorted(math.log(rate) for turn in turns for rate in turn.rates)
-    cuts = range(len(logs) // 20, len(logs) - len(logs) // 20)  # one in twenty on either side
-    # Where the two sides are as far apart as can be (Otsu's threshold).
-    cut = max(
-        (cut for cut in cuts if cut), key=lambda i: i * (len(logs) - i) * _apart(logs, i) ** 2
-    )
-    if math.exp(_apart(logs, cut)) < SPREAD:
-        return None, {"near": turns}
-    limit = math.exp((logs[cut - 1] + logs[cut]) / 2)
-    sides = {
-        "near": [turn for turn in turns if min(turn.rates) >= limit],
-        "far": [turn for turn in turns if max(turn.rates) < limit],
-    }
-    return limit, {state: own for state, own in sides.items() if own}
-
-
-def _apart(logs: list[float], cut: int) -> float:
-    return statistics.fmean(logs[cut:]) - statistics.fmean(logs[:cut])
-
-
-def by_size(turns: list[Turn]) -> Iterable[list[Turn]]:
-    """Group turns by the bytes of their arrays, the smallest first."""
-    groups: dict[int, list[Turn]] = defaultdict(list)
-    for turn in turns:
-        groups[turn.nbytes].append(turn)
-    return [groups[nbytes] for nbytes in sorted(groups)]
-
-
 def combine(turns: list[Turn]) -> Row:
     """Join what the turns of one size have measured."""
     jobs: dict[str, list[Turn]] = defaultdict(list)
@@ -239,7 +149,7 @@ def combine(turns: list[Turn]) -> Row:
         gloo = {"Gloo": median(with_gloo, "gloo", case)} if with_gloo else {}
         return {"best": min(found.values()), **found, **gloo}
 
-    row: Row = {"bytes": turns[0].nbytes}
+    row: Row = {"bytes": turns[0].what}
     row |= {case: median(turns, case) for case in (*OURS, "copy", "write private", "write shared")}
     row["mpi"] = {name: median(of, "mpi") for name, of in jobs.items()}
     if with_gloo:
@@ -325,10 +235,7 @@ def worker(options: argparse.Namespace) -> None:
 
     comm = cc.init()
     world = MPI.COMM_WORLD
-    cores = sorted(os.sched_getaffinity(0) if world.rank == 0 else [])
-    cores = world.bcast(cores)
-    if world.size <= len(cores):  # by the system in turns, each on its own core
-        os.sched_setaffinity(0, {cores[world.rank]})
+    bound(world)
     handover = Handover(world)
     dtype = np.dtype(options.dtype)
     found: list[tuple[int, tuple[float, float], dict[str, float]]] = []
@@ -360,83 +267,6 @@ def worker(options: argparse.Namespace) -> None:
     peers.close()
     if comm.rank == 0:
         print(json.dumps(found))
-
-
-class Handover:
-    """Hands bytes from rank 0 to rank 1."""
-
-    def __init__(self, world: Any) -> None:
-        import numpy as np
-
-        self.world = world
-        with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-            path = world.bcast(file.name)
-            if world.rank == 0:
-                file.truncate(HANDED_BYTES)
-            world.Barrier()
-            self.shared = np.memmap(path, np.uint8, shape=(HANDED_BYTES,))
-            world.Barrier()
-        self.own = np.ones(HANDED_BYTES, np.uint8)
-
-    def rate(self) -> float:
-        """Return GB/s, a median; the same on all ranks."""
-        import numpy as np
-
-        seconds = []
-        for _ in range(9):
-            took = 0.0
-            for rank in (0, 1):
-                self.world.Barrier()
-                began = time.perf_counter()
-                if self.world.rank == rank == 0:
-                    np.copyto(self.shared, self.own)
-                elif self.world.rank == rank == 1:
-                    np.copyto(self.own, self.shared)
-                took += time.perf_counter() - began if self.world.rank == rank else 0.0
-            seconds.append(self.world.allreduce(took))
-        return HANDED_BYTES / statistics.median(seconds) / 1e9
-
-
-class Case:
-    """One call, before which its array is written anew."""
-
-    def __init__(self, world: Any, call: Callable[[], object], array: Any) -> None:
-        self.world = world
-        self.call = call
-        self.array = array
-        self.together = array.nbytes <= TOGETHER_BYTES
-        self.once()
-        first = min(world.allgather(min(self.once() for _ in range(3))))
-        self.count = max(3, min(1000, int(TURN_SECONDS / first)))
-
-    def once(self) -> float:
-        """Write the array, call, and return the seconds of the call."""
-        self.array[...] = 1
-        self.world.Barrier()
-        began = time.perf_counter()
-        self.call()
-        return time.perf_counter() - began
-
-    def seconds(self) -> float:
-        """Return the slowest rank's seconds per call, a median where calls are timed alone."""
-        if not self.together:
-            own = [self.once() for _ in range(self.count)]
-            return statistics.median(map(max, zip(*self.world.allgather(own), strict=True)))
-        alone = self._loop(lambda: None)
-        return max(1e-9, self._loop(self.call) - alone)
-
-    def write_seconds(self) -> float:
-        """Return the slowest rank's seconds to write the array."""
-        return self._loop(lambda: None, max(3, self.count // 10))
-
-    def _loop(self, call: Callable[[], object], count: int = 0) -> float:
-        array, count = self.array, count or self.count
-        self.world.Barrier()
-        began = time.perf_counter()
-        for _ in range(count):
-            array[...] = 1
-            call()
-        return max(self.world.allgather((time.perf_counter() - began) / count))
 
 
 if __name__ == "__main__":

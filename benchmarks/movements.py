@@ -1,0 +1,156 @@
+"""Broadcast, all-gather, reduce-scatter and gather on one node against three MPI libraries.
+
+    python benchmarks/movements.py [--ranks 2] [--rounds 2] [--json file]
+
+Sizes are of the whole array: what is broadcast, what all-gather and gather join, what
+reduce-scatter takes. Results go to memory that is there (`out=`), as MPI's do. Jobs, turns, near and
+far, and what is written before each call: `turns.py`. "default" is Open MPI as it comes, "best" the
+smallest ratio over all jobs; both are a peer's time over ours in the same turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from turns import (
+    TURNS,
+    Case,
+    Handover,
+    Turn,
+    bound,
+    by_case,
+    known_jobs,
+    launch,
+    machine,
+    told_apart,
+)  # fmt: skip
+
+OPERATIONS = ["broadcast", "allgather", "reduce_scatter", "gather"]
+SIZES = [256 << 10, 1 << 20, 4 << 20, 16 << 20]
+
+# What is promised: ratios against Open MPI as it comes, and against the best of all.
+GOALS = {"default": 1.3, "best": 1.0}
+
+
+def main() -> None:
+    """Run every job and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker()
+        return
+    jobs = known_jobs()
+    turns = [
+        turn
+        for _ in range(options.rounds)
+        for name, job in jobs.items()
+        for turn in launch(name, job, options.ranks, __file__, "--worker")
+    ]
+    limit, states = told_apart(turns)
+    tables = {}
+    for state, own in states.items():
+        rate = statistics.median(rate for turn in own for rate in turn.rates)
+        tables[state] = {"handover": rate, "rows": [combine(list(case)) for case in by_case(own)]}
+        print(
+            f"{options.ranks} ranks, {state}: 512 KiB go from core to core at {rate:.1f} GB/s; "
+            f"{len(own)} turns"
+        )
+        for row in tables[state]["rows"]:
+            print(line(row))
+    dropped = len(turns) - sum(map(len, states.values()))
+    print(f"dropped: {dropped} of {len(turns)} turns, in which the cores have moved")
+    rows = [row for table in tables.values() for row in table["rows"]]
+    for against, reach in GOALS.items():
+        missed = [row for row in rows if row["ratios"][against] < reach]
+        named = ", ".join(f"{row['operation']} {row['bytes'] >> 10} KiB" for row in missed)
+        print(f"goal {reach:g} x against {against}: missed in {len(missed)} rows. {named}")
+    if options.json:
+        facts = {"ranks": options.ranks, "machine": machine(), "jobs": list(jobs)}
+        facts |= {"limit": limit, "dropped": dropped, "states": tables}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def combine(turns: list[Turn]) -> dict[str, Any]:
+    """Join what the turns of one operation and size have measured."""
+    jobs: dict[str, list[Turn]] = defaultdict(list)
+    for turn in turns:
+        jobs[turn.job].append(turn)
+    peers = {
+        name: statistics.median(turn.times["mpi"] for turn in own) for name, own in jobs.items()
+    }
+    ratios = {
+        name: statistics.median(turn.times["mpi"] / turn.times["ours"] for turn in own)
+        for name, own in jobs.items()
+    }
+    operation, nbytes = turns[0].what
+    ours = statistics.median(turn.times["ours"] for turn in turns)
+    ratios["best"] = min(ratios.values())
+    return {"operation": operation, "bytes": nbytes, "ours": ours, "mpi": peers, "ratios": ratios}
+
+
+def line(row: dict[str, Any]) -> str:
+    """Lay out one row, microseconds."""
+    peers = "  ".join(f"{name} {took:.0f}" for name, took in row["mpi"].items())
+    ratios = row["ratios"]
+    return (
+        f"{row['operation']:<15}{row['bytes']:>9}  ours {row['ours']:8.1f}  default "
+        f"{ratios['default']:5.2f} x  best {ratios['best']:5.2f} x  ({peers})"
+    )
+
+
+def worker() -> None:
+    """Measure every operation and size on this rank; rank 0 prints."""
+    import numpy as np
+    from mpi4py import MPI
+
+    import collectives as cc
+    from collectives import topology
+    from collectives.tools import peers
+
+    comm = cc.init()
+    world = MPI.COMM_WORLD
+    bound(world)
+    handover = Handover(world)
+    found = []
+    for operation in OPERATIONS:
+        for nbytes in SIZES:
+            whole = np.zeros(nbytes // 4, np.float32)
+            result = np.zeros_like(whole)
+            bounds = topology.chunk_bounds(whole.size, comm.size)
+            share = np.zeros(bounds[comm.rank + 1] - bounds[comm.rank], np.float32)
+            calls = {
+                "broadcast": (lambda x=whole: comm.broadcast(x, out=x), whole),
+                "allgather": (lambda x=share, y=result: comm.allgather(x, out=y), share),
+                "reduce_scatter": (
+                    lambda x=whole, y=share: comm.reduce_scatter(x, op=cc.SUM, out=y), whole,
+                ),
+                "gather": (
+                    lambda x=share, y=result: comm.gather(x, out=y if comm.rank == 0 else None),
+                    share,
+                ),
+            }  # fmt: skip
+            ours, brought = calls[operation]
+            mpi = peers.native(operation, brought, bounds, 0)
+            if operation == "broadcast":  # of what is written, too
+                mpi = lambda x=whole: world.Bcast(x, 0)  # noqa: E731
+            cases = {"ours": Case(world, ours, brought), "mpi": Case(world, mpi, brought)}
+            for _ in range(TURNS):
+                before = handover.rate()
+                times = {name: 1e6 * case.seconds() for name, case in cases.items()}
+                found.append(((operation, nbytes), (before, handover.rate()), times))
+    if comm.rank == 0:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Turns: how benchmarks on one node measure ours and three MPI libraries, near and far.
+
+Each setting of Open MPI, and each other MPI library that stands in `mpich/` or `impi/` of this
+environment (CONTRIBUTING says how), is a job of its own, in which ours and its own take turns.
+
+**Near and far.** A virtual machine's cores move, and what passes between two of them is slower by
+half or more where they share less. So before and after each turn rank 0 hands 512 KiB over to rank
+1 (`Handover`), and turns are told apart by its rate, if there are two kinds of it; a turn with one
+of either kind is dropped.
+
+**Fresh arrays.** Before each call a rank writes its array anew, as a training step does: what
+nobody writes stays in other cores' caches, and the next call is faster than it will ever be. The
+clock stands still meanwhile; for arrays up to 16 KiB the time of writing alone is subtracted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Of each size in a job.
+TURNS = 7
+
+TURN_SECONDS = 0.02  # of one case, in calls of which there are 3 to 1000
+
+# Bytes up to which calls are timed together with the writing of the array.
+TOGETHER_BYTES = 16 << 10
+
+HANDED_BYTES = 1 << 19
+
+# How much faster handovers are near than far, at least: means of both kinds.
+SPREAD = 1.6
+
+# Open MPI 5's knobs that win somewhere on one node; the last where ranks outnumber the cores.
+OPEN_MPI = {
+    "default": {},
+    "sm": {"OMPI_MCA_coll_sm_priority": "100"},
+    "no cma": {"OMPI_MCA_smsc": "^cma"},
+    "yield": {"OMPI_MCA_mpi_yield_when_idle": "1"},
+}
+OTHERS = {"MPICH": "mpich", "Intel MPI": "impi"}
+FABRIC = {"I_MPI_FABRICS": "shm"}
+
+
+class Job(NamedTuple):
+    """One mpirun: its launcher, and what its environment says."""
+
+    launcher: Path
+    environment: dict[str, str]
+
+
+class Turn(NamedTuple):
+    """What one turn measured, in us, and the handover's rates before and after it, in GB/s."""
+
+    job: str
+    what: Any  # a case: bytes, or an operation and bytes
+    rates: tuple[float, float]
+    times: dict[str, float]
+
+
+def known_jobs() -> dict[str, Job]:
+    """Return what can be run here."""
+    home = Path(sys.prefix)
+    jobs = {name: Job(home / "bin" / "mpirun", found) for name, found in OPEN_MPI.items()}
+    for name, folder in OTHERS.items():
+        launcher = home / folder / "bin" / "mpiexec"
+        if launcher.exists():
+            library = str(home / folder / "lib" / "libmpi.so.12")
+            jobs[name] = Job(launcher, {"MPI4PY_LIBMPI": library, **FABRIC})
+    return jobs
+
+
+def machine() -> str:
+    """Name the processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores, {names[0] if names else platform.machine()}"
+
+
+def launch(name: str, job: Job, ranks: int, *program: object) -> list[Turn]:
+    """Run a program under mpirun; returns what rank 0 printed of its turns in its last line.
+
+    Where PyTorch is there, the first job has Gloo beside it: `--gloo`.
+    """
+    command = [str(job.launcher), "-np", str(ranks), sys.executable, *map(str, program)]
+    environment = {**os.environ, **job.environment}
+    if name == "default" and importlib.util.find_spec("torch"):
+        command.append("--gloo")
+        environment["LOCAL_WORLD_SIZE"] = str(ranks)
+    done = subprocess.run(command, env=environment, text=True, check=True, stdout=subprocess.PIPE)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return [Turn(name, what, tuple(rates), times) for what, rates, times in found]
+
+
+def told_apart(turns: list[Turn]) -> tuple[float | None, dict[str, list[Turn]]]:
+    """Return the rate that parts near from far, if there are both, and the turns of each."""
+    logs = sorted(math.log(rate) for turn in turns for rate in turn.rates)
+    cuts = range(len(logs) // 20, len(logs) - len(logs) // 20)  # one in twenty on either side
+    # Where the two sides are as far apart as can be (Otsu's threshold).
+    cut = max(
+        (cut for cut in cuts if cut), key=lambda i: i * (len(logs) - i) * _apart(logs, i) ** 2
+    )
+    if math.exp(_apart(logs, cut)) < SPREAD:
+        return None, {"near": turns}
+    limit = math.exp((logs[cut - 1] + logs[cut]) / 2)
+    sides = {
+        "near": [turn for turn in turns if min(turn.rates) >= limit],
+        "far": [turn for turn in turns if max(turn.rates) < limit],
+    }
+    return limit, {state: own for state, own in sides.items() if own}
+
+
+def _apart(logs: list[float], cut: int) -> float:
+    return statistics.fmean(logs[cut:]) - statistics.fmean(logs[:cut])
+
+
+def by_case(turns: list[Turn]) -> Iterable[list[Turn]]:
+    """Group turns by what they have measured, the smallest first."""
+    groups: dict[Any, list[Turn]] = defaultdict(list)
+    for turn in turns:
+        groups[turn.what].append(turn)
+    return [groups[what] for what in sorted(groups)]
+
+
+def bound(world: Any) -> None:
+    """Bind this rank to a core of its own, where there are enough."""
+    cores = world.bcast(sorted(os.sched_getaffinity(0)) if world.rank == 0 else None)
+    if world.size <= len(cores):
+        os.sched_setaffinity(0, {cores[world.rank]})
+
+
+class Handover:
+    """Hands bytes from rank 0 to rank 1."""
+
+    def __init__(self, world: Any) -> None:
+        import numpy as np
+
+        self.world = world
+        with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+            path = world.bcast(file.name)
+            if world.rank == 0:
+                file.truncate(HANDED_BYTES)
+            world.Barrier()
+            self.shared = np.memmap(path, np.uint8, shape=(HANDED_BYTES,))
+            world.Barrier()
+        self.own = np.ones(HANDED_BYTES, np.uint8)
+
+    def rate(self) -> float:
+        """Return GB/s, a median; the same on all ranks."""
+        import numpy as np
+
+        seconds = []
+        for _ in range(9):
+            took = 0.0
+            for rank in (0, 1):
+                self.world.Barrier()
+                began = time.perf_counter()
+                if self.world.rank == rank == 0:
+                    np.copyto(self.shared, self.own)
+                elif self.world.rank == rank == 1:
+                    np.copyto(self.own, self.shared)
+                took += time.perf_counter() - began if self.world.rank == rank else 0.0
+            seconds.append(self.world.allreduce(took))
+        return HANDED_BYTES / statistics.median(seconds) / 1e9
+
+
+class Case:
+    """One call, before which its array is written anew."""
+
+    def __init__(self, world: Any, call: Callable[[], object], array: Any) -> None:
+        self.world = world
+        self.call = call
+        self.array = array
+        self.together = array.nbytes <= TOGETHER_BYTES
+        self.once()
+        first = min(world.allgather(min(self.once() for _ in range(3))))
+        self.count = max(3, min(1000, int(TURN_SECONDS / first)))
+
+    def once(self) -> float:
+        """Write the array, call, and return the seconds of the call."""
+        self.array[...] = 1
+        self.world.Barrier()
+        began = time.perf_counter()
+        self.call()
+        return time.perf_counter() - began
+
+    def seconds(self) -> float:
+        """Return the slowest rank's seconds per call, a median where calls are timed alone."""
+        if not self.together:
+            own = [self.once() for _ in range(self.count)]
+            return statistics.median(map(max, zip(*self.world.allgather(own), strict=True)))
+        alone = self._loop(lambda: None)
+        return max(1e-9, self._loop(self.call) - alone)
+
+    def write_seconds(self) -> float:
+        """Return the slowest rank's seconds to write the array."""
+        return self._loop(lambda: None, max(3, self.count // 10))
+
+    def _loop(self, call: Callable[[], object], count: int = 0) -> float:
+        array, count = self.array, count or self.count
+        self.world.Barrier()
+        began = time.perf_counter()
+        for _ in range(count):
+            array[...] = 1
+            call()
+        return max(self.world.allgather((time.perf_counter() - began) / count))
