@@ -3,8 +3,8 @@
     python benchmarks/allreduce.py [--ranks 2] [--dtype float32] [--json file] [--plot file.png]
 
 Each setting of Open MPI and each other library is a job of its own, in which ours and the peers
-take turns at every size, near and far apart, with arrays written anew before each call (`turns.py`);
-all jobs run `--rounds` times in turns. Figures are medians of the slowest rank. Ratios are a peer's
+take turns at every size, near and far apart, with arrays written anew before each call: `turns.py`.
+All jobs run `--rounds` times in turns. Figures are medians of the slowest rank. Ratios are a peer's
 time over ours in the same turns. "best" is the smallest ratio over the jobs. What writing an array
 takes, to private and to shared memory, is a column.
 

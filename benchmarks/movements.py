@@ -3,9 +3,9 @@
     python benchmarks/movements.py [--ranks 2] [--rounds 2] [--json file]
 
 Sizes are of the whole array: what is broadcast, what all-gather and gather join, what
-reduce-scatter takes. Results go to memory that is there (`out=`), as MPI's do. Jobs, turns, near and
-far, and what is written before each call: `turns.py`. "default" is Open MPI as it comes, "best" the
-smallest ratio over all jobs; both are a peer's time over ours in the same turns.
+reduce-scatter takes. Results go to memory that is there (`out=`), as MPI's do. Jobs, turns, near
+and far, and what is written before each call: `turns.py`. "default" is Open MPI as it comes, "best"
+the smallest ratio over all jobs; both are a peer's time over ours in the same turns.
 """
 
 from __future__ import annotations
