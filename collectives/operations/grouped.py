@@ -15,6 +15,7 @@ results lie.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -26,7 +27,7 @@ import numpy as np
 
 from collectives import bucket_layout
 from collectives.arrays import host, reduction
-from collectives.arrays.host import Array
+from collectives.arrays.host import Array, Borrowed, address
 from collectives.arrays.reduction import MEAN, Op
 from collectives.bucket_layout import Stage
 from collectives.compression import NONE, Compression, chosen
@@ -125,19 +126,26 @@ class Grouping(TypedDict, total=False):
 
 @overload
 def grouped_allreduce(
-    group: Group, xs: Sequence[Numbers], **options: Unpack[Grouping]
+    group: Group, xs: Sequence[Numbers], *, out: None = None, **options: Unpack[Grouping]
 ) -> list[Array]: ...
 @overload
 def grouped_allreduce(
-    group: Group, xs: Sequence[Detachable[A]], **options: Unpack[Grouping]
+    group: Group, xs: Sequence[Detachable[A]], *, out: None = None, **options: Unpack[Grouping]
 ) -> list[A]: ...
 @overload
-def grouped_allreduce(group: Group, xs: Sequence[A], **options: Unpack[Grouping]) -> list[A]: ...
+def grouped_allreduce(
+    group: Group, xs: Sequence[A], *, out: None = None, **options: Unpack[Grouping]
+) -> list[A]: ...
+@overload
+def grouped_allreduce(
+    group: Group, xs: Sequence[object], *, out: Sequence[A], **options: Unpack[Grouping]
+) -> list[A]: ...
 def grouped_allreduce(
     group: Group,
     xs: Sequence[Any],
     *,
     op: Op = MEAN,
+    out: Sequence[Any] | None = None,
     compression: Compression | None = NONE,
     timeout: float | None = None,
 ) -> list[Any]:
@@ -149,15 +157,19 @@ def grouped_allreduce(
     Args:
         xs: arrays of any kinds, shapes and dtypes; the same shapes and dtypes on all ranks.
         op: how to combine, defined for all of the dtypes.
+        out: where to put the results, an array for each of `xs`, perhaps that one itself; as for
+            `allreduce`. Two of them must not share memory.
         compression: as for `allreduce`, without feedback.
         timeout: seconds.
 
     Returns:
-        One new array for each of `xs`, of its kind, shape and dtype. Those of NumPy and PyTorch are
-        views of one piece of memory, which serves later calls when all of them are gone.
+        The arrays of `out`; or one new array for each of `xs`, of its kind, shape and dtype. Those
+        of NumPy and PyTorch are views of one piece of memory, which serves later calls when all of
+        them are gone.
 
     Raises:
         TypeError: the op is not defined for a dtype, or this is not a compression.
+        ValueError: there is not an `out` for each array, or one does not fit.
         MismatchError: ranks differ in number, shapes or dtypes; on all ranks.
 
     Cost: two copies of all arrays beside the reduction, in shared memory through the cache; memory
@@ -165,12 +177,7 @@ def grouped_allreduce(
     """
     with enter(group, "grouped_allreduce", timeout) as call:  # step 2 of docs/how-a-call-goes.md
         compression = chosen(compression, call.operation)
-        loans = [  # step 3; of what is not as NumPy has it
-            None
-            if type(x) is np.ndarray and x.dtype.isnative
-            else host.borrow(x, operation=call.operation)
-            for x in xs
-        ]
+        loans = _borrowed(xs, out, call.operation)  # step 3
         hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
         kinds = tuple([(array.shape, array.dtype) for array in hosts])
         key = op, str(compression), kinds
@@ -187,23 +194,76 @@ def grouped_allreduce(
             call.describe(**known.facts)
             if call.engine is None or not known.stages:
                 call.agree()
-        results = groupings.results(known.nbytes)
         engine = call.engine
+        direct = None if out is None or engine is None else _apart(hosts, loans)
+        results = groupings.results(0 if direct else known.nbytes)
         if engine is not None:
             for stage, (shared, work) in zip(known.stages, known.work, strict=True):
                 _pack(stage, hosts, shared)
                 call.drive(work)  # step 6
-                _part(stage, results)[...] = shared
+                if direct:
+                    _unpack(stage, shared, direct)
+                else:
+                    _part(stage, results)[...] = shared
         groupings.made(key, known)  # step 7
     if engine is None:
         for stage in known.stages:
             part = _part(stage, results)
             _pack(stage, hosts, part)
             allreduce(group, part, op=op, out=part, compression=compression, timeout=timeout)
+    if direct:
+        return [loan.give_back(loan.host) for loan in loans if loan is not None]
     places = zip(kinds, known.starts, strict=True)
     made = [np.ndarray(shape, dtype, results, start) for (shape, dtype), start in places]
     pairs = zip(made, loans, strict=True)
-    return [array if loan is None else loan.give_back(array) for array, loan in pairs]
+    return [array if loan is None else _handed(array, loan, out) for array, loan in pairs]
+
+
+def _borrowed(
+    xs: Sequence[Any], out: Sequence[Any] | None, operation: str
+) -> list[Borrowed | None]:
+    """Borrow the arrays of a call; None for what is as NumPy has it, and whose result is new.
+
+    Raises:
+        TypeError, ValueError: as `host.borrow`; or there is not an `out` for each.
+    """
+    if out is None:
+        return [
+            None
+            if type(x) is np.ndarray and x.dtype.isnative
+            else host.borrow(x, operation=operation)
+            for x in xs
+        ]
+    if len(out) != len(xs):
+        raise ValueError(
+            f"{operation}: out must have an array for each, expected {len(xs)}, got {len(out)}"
+        )
+    return [host.borrow(x, to, operation=operation) for x, to in zip(xs, out, strict=True)]
+
+
+def _apart(hosts: Sequence[Array], loans: Sequence[Borrowed | None]) -> list[Array] | None:
+    """Return the targets, flat, if each stage may go there before the next one is packed.
+
+    So it may where no target shares memory with another array than its own.
+    """
+    spans, flats = [], []
+    for array, loan in zip(hosts, loans, strict=True):
+        target = None if loan is None else loan.target
+        if target is None or not (target.flags.c_contiguous and array.flags.c_contiguous):
+            return None
+        flats.append(target.reshape(-1))
+        begins = {address(array), address(target)} if array.nbytes else ()
+        spans += [(begin, begin + array.nbytes) for begin in begins]
+    spans.sort()
+    apart = all(stop <= begin for (_, stop), (begin, _) in itertools.pairwise(spans))
+    return flats if apart else None
+
+
+def _handed(array: Array, loan: Borrowed, out: object) -> Any:
+    """Give a result back, which is a view of what serves later calls."""
+    if out is None or loan.target is None:
+        return loan.give_back(array)
+    return loan.give_back(host.store(array, loan.target))
 
 
 def _new(kinds: tuple[_Kind, ...], op: Op, compression: Compression, call: Call) -> _Grouping:
@@ -237,6 +297,14 @@ def _pack(stage: Stage, hosts: Sequence[Array], into: Array) -> None:
         if stop - start < hosts[array].size:
             pieces[at] = host.flat(hosts[array])[start:stop]
     np.concatenate(pieces, axis=None, out=into, casting="no")
+
+
+def _unpack(stage: Stage, shared: Array, flats: Sequence[Array]) -> None:
+    """Copy what a stage has reduced to where its arrays lie."""
+    at = 0
+    for array, start, stop in stage.pieces:
+        flats[array][start:stop] = shared[at : at + stop - start]
+        at += stop - start
 
 
 def _part(stage: Stage, results: Array) -> Array:

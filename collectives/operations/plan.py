@@ -37,6 +37,7 @@ __all__ = [
     "broadcast",
     "broadcast_part",
     "by_letter",
+    "into",
     "keep",
 ]
 
@@ -97,6 +98,31 @@ def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> An
         return None
     made = plan.run(send, target, timeout)
     return out if made is None else made
+
+
+def into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
+    """As `again`, for a call whose result has another shape than `x`, with an `out` apart from it.
+
+    Returns:
+        `out`; None where no plan is known, or something needs a closer look.
+    """
+    if type(x) is not np.ndarray or type(out) is not np.ndarray:
+        return None
+    try:
+        plan = group.plans[key, x.dtype, x.shape, None]
+        readable, _ = group.look
+        send: Any = readable(x)
+        target: Any = readable(out)
+        fits = out.shape == plan.shape and out.dtype == x.dtype and out.flags.writeable
+        apart = target - send >= x.nbytes or send - target >= out.nbytes
+        if not (send and target and fits and apart and (timeout is None or timeout > 0)):
+            return None
+        if plan.by_messages:
+            send, target = x.reshape(-1), out.reshape(-1)
+    except _NOT_FOUND:
+        return None
+    plan.run(send, target, timeout)
+    return out
 
 
 def keep(group: Group, key: Key, x: Any, result: Any, plan: object) -> None:

@@ -6,18 +6,18 @@ describes itself, makes a plan, runs it, and keeps it. `docs/how-a-call-goes.md`
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from typing import Any, overload
 
 import numpy as np
 
-from collectives import topology
 from collectives.arrays import host, reduction
 from collectives.arrays.host import Array, Borrowed
 from collectives.arrays.reduction import MEAN, Op
 from collectives.compression import NONE, Compression, chosen
-from collectives.operations import messages
+from collectives.operations import joins, messages
 from collectives.operations import plan as plans
 from collectives.operations.call import enter
 from collectives.operations.group import Group
@@ -25,7 +25,16 @@ from collectives.operations.messages import Reduction
 from collectives.operations.on_devices import OnDevices
 from collectives.operations.plan import Plan
 from collectives.operations.ready import MessagePlan, NodePlan
-from collectives.operations.signatures import A, Compressing, Detachable, Numbers, Reducing, Unpack
+from collectives.operations.signatures import (
+    A,
+    Compressing,
+    Detachable,
+    Numbers,
+    Reducing,
+    Sharing,
+    Splits,
+    Unpack,
+)
 
 __all__ = ["allreduce", "plan_allreduce", "reduce", "reduce_scatter"]
 
@@ -185,65 +194,82 @@ def reduce(
 
 
 @overload
-def reduce_scatter(group: Group, x: Numbers, **options: Unpack[Reducing]) -> Array: ...
+def reduce_scatter(
+    group: Group, x: Numbers, *, out: None = None, **options: Unpack[Sharing]
+) -> Array: ...
 @overload
-def reduce_scatter(group: Group, x: Detachable[A], **options: Unpack[Reducing]) -> A: ...
+def reduce_scatter(
+    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[Sharing]
+) -> A: ...
 @overload
-def reduce_scatter(group: Group, x: A, **options: Unpack[Reducing]) -> A: ...
+def reduce_scatter(group: Group, x: A, *, out: None = None, **options: Unpack[Sharing]) -> A: ...
+@overload
+def reduce_scatter(group: Group, x: object, *, out: A, **options: Unpack[Sharing]) -> A: ...
 def reduce_scatter(
     group: Group,
     x: Any,
     *,
     op: Op = MEAN,
+    out: Any = None,
+    counts: Splits | None = None,
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
     """Reduce the arrays of all ranks, and give each rank its share of the rows.
 
     Args:
-        x: shape (n, ...), the same on all ranks; n need not be a multiple of the size: the
-            first `n % size` ranks get one row more.
+        x: shape (n, ...), the same on all ranks; n need not be a multiple of the size.
         op: how to combine.
+        out: where to put the own rows; of their shape and the dtype of `x`, as for `allreduce`. It
+            may be this rank's rows of `x`.
+        counts: the rows of every rank, which add up to n, the same on all ranks; even shares if
+            None, the first `n % size` ranks getting one row more.
         algorithm: "auto", "node", "ring", "halving" or "native".
         timeout: seconds.
 
     Returns:
-        A new array of shape (own rows, ...) and the dtype of `x`.
+        `out`, or a new array of shape (own rows, ...) and the dtype of `x`.
 
     Raises:
-        ValueError: `x` has no dimension.
-        TypeError, CollectiveTimeout: as `allreduce`.
+        ValueError: `x` has no dimension, the counts do not add up, or `out` does not fit.
+        TypeError, MismatchError, CollectiveTimeout: as `allreduce`.
 
     Cost: "ring" P - 1 messages and (P - 1)/P S bytes sent per rank.
     """
-    key = ("reduce_scatter", op, algorithm)
-    if (known := plans.again(group, key, x, None, timeout)) is not None:  # step 1
+    key = ("reduce_scatter", op, algorithm, tuple(counts) if type(counts) is list else counts)
+    find = plans.again if out is None else plans.into
+    if (known := find(group, key, x, out, timeout)) is not None:  # step 1
         return known
     with enter(group, "reduce_scatter", timeout) as call:  # step 2
         loan = host.borrow(x, operation=call.operation)  # step 3
         array = loan.host
         reduction.check(op, array.dtype, operation=call.operation)
-        if array.ndim == 0:
-            raise ValueError("reduce_scatter: a scalar has no rows, expected shape (n, ...)")
-        # Step 4.
-        call.describe(op=op.value, dtype=array.dtype, shape=array.shape, algorithm=algorithm)
-        rows = topology.chunk_bounds(array.shape[0], group.size)
-        own = rows[group.rank + 1] - rows[group.rank]
-        result = np.empty((own, *array.shape[1:]), array.dtype)
-        bounds = [row * math.prod(array.shape[1:]) for row in rows]
-        send = host.flat(array)
+        shares = joins.shares(call, array, counts=counts)
+        shape = (shares[group.rank], *array.shape[1:])
+        target, give_back = None, loan.give_back
+        if out is not None:
+            target, give_back = host.borrow_out(out, shape, array.dtype, operation=call.operation)
+        told = {}
+        if counts is not None:
+            told["counts"] = numbers = tuple(shares)
+            key = ("reduce_scatter", op, algorithm, numbers)
+        call.describe(  # step 4
+            op=op.value, dtype=array.dtype, shape=array.shape, **told, algorithm=algorithm
+        )
+        bounds = [0, *(n * math.prod(array.shape[1:]) for n in itertools.accumulate(shares))]
+        send, before = host.flat(array), bounds[group.rank] * array.itemsize
+        result, own = host.room(target, shape, array.dtype, send, -before)
         plan: NodePlan | MessagePlan  # step 5
         if engine := call.engine_for(algorithm):
             work = engine.plan_reduce_scatter(send, None, bounds, op, call.digest)
-            before = bounds[group.rank] * array.itemsize  # the kernel counts from the whole's begin
-            plan = NodePlan(call, work, result.shape, before)
+            plan = NodePlan(call, work, shape, before)  # the kernel counts from the whole's begin
         else:
             how = Reduction(op, algorithm)
             move = partial(messages.reduce_scatter, how=how, bounds=bounds)
-            plan = MessagePlan(call, move, result.shape)
-        plan.first(call, send, result.reshape(-1))  # step 6
+            plan = MessagePlan(call, move, shape)
+        plan.first(call, send, own)  # step 6
         plans.keep(group, key, x, None, plan)  # step 7
-    return loan.give_back(result)
+    return give_back(host.store(own, result))
 
 
 def plan_allreduce(group: Group, x: A, *, op: Op = MEAN, timeout: float | None = None) -> Plan[A]:
