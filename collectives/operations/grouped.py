@@ -26,7 +26,8 @@ from typing import Any, NamedTuple, TypedDict, overload
 import numpy as np
 
 from collectives import bucket_layout
-from collectives.arrays import host, reduction
+from collectives.arrays import detour, host
+from collectives.arrays.detour import Detour
 from collectives.arrays.host import Array, Borrowed, address
 from collectives.arrays.reduction import MEAN, Op
 from collectives.bucket_layout import Stage
@@ -65,6 +66,8 @@ class _Grouping(NamedTuple):
         starts: the first byte of each result.
         nbytes: of all results.
         work: for each stage, shared memory and what reduces it there; nothing by messages.
+        op: by which stages are reduced.
+        ways: of each array by way of that op; none if it is the caller's.
     """
 
     facts: dict[str, object]
@@ -72,6 +75,8 @@ class _Grouping(NamedTuple):
     starts: list[int]
     nbytes: int
     work: list[_Planned]
+    op: Op
+    ways: list[Detour]
 
 
 class Groupings:
@@ -121,6 +126,8 @@ class Grouping(TypedDict, total=False):
 
     op: Op
     compression: Compression | None
+    prescale: float
+    postscale: float
     timeout: float | None
 
 
@@ -147,6 +154,8 @@ def grouped_allreduce(
     op: Op = MEAN,
     out: Sequence[Any] | None = None,
     compression: Compression | None = NONE,
+    prescale: float = 1,
+    postscale: float = 1,
     timeout: float | None = None,
 ) -> list[Any]:
     """Reduce many arrays at once, as if `allreduce` were called for each.
@@ -160,6 +169,8 @@ def grouped_allreduce(
         out: where to put the results, an array for each of `xs`, perhaps that one itself; as for
             `allreduce`. Two of them must not share memory.
         compression: as for `allreduce`, without feedback.
+        prescale: as for `allreduce`.
+        postscale: likewise.
         timeout: seconds.
 
     Returns:
@@ -180,23 +191,29 @@ def grouped_allreduce(
         loans = _borrowed(xs, out, call.operation)  # step 3
         hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
         kinds = tuple([(array.shape, array.dtype) for array in hosts])
-        key = op, str(compression), kinds
+        scales = detour.scales(prescale, postscale, operation=call.operation)
+        key = op, str(compression), prescale, postscale, kinds
         groupings = group.kept(Groupings)
         known = groupings.known.get(key)
         if known is None:
-            known = _new(kinds, op, compression, call)  # step 4
+            known = _new(kinds, op, compression, scales, call)  # step 4
             call.agree()
             if call.engine is not None:
                 known.facts["planned"] = True  # what is driven below is not what was agreed by
                 call.describe(**known.facts)
-                known.work.extend(groupings.plan(call, call.engine, known.stages, op))  # step 5
+                planned = groupings.plan(call, call.engine, known.stages, known.op)
+                known.work.extend(planned)  # step 5
         else:
             call.describe(**known.facts)
             if call.engine is None or not known.stages:
                 call.agree()
+        if known.ways:
+            loans = _by_ways(hosts, loans, known.ways)
+            hosts = [loan.host for loan in loans if loan is not None]
         engine = call.engine
-        direct = None if out is None or engine is None else _apart(hosts, loans)
-        results = groupings.results(0 if direct else known.nbytes)
+        is_direct = engine is not None and (out is not None or bool(known.ways))
+        direct = _apart(hosts, loans) if is_direct else None
+        results = np.empty(0, np.uint8) if direct else groupings.results(known.nbytes)
         if engine is not None:
             for stage, (shared, work) in zip(known.stages, known.work, strict=True):
                 _pack(stage, hosts, shared)
@@ -207,14 +224,16 @@ def grouped_allreduce(
                     _part(stage, results)[...] = shared
         groupings.made(key, known)  # step 7
     if engine is None:
+        as_given = all(way.dtype == way.original for way in known.ways)
+        packed = compression if as_given else NONE
         for stage in known.stages:
             part = _part(stage, results)
             _pack(stage, hosts, part)
-            allreduce(group, part, op=op, out=part, compression=compression, timeout=timeout)
+            allreduce(group, part, op=known.op, out=part, compression=packed, timeout=timeout)
     if direct:
         return [loan.give_back(loan.host) for loan in loans if loan is not None]
-    places = zip(kinds, known.starts, strict=True)
-    made = [np.ndarray(shape, dtype, results, start) for (shape, dtype), start in places]
+    places = zip(hosts, known.starts, strict=True)
+    made = [np.ndarray(array.shape, array.dtype, results, start) for array, start in places]
     pairs = zip(made, loans, strict=True)
     return [array if loan is None else _handed(array, loan, out) for array, loan in pairs]
 
@@ -239,6 +258,15 @@ def _borrowed(
             f"{operation}: out must have an array for each, expected {len(xs)}, got {len(out)}"
         )
     return [host.borrow(x, to, operation=operation) for x, to in zip(xs, out, strict=True)]
+
+
+def _by_ways(
+    hosts: Sequence[Array], loans: Sequence[Borrowed | None], ways: Sequence[Detour]
+) -> list[Borrowed | None]:
+    """Lend what is reduced in place of each array."""
+    plain = [Borrowed(x, None, lambda result: result) for x in hosts]
+    lent = [given or own for given, own in zip(loans, plain, strict=True)]
+    return [way.lend(loan) for way, loan in zip(ways, lent, strict=True)]
 
 
 def _apart(hosts: Sequence[Array], loans: Sequence[Borrowed | None]) -> list[Array] | None:
@@ -266,23 +294,36 @@ def _handed(array: Array, loan: Borrowed, out: object) -> Any:
     return loan.give_back(host.store(array, loan.target))
 
 
-def _new(kinds: tuple[_Kind, ...], op: Op, compression: Compression, call: Call) -> _Grouping:
+def _new(
+    kinds: tuple[_Kind, ...],
+    op: Op,
+    compression: Compression,
+    scales: dict[str, float],
+    call: Call,
+) -> _Grouping:
     """Check and describe a call with arrays of these shapes and dtypes."""
     dtypes = [dtype for _, dtype in kinds]
+    ways = []
     for dtype in dict.fromkeys(dtypes):
         host.borrow(np.empty(0, dtype), operation=call.operation)  # refuses what is no number
-        reduction.check(op, dtype, operation=call.operation)
         compression.codec(dtype, op, network=True)
+    for dtype in dtypes:
+        way = detour.detour(op, dtype, call.group.size, scales, operation=call.operation)
+        if way is not None:  # then there is one for every dtype
+            ways.append(way)
     facts: dict[str, object] = {
         "op": op.value,
         "count": len(kinds),
         "arrays": bucket_layout.shortened([(dtype.name, shape) for shape, dtype in kinds]),
         "compression": compression,
+        **scales,
     }
     call.describe(**facts)
     counts = [math.prod(shape) for shape, _ in kinds]
     limit = sys.maxsize if call.engine is None else _stage_bytes(call.engine)
-    return _Grouping(facts, *bucket_layout.stages(counts, dtypes, limit), [])
+    work = [way.dtype for way in ways] or dtypes
+    by = ways[0].op if ways else op
+    return _Grouping(facts, *bucket_layout.stages(counts, work, limit), [], by, ways)
 
 
 def _stage_bytes(engine: Engine) -> int:

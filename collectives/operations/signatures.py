@@ -75,6 +75,8 @@ class Reducing(Waiting, total=False):
     """Options of a reduction."""
 
     op: Op
+    prescale: float
+    postscale: float
 
 
 class Sharing(Reducing, total=False):
