@@ -39,7 +39,7 @@ from collectives.operations.reduce import allreduce
 from collectives.operations.shared import shared_empty
 from collectives.operations.signatures import A, Detachable, Numbers, Unpack
 
-__all__ = ["Grouping", "Groupings", "grouped_allreduce"]
+__all__ = ["Grouping", "Groupings", "grouped_allreduce", "handed", "pairs"]
 
 # Bytes of a stage in shared memory; the second where ranks outnumber the cores, so that a meeting
 # costs a change of process. `benchmarks/gradients.py --model resnet50`, 2 ranks on 2 cores, ms,
@@ -234,8 +234,8 @@ def grouped_allreduce(
         return [loan.give_back(loan.host) for loan in loans if loan is not None]
     places = zip(hosts, known.starts, strict=True)
     made = [np.ndarray(array.shape, array.dtype, results, start) for array, start in places]
-    pairs = zip(made, loans, strict=True)
-    return [array if loan is None else _handed(array, loan, out) for array, loan in pairs]
+    both = zip(made, loans, strict=True)
+    return [array if loan is None else handed(array, loan, out) for array, loan in both]
 
 
 def _borrowed(
@@ -253,11 +253,22 @@ def _borrowed(
             else host.borrow(x, operation=operation)
             for x in xs
         ]
+    return [host.borrow(x, to, operation=operation) for x, to in pairs(operation, xs, out)]
+
+
+def pairs(operation: str, xs: Sequence[Any], out: Sequence[Any] | None) -> list[tuple[Any, Any]]:
+    """Return each array with its `out`, None where there is none.
+
+    Raises:
+        ValueError: there is not an `out` for each.
+    """
+    if out is None:
+        return [(x, None) for x in xs]
     if len(out) != len(xs):
         raise ValueError(
             f"{operation}: out must have an array for each, expected {len(xs)}, got {len(out)}"
         )
-    return [host.borrow(x, to, operation=operation) for x, to in zip(xs, out, strict=True)]
+    return list(zip(xs, out, strict=True))
 
 
 def _by_ways(
@@ -287,8 +298,8 @@ def _apart(hosts: Sequence[Array], loans: Sequence[Borrowed | None]) -> list[Arr
     return flats if apart else None
 
 
-def _handed(array: Array, loan: Borrowed, out: object) -> Any:
-    """Give a result back, which is a view of what serves later calls."""
+def handed(array: Array, loan: Borrowed, out: object) -> Any:
+    """Give a result back, which is a view of memory that holds others, too."""
     if out is None or loan.target is None:
         return loan.give_back(array)
     return loan.give_back(host.store(array, loan.target))

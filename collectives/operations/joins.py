@@ -24,7 +24,7 @@ from collectives.operations.group import Group
 from collectives.operations.ready import NodePlan
 from collectives.operations.signatures import Splits
 
-__all__ = ["JoinPlan", "allgather", "alltoall", "gather", "scatter", "shares"]
+__all__ = ["JoinPlan", "allgather", "alltoall", "gather", "scatter", "shares", "unfit"]
 
 
 class JoinPlan:
@@ -92,7 +92,7 @@ class JoinPlan:
         if told == self._told:
             return None
         rows, given = ([pair[i] for pair in told] for i in (0, 1))
-        error = _unfit(self._group, self._operation, self._row, given, [sum(rows)] * len(rows))
+        error = unfit(self._group, self._operation, self._row, given, [sum(rows)] * len(rows))
         if error is not None:
             return error
         if rows != self.rows:
@@ -114,7 +114,7 @@ def gather(call: Call, array: Array, root: int, algorithm: str, out: Rows) -> Ar
     rank, row = call.group.rank, array.shape[1:]
     told = call.tell(len(array), out.number)  # step 6
     rows, given = told.T.tolist()
-    if error := _unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
+    if error := unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
         raise call.known(error)
     own, counts, shape = host.flat(array), [n * math.prod(row) for n in rows], (sum(rows), *row)
     engine = call.engine_for(algorithm)
@@ -147,7 +147,7 @@ def allgather(
         plan = JoinPlan(call, engine, array)  # step 5
         return plan.first(call, own, out), plan.rows, plan  # step 6
     rows, given = call.tell(len(array), out.number).T.tolist()  # step 6
-    if error := _unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
+    if error := unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
         raise call.known(error)
     width = math.prod(row)
     bounds = [0, *(width * n for n in itertools.accumulate(rows))]
@@ -204,7 +204,7 @@ def alltoall(
     told = call.tell(*rows, out.number)  # step 6
     table = told[:, :size]  # what every rank has for every other
     everyones = table.sum(axis=0).tolist()
-    if error := _unfit(call.group, call.operation, row, told[:, size].tolist(), everyones):
+    if error := unfit(call.group, call.operation, row, told[:, size].tolist(), everyones):
         raise call.known(error)
     received, width = table[:, rank].tolist(), math.prod(row)
     shape = (sum(received), *row)
@@ -253,7 +253,7 @@ def shares(call: Call, array: Array, **given: Splits | None) -> list[int]:
     return rows
 
 
-def _unfit(
+def unfit(
     group: Group,
     operation: str,
     row: tuple[int, ...],
@@ -263,6 +263,9 @@ def _unfit(
     """Return the error of this rank if the `out` of any rank does not fit, which all know.
 
     Args:
+        group: the ranks.
+        operation: its name.
+        row: the shape of a row.
         given: rows of everyone's `out`, that of `NEW` where there is none.
         expected: rows of everyone's result.
     """

@@ -10,6 +10,7 @@ Cost: 2 to 3 us of Python per call in shared memory; at most 256 plans, without 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Generic
 
@@ -39,6 +40,7 @@ __all__ = [
     "by_letter",
     "into",
     "keep",
+    "reduce_scatter",
 ]
 
 Key = tuple[object, ...]
@@ -161,6 +163,24 @@ def by_letter(call: Call, send: Array, how: Reduction) -> LetterPlan | None:
     ):
         return None
     return LetterPlan(call, found, Block(found, send.dtype, send.size, op, fill=True))
+
+
+def reduce_scatter(
+    call: Call,
+    send: Array,
+    bounds: Sequence[int],
+    how: Reduction,
+    shape: tuple[int, ...] | None = None,
+) -> NodePlan | MessagePlan:
+    """Plan a reduction of flat arrays, of which each rank takes a chunk; of that shape, or flat."""
+    shape = (bounds[call.group.rank + 1] - bounds[call.group.rank],) if shape is None else shape
+    engine = call.engine_for(how.algorithm)
+    if engine is None:
+        move = partial(messages.reduce_scatter, how=how, bounds=bounds)
+        return MessagePlan(call, move, shape)
+    work = engine.plan_reduce_scatter(send, None, bounds, how.op, call.digest)
+    before = bounds[call.group.rank] * send.itemsize  # the kernel counts from the whole's begin
+    return NodePlan(call, work, shape, before)
 
 
 def broadcast(

@@ -300,16 +300,10 @@ def reduce_scatter(
             loan, op = way.lend(Borrowed(array, target, give_back)), way.op
             array, target, give_back = loan.host, None, loan.give_back
         bounds = [0, *(n * math.prod(array.shape[1:]) for n in itertools.accumulate(shares))]
-        send, before = host.flat(array), bounds[group.rank] * array.itemsize
+        send = host.flat(array)
+        before = bounds[group.rank] * array.itemsize
         result, own = host.room(target, shape, array.dtype, send, -before)
-        plan: NodePlan | MessagePlan  # step 5
-        if engine := call.engine_for(algorithm):
-            work = engine.plan_reduce_scatter(send, None, bounds, op, call.digest)
-            plan = NodePlan(call, work, shape, before)  # the kernel counts from the whole's begin
-        else:
-            how = Reduction(op, algorithm)
-            move = partial(messages.reduce_scatter, how=how, bounds=bounds)
-            plan = MessagePlan(call, move, shape)
+        plan = plans.reduce_scatter(call, send, bounds, Reduction(op, algorithm), shape)  # step 5
         plan.first(call, send, own)  # step 6
         if way is None:
             plans.keep(group, key, x, None, plan)  # step 7
