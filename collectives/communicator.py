@@ -17,6 +17,7 @@ from collectives.operations import (
     grouped_rows,
     groups,
     objects,
+    planned,
     rows,
     send_recv,
     shared,
@@ -97,7 +98,10 @@ class Communicator(Group):
     recv = send_recv.recv
 
     shared_empty = shared.shared_empty
-    plan_allreduce = reductions.plan_allreduce
+    plan_allreduce = planned.plan_allreduce
+    plan_broadcast = planned.plan_broadcast
+    plan_allgather = planned.plan_allgather
+    plan_reduce_scatter = planned.plan_reduce_scatter
     plan_buckets = buckets.plan_buckets
     split = groups.split
     group = groups.group

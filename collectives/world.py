@@ -42,8 +42,11 @@ __all__ = [
     "local_size",
     "node_rank",
     "num_nodes",
+    "plan_allgather",
     "plan_allreduce",
+    "plan_broadcast",
     "plan_buckets",
+    "plan_reduce_scatter",
     "rank",
     "recv",
     "reduce",
@@ -194,4 +197,7 @@ grouped_reduce_scatter_async = _on_world(Communicator.grouped_reduce_scatter_asy
 sparse_allreduce = _on_world(Communicator.sparse_allreduce)
 shared_empty = _on_world(Communicator.shared_empty)
 plan_allreduce = _on_world(Communicator.plan_allreduce)
+plan_broadcast = _on_world(Communicator.plan_broadcast)
+plan_allgather = _on_world(Communicator.plan_allgather)
+plan_reduce_scatter = _on_world(Communicator.plan_reduce_scatter)
 plan_buckets = _on_world(Communicator.plan_buckets)

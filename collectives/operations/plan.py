@@ -31,7 +31,6 @@ from collectives.operations.signatures import A
 __all__ = [
     "LATER",
     "MOST",
-    "PLANNED",
     "Plan",
     "again",
     "allreduce",
@@ -44,9 +43,6 @@ __all__ = [
 ]
 
 Key = tuple[object, ...]
-
-# How the calls of a `Plan` describe themselves.
-PLANNED = "planned allreduce"
 
 # How many plans a group keeps; a training step makes a few dozen different calls.
 MOST = 256
@@ -205,16 +201,18 @@ def broadcast_part(call: Call, buffer: Array, root: int, algorithm: str = "auto"
 
 
 class Plan(Generic[A]):
-    """Reduces one array in place, again and again; made by `Communicator.plan_allreduce`.
+    """Makes one call with the same arrays, again and again; made by `plan_allreduce` and its kind.
 
     Calling it is *collective*, and one of the communicator's calls: all ranks make the same calls
     in the same order. In the node engine everything is resolved when the plan is made, and a call
     costs little more than the exchange itself.
 
     Args:
-        array: what the caller gave, and gets back.
-        flat: its memory, shape (n,).
-        plan: of its reduction.
+        array: what the caller gets.
+        send: the memory of what this rank brings, shape (n,).
+        out: the memory of `array`, perhaps the same.
+        plan: of the call.
+        operation: its name in descriptions and errors.
         timeout: seconds, None for the setting.
 
     Raises (when called):
@@ -222,39 +220,54 @@ class Plan(Generic[A]):
         CollectiveTimeout: as `Communicator.allreduce`.
     """
 
-    __slots__ = ("_address", "_flat", "_group", "_kernel", "_plan", "_timeout", "array")
+    __slots__ = (
+        "_address", "_group", "_kept", "_kernel", "_operation", "_out", "_plan", "_send",
+        "_timeout", "array",
+    )  # fmt: skip
 
-    def __init__(self, array: A, flat: Array, plan: AnyPlan, timeout: float | None) -> None:
+    def __init__(
+        self,
+        array: A,
+        send: Array,
+        out: Array,
+        plan: AnyPlan,
+        operation: str,
+        timeout: float | None,
+    ) -> None:
         self.array = array
-        self._flat: Any = flat if plan.by_messages else address(flat)
+        self._kept = send, out
+        self._send: Any = send if plan.by_messages else address(send)
+        self._out: Any = out if plan.by_messages else address(out)
         self._plan = plan
+        self._operation = operation
         self._group = plan.group
         self._timeout = timeout
         self._kernel = None
-        if isinstance(plan, NodePlan):  # whose block knows the array
+        if isinstance(plan, NodePlan):  # whose block knows the arrays
+            plan.bind(send, out)
             self._kernel, self._address = plan.kernel, plan.block
         elif isinstance(plan, LetterPlan):
             plan.ours -= 1  # it is run without `again`
 
     def __call__(self) -> A:
-        """Reduce the array over all ranks, in place, and return it."""
+        """Make the call, and return the array with its result."""
         if self._kernel is None:
-            self._plan.run(self._flat, self._flat, self._timeout)
+            self._plan.run(self._send, self._out, self._timeout)
             return self.array
         if self._group.unusable is not None:
-            self._group.check_usable(PLANNED)
+            self._group.check_usable(self._operation)
         try:
             if status := self._kernel(self._address):
                 self._go_on(status)
         except BaseException as error:
             if not isinstance(error, MismatchError):
-                self._group.failed(PLANNED, error)  # also after Ctrl-C
+                self._group.failed(self._operation, error)  # also after Ctrl-C
             raise
         return self.array
 
     def _go_on(self, status: int) -> None:
         """Wait for the others, and record that."""
-        record = self._group.begin(PLANNED)
+        record = self._group.begin(self._operation)
         failure = None
         try:
             assert isinstance(self._plan, NodePlan)

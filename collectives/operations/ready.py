@@ -123,10 +123,14 @@ class NodePlan(_AddressPlan):
         other._use(self._engine.plan_publish(nbytes, table, digest, longest))
         return other
 
-    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
-        """Carry out the call that has made the plan; raises what `Call.met` does."""
+    def bind(self, send: Array | None, out: Array | None) -> None:
+        """Say where its arrays are, for calls of the kernel alone."""
         self._words[SEND] = 0 if send is None else address(send)
         self._words[OUT] = 0 if out is None else address(out) - self._before
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan; raises what `Call.met` does."""
+        self.bind(send, out)
         call.drive(self._work)
 
     def meet(self, send: int, out: int, timeout: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Reductions: `allreduce`, `reduce`, `reduce_scatter`, `plan_allreduce`.
+"""Reductions: `allreduce`, `reduce`, `reduce_scatter`.
 
 Each finds the plan of an earlier call like this one and runs it; or it looks at its arguments,
 describes itself, makes a plan, runs it, and keeps it. `docs/how-a-call-goes.md` has the steps.
@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from collectives.arrays import detour, host, reduction
+from collectives.arrays import detour, host
 from collectives.arrays.host import Array, Borrowed
 from collectives.arrays.reduction import BY_WAY, LOCATING, MEAN, Op
 from collectives.compression import NONE, Compression, chosen
@@ -23,7 +23,6 @@ from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.operations.messages import Reduction
 from collectives.operations.on_devices import BorrowedOnDevice, OnDevices
-from collectives.operations.plan import Plan
 from collectives.operations.ready import MessagePlan, NodePlan
 from collectives.operations.signatures import (
     A,
@@ -36,7 +35,7 @@ from collectives.operations.signatures import (
     Unpack,
 )
 
-__all__ = ["allreduce", "plan_allreduce", "reduce", "reduce_scatter"]
+__all__ = ["allreduce", "reduce", "reduce_scatter"]
 
 
 @overload
@@ -308,46 +307,6 @@ def reduce_scatter(
         if way is None:
             plans.keep(group, key, x, None, plan)  # step 7
     return give_back(host.store(own, result))
-
-
-def plan_allreduce(group: Group, x: A, *, op: Op = MEAN, timeout: float | None = None) -> Plan[A]:
-    """Resolve an all-reduce in place once, for a call that is made at every step.
-
-    *Collective*: all ranks, as `allreduce`. Arguments and errors as `allreduce(x, out=x)`.
-
-    Args:
-        x: shape (...), contiguous, writable; best from `shared_empty`.
-        op: how to combine.
-        timeout: seconds, of every later call.
-
-    Returns:
-        A function without arguments that reduces `x` in place and returns it.
-
-    Example:
-        >>> import collectives as cc
-        >>> comm = cc.init()
-        >>> gradient = comm.shared_empty(4, "float32")
-        >>> average = comm.plan_allreduce(gradient)
-        >>> gradient[:] = comm.rank
-        >>> average().tolist() == [(comm.size - 1) / 2] * 4
-        True
-    """
-    with enter(group, "plan_allreduce", timeout) as call:  # step 2
-        like = host.borrow(x, operation=call.operation).host
-        reduction.check(op, like.dtype, operation=call.operation)
-        array, _ = host.borrow_out(x, like.shape, like.dtype, operation=call.operation)
-        if array is None:
-            raise TypeError(
-                "plan_allreduce: the array is not in host memory, where it could be reduced in "
-                f"place, got {type(x).__module__}.{type(x).__name__}"
-            )
-        if not array.flags.c_contiguous:
-            raise ValueError("plan_allreduce: the array is not contiguous")
-        call.describe(op=op.value, dtype=array.dtype, shape=array.shape)  # step 4
-        call.agree()
-        flat = array.reshape(-1)
-        call.add(operation=plans.PLANNED)
-        return Plan(x, flat, plans.allreduce(call, flat, flat, Reduction(op)), timeout)  # step 5
 
 
 def _memory(loan: Borrowed) -> tuple[Array, Array, Array]:

@@ -87,6 +87,8 @@ NUMPY = """
         assert_type(comm.allgather(x, algorithm="ring"), Floats)
         assert_type(cc.alltoall(x, splits=[1, 2]), Floats)
         assert_type(comm.plan_allreduce(x)(), Floats)
+        assert_type(cc.plan_broadcast(x, 1)(), Floats)
+        assert_type(comm.plan_reduce_scatter(x, counts=[1, 2])(), Floats)
         assert_type(comm.reduce(x), Floats | None)
         assert_type(cc.gather(x), Floats | None)
         assert_type(cc.grouped_allreduce([x, x]), list[Floats])
