@@ -6,6 +6,7 @@ publishes its array, and copies the parts of the others' that it wants.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import operator
@@ -72,27 +73,64 @@ class JoinPlan:
         self._own[1] = NEW.number  # in later calls
         if error := self._look():
             raise call.known(error)
-        before = self._row_bytes * sum(self.rows[: self._group.rank])
-        result, joined = host.room(out.target, self._shape, self._dtype, flat, before)
+        result, joined = host.room(out.target, self.shape, self._dtype, flat, self.inside)
         self._move.first(call, flat, joined)
         return host.store(joined, result)
 
-    def run(self, send: int, _: int, timeout: float | None) -> Array:
-        """Make the call once more, whatever the other ranks bring; as `NodePlan.run`."""
-        joined = np.empty(0)
+    def run(self, send: int, out: int, timeout: float | None) -> Array | None:
+        """Make the call once more, whatever the other ranks bring; as `NodePlan.run`.
+
+        Args:
+            send: address of this rank's array.
+            out: address of the result, of the shape of the last one; 0 for a new array.
+            timeout: seconds, None for the setting.
+
+        Returns:
+            The new array, if it is one.
+
+        Raises:
+            ValueError: the ranks bring another number of rows than `out` takes.
+        """
+        made: Array | None = None
+        error: Exception | None = None
 
         def move() -> None:
-            nonlocal joined
-            if error := self._look():
-                raise error
-            joined = np.empty(self._shape, self._dtype)
-            self._move.meet(send, address(joined), timeout)
+            nonlocal made, error
+            error = self._look()
+            if error is not None:
+                return
+            usable = out and self._is_free(send, out)
+            if not usable:
+                made = np.empty(self.shape, self._dtype)
+            self._move.meet(send, address(made) if made is not None else out, timeout)
 
-        self._tell.run(*self._addresses, timeout, move)
-        return joined
+        if out:
+            self._own[1] = sum(self.rows)
+        try:
+            self._tell.run(*self._addresses, timeout, move)
+        finally:
+            if out:
+                self._own[1] = NEW.number
+        if error is not None:  # which all ranks know
+            raise error
+        if out and made is not None:
+            ctypes.memmove(out, address(made), made.nbytes)
+            return None
+        return made
+
+    def _is_free(self, send: int, out: int) -> bool:
+        """Whether a result may grow where it shall lie while the array is read."""
+        own, all_of_it = (self._row_bytes * n for n in (int(self._own[0]), sum(self.rows)))
+        return out + self.inside == send or out - send >= own or send - out >= all_of_it
 
     @property
-    def _shape(self) -> tuple[int, ...]:
+    def inside(self) -> int:
+        """After how many bytes of the last result this rank's array lies in it."""
+        return self._row_bytes * sum(self.rows[: self._group.rank])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the last result."""
         return (sum(self.rows), *self._row)
 
     def _look(self) -> Exception | None:

@@ -99,7 +99,9 @@ def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> An
 
 
 def into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
-    """As `again`, for a call whose result has another shape than `x`, with an `out` apart from it.
+    """As `again`, for a call whose result has another shape than `x`, and goes into `out`.
+
+    Either of them may be a part of the other one, in its place.
 
     Returns:
         `out`; None where no plan is known, or something needs a closer look.
@@ -113,6 +115,7 @@ def into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any
         target: Any = readable(out)
         fits = out.shape == plan.shape and out.dtype == x.dtype and out.flags.writeable
         apart = target - send >= x.nbytes or send - target >= out.nbytes
+        apart = apart or (plan.inside is not None and target + plan.inside == send)
         if not (send and target and fits and apart and (timeout is None or timeout > 0)):
             return None
         if plan.by_messages:

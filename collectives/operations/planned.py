@@ -77,9 +77,10 @@ def plan_broadcast(group: Group, x: A, root: int = 0, *, timeout: float | None =
     Example:
         >>> import collectives as cc
         >>> comm = cc.init()
-        >>> weights = np.full(4, comm.rank)
+        >>> weights = comm.shared_empty(4, "float32")
+        >>> weights[:] = comm.rank
         >>> comm.plan_broadcast(weights)().tolist()
-        [0, 0, 0, 0]
+        [0.0, 0.0, 0.0, 0.0]
     """
     with enter(group, "plan_broadcast", timeout) as call:  # step 2
         array = _memory(call, x)

@@ -115,8 +115,12 @@ def allgather(
     Cost: "ring" P - 1 messages per rank, (P - 1)/P of the result's bytes.
     """
     key = ("allgather", algorithm)
-    if out is None and (known := plans.again(group, key, x, plans.LATER, timeout)) is not None:
-        return known  # step 1
+    if out is None:
+        known = plans.again(group, key, x, plans.LATER, timeout)  # step 1
+    else:
+        known = plans.into(group, key, x, out, timeout)
+    if known is not None:
+        return known
     with enter(group, "allgather", timeout) as call:  # step 2
         loan = host.borrow(x, operation="allgather")  # step 3
         array = np.ascontiguousarray(np.atleast_1d(loan.host))

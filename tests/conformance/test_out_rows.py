@@ -81,7 +81,7 @@ def test_a_part_of_the_result_may_be_the_array(world, shift):
             start = max(0, min(count * comm.rank + shift, joined.size - count))
             part = slice(start, start + count)
 
-            for join in (comm.allgather, comm.gather):
+            for join in (comm.allgather, comm.allgather, comm.gather):
                 memory = np.zeros(joined.size, F32)
                 memory[part] = own[comm.rank]
                 if join(memory[part], out=memory) is memory:
@@ -218,6 +218,36 @@ def test_an_out_that_does_not_fit_is_an_error_for_ranks_that_have_a_plan(world):
         text = f"expected {(2 * comm.size, 3)}, got {(2 * comm.size + 1, 3)}"
         assert text in str(error)
         assert comm.allgather(x).shape == (2 * comm.size, 3)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_repeated_out_while_other_ranks_bring_other_rows(world, inside):
+    def check(comm):
+        base = 40_000
+        out = np.zeros((base * comm.size, 2), F32)
+        for step in range(6):
+            # The last two ranks change; all rows are as many, but for one step.
+            rows = [base] * comm.size
+            if comm.size > 1 and step % 2:
+                rows[-1], rows[-2] = base + step, base - step
+            if step == 4:
+                rows[-1] += 1
+            own = slice(sum(rows[: comm.rank]), sum(rows[: comm.rank + 1]))
+            x = out[own] if inside else np.empty((rows[comm.rank], 2), F32)
+            if len(x) < rows[comm.rank]:
+                x = np.empty((rows[comm.rank], 2), F32)
+            x[...] = comm.rank + step
+            if step == 4:
+                error = raised(lambda x=x: comm.allgather(x, out=out))
+                assert isinstance(error, ValueError), error
+                assert "out has the wrong shape" in str(error)
+                continue
+            assert comm.allgather(x, out=out) is out
+            wanted = np.repeat(np.arange(comm.size) + step, rows)
+            np.testing.assert_array_equal(out, np.stack([wanted, wanted], 1))
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
 
     world.run(check)
 
