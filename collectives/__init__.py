@@ -9,7 +9,22 @@ Example:
 from __future__ import annotations
 
 from collectives import world
-from collectives.arrays.reduction import MAX, MEAN, MIN, PRODUCT, SUM
+from collectives.arrays.reduction import (
+    BITWISE_AND,
+    BITWISE_OR,
+    BITWISE_XOR,
+    INTEGER_MEAN,
+    LOGICAL_AND,
+    LOGICAL_OR,
+    LOGICAL_XOR,
+    MAX,
+    MAXLOC,
+    MEAN,
+    MIN,
+    MINLOC,
+    PRODUCT,
+    SUM,
+)
 from collectives.buckets.buckets import Buckets
 from collectives.communicator import Communicator
 from collectives.compression import BF16, FP16, INT8, NONE, Compression
@@ -28,11 +43,20 @@ from collectives.world import *  # noqa: F403  # the operations of the world, li
 
 __all__ = [
     "BF16",
+    "BITWISE_AND",
+    "BITWISE_OR",
+    "BITWISE_XOR",
     "FP16",
     "INT8",
+    "INTEGER_MEAN",
+    "LOGICAL_AND",
+    "LOGICAL_OR",
+    "LOGICAL_XOR",
     "MAX",
+    "MAXLOC",
     "MEAN",
     "MIN",
+    "MINLOC",
     "NONE",
     "PRODUCT",
     "SUM",

@@ -11,7 +11,18 @@ from collectives.buckets import buckets
 from collectives.channel import channel
 from collectives.errors import in_turn
 from collectives.operations import broadcast as broadcasts
-from collectives.operations import call, grouped, groups, objects, rows, send_recv, shared, sparse
+from collectives.operations import (
+    call,
+    grouped,
+    grouped_rows,
+    groups,
+    objects,
+    planned,
+    rows,
+    send_recv,
+    shared,
+    sparse,
+)
 from collectives.operations import reduce as reductions
 from collectives.operations.group import Group
 from collectives.operations.on_devices import OnDevices
@@ -69,6 +80,9 @@ class Communicator(Group):
     reduce = reductions.reduce
     reduce_scatter = reductions.reduce_scatter
     grouped_allreduce = grouped.grouped_allreduce
+    grouped_allgather = grouped_rows.grouped_allgather
+    grouped_reduce_scatter = grouped_rows.grouped_reduce_scatter
+    grouped_broadcast = grouped_rows.grouped_broadcast
     sparse_allreduce = sparse.sparse_allreduce
 
     broadcast = broadcasts.broadcast
@@ -84,7 +98,10 @@ class Communicator(Group):
     recv = send_recv.recv
 
     shared_empty = shared.shared_empty
-    plan_allreduce = reductions.plan_allreduce
+    plan_allreduce = planned.plan_allreduce
+    plan_broadcast = planned.plan_broadcast
+    plan_allgather = planned.plan_allgather
+    plan_reduce_scatter = planned.plan_reduce_scatter
     plan_buckets = buckets.plan_buckets
     split = groups.split
     group = groups.group
@@ -99,6 +116,9 @@ class Communicator(Group):
     alltoall_async = asynchronous(alltoall)
     barrier_async = asynchronous(barrier)
     grouped_allreduce_async = asynchronous(grouped_allreduce)
+    grouped_allgather_async = asynchronous(grouped_allgather)
+    grouped_reduce_scatter_async = asynchronous(grouped_reduce_scatter)
+    grouped_broadcast_async = asynchronous(grouped_broadcast)
 
     def open_channel(self) -> channel.Channel:
         """Make a channel: messages between any two ranks at any time; *collective*.

@@ -28,16 +28,25 @@ __all__ = [
     "broadcast_object",
     "gather",
     "gather_async",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_async",
+    "grouped_broadcast",
+    "grouped_broadcast_async",
+    "grouped_reduce_scatter",
+    "grouped_reduce_scatter_async",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
     "node_rank",
     "num_nodes",
+    "plan_allgather",
     "plan_allreduce",
+    "plan_broadcast",
     "plan_buckets",
+    "plan_reduce_scatter",
     "rank",
     "recv",
     "reduce",
@@ -179,7 +188,16 @@ alltoall_async = _on_world(Communicator.alltoall_async)
 barrier_async = _on_world(Communicator.barrier_async)
 grouped_allreduce = _on_world(Communicator.grouped_allreduce)
 grouped_allreduce_async = _on_world(Communicator.grouped_allreduce_async)
+grouped_allgather = _on_world(Communicator.grouped_allgather)
+grouped_allgather_async = _on_world(Communicator.grouped_allgather_async)
+grouped_broadcast = _on_world(Communicator.grouped_broadcast)
+grouped_broadcast_async = _on_world(Communicator.grouped_broadcast_async)
+grouped_reduce_scatter = _on_world(Communicator.grouped_reduce_scatter)
+grouped_reduce_scatter_async = _on_world(Communicator.grouped_reduce_scatter_async)
 sparse_allreduce = _on_world(Communicator.sparse_allreduce)
 shared_empty = _on_world(Communicator.shared_empty)
 plan_allreduce = _on_world(Communicator.plan_allreduce)
+plan_broadcast = _on_world(Communicator.plan_broadcast)
+plan_allgather = _on_world(Communicator.plan_allgather)
+plan_reduce_scatter = _on_world(Communicator.plan_reduce_scatter)
 plan_buckets = _on_world(Communicator.plan_buckets)

@@ -25,6 +25,12 @@ BOOL = np.dtype(bool)
 
 def is_defined(op, dtype):
     """Whether the op has a meaning for the dtype: the table of `collectives.arrays.reduction`."""
+    if op.value.startswith("LOGICAL"):
+        return True
+    if op.value.startswith("BITWISE"):
+        return dtype.kind in "biu"
+    if op is cc.INTEGER_MEAN:
+        return dtype.kind in "iu"
     if dtype.kind in "iu":
         return op is not cc.MEAN
     if dtype == BOOL:

@@ -357,7 +357,8 @@ def _exported(x: Any) -> Foreign:
 
 
 def _why_repeated(shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
-    if any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
+    pairs = zip(shape, strides, strict=True)
+    if 0 not in shape and any(n > 1 and stride == 0 for n, stride in pairs):
         return "several of its elements are the same memory"
     return None
 

@@ -18,15 +18,19 @@ from collectives.arrays import foreign
 from collectives.arrays.device import BFLOAT16
 
 __all__ = [
+    "NEW",
     "Array",
     "Borrowed",
+    "Rows",
     "address",
     "borrow",
     "borrow_out",
+    "borrow_rows",
     "flat",
     "flat_copy",
     "flat_target",
     "raw_bytes",
+    "room",
     "store",
 ]
 
@@ -53,6 +57,20 @@ class Borrowed(NamedTuple):
     """
 
     host: Array
+    target: Array | None
+    give_back: Callable[[Array], Any]
+
+
+class Rows(NamedTuple):
+    """A caller's `out=` for rows of which ranks find out as they meet how many there are.
+
+    Attributes:
+        number: how many it takes; any number if -1, for new memory.
+        target: as of `Borrowed`.
+        give_back: as of `Borrowed`.
+    """
+
+    number: int
     target: Array | None
     give_back: Callable[[Array], Any]
 
@@ -106,6 +124,32 @@ def borrow_out(
         TypeError: `out` is not an array, is immutable, or has another dtype.
         ValueError: `out` has another shape, or is read-only.
     """
+    _, target, give_back = _borrow_out(out, shape, dtype, operation)
+    return target, give_back
+
+
+def borrow_rows(
+    out: Any, row: tuple[int, ...], dtype: np.dtype[Any], lent: Borrowed, *, operation: str
+) -> Rows:
+    """As `borrow_out`, for a result of any number of rows.
+
+    Args:
+        out: the caller's; None if there is none, so that the result goes back as that of `lent`.
+        row: the shape of a row.
+        dtype: of the result.
+        lent: the array of the same call.
+        operation: the caller's name.
+    """
+    if out is None:
+        return NEW._replace(give_back=lent.give_back)
+    shape, target, give_back = _borrow_out(out, (None, *row), dtype, operation)
+    return Rows(shape[0], target, give_back)
+
+
+def _borrow_out(
+    out: Any, shape: tuple[int | None, ...], dtype: np.dtype[Any], operation: str
+) -> tuple[tuple[int, ...], Array | None, Callable[[Array], Any]]:
+    """As `borrow_out`, and return the shape of `out`, of which None is any number."""
     memory = None if type(out) is np.ndarray else _recognise(out, operation)
     if memory is None:
         if not isinstance(out, np.ndarray):
@@ -116,7 +160,7 @@ def borrow_out(
         _check_fit(out, shape, dtype, operation)
         if not out.flags.writeable:
             raise ValueError(f"{operation}: out is read-only")
-        return np.asarray(out), lambda _: out
+        return out.shape, np.asarray(out), lambda _: out
     why = memory.why_constant()
     if why is not None:
         raise TypeError(
@@ -129,7 +173,7 @@ def borrow_out(
         memory.write(result)
         return out
 
-    return memory.elements() if memory.shared else None, give_back
+    return memory.shape, memory.elements() if memory.shared else None, give_back
 
 
 def flat_copy(array: Array, out: Array | None, dtype: np.dtype[Any]) -> Array:
@@ -173,6 +217,33 @@ def flat_target(result: Array, source: Array | None = None) -> Array:
     return np.empty(result.size, result.dtype)
 
 
+def room(
+    target: Array | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    source: Array | None,
+    before: int | None = None,
+) -> tuple[Array, Array]:
+    """Return memory for a result, and flat memory to make it in, the same where that is possible.
+
+    Args:
+        target: the memory of the caller's `out`; None for new memory.
+        shape: of the result, and of the target.
+        dtype: likewise.
+        source: what is read meanwhile, flat; None if nothing.
+        before: the bytes after which the source lies in the result where it may, since there it is
+            written as it is, or after it was read; None if it may not.
+    """
+    if target is None:
+        result = np.empty(shape, dtype)
+        return result, result.reshape(-1)
+    if source is None or not np.may_share_memory(target, source):
+        return target, flat_target(target)
+    if before is not None and address(target) + before == address(source):
+        return target, flat_target(target)
+    return target, np.empty(target.size, dtype)
+
+
 def store(flat: Array, out: Array) -> Array:
     """Put an algorithm's flat result into `out`, in its shape and dtype; returns `out`."""
     # To share memory is not enough: elements may lie elsewhere in it, or in another order.
@@ -203,6 +274,10 @@ def raw_bytes(array: Array) -> Array:
 
 def _unchanged(result: Array) -> Array:
     return result
+
+
+# No `out`: the result goes to new memory.
+NEW = Rows(-1, None, _unchanged)
 
 
 def _lend(x: Any, operation: str) -> Borrowed:
@@ -253,9 +328,16 @@ def _check_dtype(dtype: np.dtype[Any], x: Any, operation: str) -> None:
 
 
 def _check_fit(
-    out: Array | foreign.Foreign, shape: tuple[int, ...], dtype: np.dtype[Any], operation: str
+    out: Array | foreign.Foreign,
+    shape: tuple[int | None, ...],
+    dtype: np.dtype[Any],
+    operation: str,
 ) -> None:
     if out.dtype != dtype:
         raise TypeError(f"{operation}: out has the wrong dtype, expected {dtype}, got {out.dtype}")
-    if out.shape != shape:
-        raise ValueError(f"{operation}: out has the wrong shape, expected {shape}, got {out.shape}")
+    if out.shape == shape:
+        return
+    if None in shape and len(out.shape) == len(shape) and out.shape[1:] == shape[1:]:
+        return
+    wanted = str(shape).replace("None", "rows")
+    raise ValueError(f"{operation}: out has the wrong shape, expected {wanted}, got {out.shape}")

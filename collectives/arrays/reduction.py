@@ -1,15 +1,19 @@
-"""The operations that combine arrays of several ranks: SUM MEAN MIN MAX PRODUCT.
+"""The operations that combine arrays of several ranks.
 
-| dtype | SUM PRODUCT | MEAN | MIN MAX |
-| --- | --- | --- | --- |
-| float16, bfloat16 | computed in float32, rounded once at the end | as SUM | yes |
-| float32, float64 | in their own precision | yes | yes, a NaN wins |
-| complex64, complex128 | in their own precision | yes | error: complex numbers have no order |
-| integers | modulo 2^bits, as in NumPy | error: it would have to truncate | yes |
-| bool | error: it would wrap to 0 or 1 | error | yes: MIN is "all", MAX is "any" |
+| dtype | SUM PRODUCT | MEAN | MIN MAX | BITWISE_... |
+| --- | --- | --- | --- | --- |
+| float16, bfloat16 | computed in float32, rounded once at the end | as SUM | yes | error |
+| float32, float64 | in their own precision | yes | yes, a NaN wins | error |
+| complex64, complex128 | in their own precision | yes | error: they have no order | error |
+| integers | modulo 2^bits, as in NumPy | error: it would have to truncate | yes | yes |
+| bool | error: it would wrap to 0 or 1 | error | yes: MIN is "all", MAX is "any" | yes |
 
 MEAN divides by the number of ranks *before* the sum, so that the sum of values near the largest
 number of the dtype does not overflow where their mean fits.
+
+LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR (every dtype) and INTEGER_MEAN (integers) go by way of one of
+these (`collectives.arrays.detour`), MINLOC and MAXLOC by way of two of them
+(`collectives.operations.located`).
 """
 
 from __future__ import annotations
@@ -25,9 +29,20 @@ from collectives.arrays.device import is_half
 from collectives.arrays.host import Array
 
 __all__ = [
+    "BITWISE_AND",
+    "BITWISE_OR",
+    "BITWISE_XOR",
+    "BY_WAY",
+    "INTEGER_MEAN",
+    "LOCATING",
+    "LOGICAL_AND",
+    "LOGICAL_OR",
+    "LOGICAL_XOR",
     "MAX",
+    "MAXLOC",
     "MEAN",
     "MIN",
+    "MINLOC",
     "PRODUCT",
     "RULES",
     "SUM",
@@ -49,20 +64,37 @@ class Op(Enum):
     MIN = "MIN"
     MAX = "MAX"
     PRODUCT = "PRODUCT"
+    BITWISE_AND = "BITWISE_AND"
+    BITWISE_OR = "BITWISE_OR"
+    BITWISE_XOR = "BITWISE_XOR"
+    LOGICAL_AND = "LOGICAL_AND"
+    LOGICAL_OR = "LOGICAL_OR"
+    LOGICAL_XOR = "LOGICAL_XOR"
+    INTEGER_MEAN = "INTEGER_MEAN"
+    MINLOC = "MINLOC"
+    MAXLOC = "MAXLOC"
 
     # By identity: Enum's own is Python code, 0.1 us of every call that looks for its plan.
     __hash__ = object.__hash__
 
 
 SUM, MEAN, MIN, MAX, PRODUCT = Op.SUM, Op.MEAN, Op.MIN, Op.MAX, Op.PRODUCT
+BITWISE_AND, BITWISE_OR, BITWISE_XOR = Op.BITWISE_AND, Op.BITWISE_OR, Op.BITWISE_XOR
+LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR = Op.LOGICAL_AND, Op.LOGICAL_OR, Op.LOGICAL_XOR
+INTEGER_MEAN, MINLOC, MAXLOC = Op.INTEGER_MEAN, Op.MINLOC, Op.MAXLOC
+
+# What only operations know that call another one; and what finds out where a number is.
+BY_WAY = (LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR, INTEGER_MEAN)
+LOCATING = (MINLOC, MAXLOC)
 
 
 class Rule(NamedTuple):
     """How everybody who carries out an op calls it, and where it has no meaning.
 
     Attributes:
-        function: combines two arrays in NumPy and CuPy, two numbers in `kernels.combine`.
-        mpi: the name of MPI's op.
+        function: combines two arrays in NumPy and CuPy, two numbers in `kernels.combine`; "" where
+            it goes by way of another op.
+        mpi: the name of MPI's op, or "".
         undefined: kinds of dtypes for which it is not defined -> why.
     """
 
@@ -72,8 +104,13 @@ class Rule(NamedTuple):
 
 
 _NO_SUM = {"b": "bool has no sum; use MIN for 'all', MAX for 'any', or cast to an integer dtype"}
-_NO_MEAN = "the mean of integers would be truncated; use SUM, or cast to a float dtype"
+_NO_MEAN = (
+    "the mean of integers would be truncated; use SUM, cast to a float dtype, or say INTEGER_MEAN"
+)
 _NO_ORDER = {"c": "complex numbers have no order; reduce the real or the absolute value"}
+
+_NO_BITS = dict.fromkeys("fc", "only integers and bool are numbers of bits")
+_NO_TRUNCATION = {**dict.fromkeys("fc", "only integers need it; use MEAN"), **_NO_SUM}
 
 RULES = {
     SUM: Rule("add", "SUM", _NO_SUM),
@@ -81,11 +118,24 @@ RULES = {
     MIN: Rule("minimum", "MIN", _NO_ORDER),
     MAX: Rule("maximum", "MAX", _NO_ORDER),
     PRODUCT: Rule("multiply", "PROD", _NO_SUM),
+    BITWISE_AND: Rule("bitwise_and", "BAND", _NO_BITS),
+    BITWISE_OR: Rule("bitwise_or", "BOR", _NO_BITS),
+    BITWISE_XOR: Rule("bitwise_xor", "BXOR", _NO_BITS),
+    LOGICAL_AND: Rule("", "", {}),
+    LOGICAL_OR: Rule("", "", {}),
+    LOGICAL_XOR: Rule("", "", {}),
+    INTEGER_MEAN: Rule("", "", _NO_TRUNCATION),
 }
 
 
-def check(op: Op, dtype: np.dtype[Any], *, operation: str) -> None:
+def check(op: Op, dtype: np.dtype[Any], *, operation: str, by_way: bool = False) -> None:
     """Refuse a pair of op and dtype that has no meaning.
+
+    Args:
+        op: what a caller gives.
+        dtype: of the array.
+        operation: the caller's name.
+        by_way: whether the operation knows the ops that go by way of others.
 
     Raises:
         TypeError: see the table of this module.
@@ -93,7 +143,12 @@ def check(op: Op, dtype: np.dtype[Any], *, operation: str) -> None:
     if not isinstance(op, Op):
         names = " ".join(o.value for o in Op)
         raise TypeError(f"{operation}: op is not a reduction, expected one of {names}, got {op!r}")
-    why = RULES[op].undefined.get(dtype.kind)
+    if op in LOCATING or (op in BY_WAY and not by_way):
+        others = "allreduce, reduce and reduce_scatter"
+        where = others if op in LOCATING else f"{others}, alone or grouped"
+        raise TypeError(f"{operation}: there is no {op.value} here, but in {where}")
+    kind = "f" if is_half(dtype) else dtype.kind
+    why = RULES[op].undefined.get(kind)
     if why is not None:
         raise TypeError(f"{operation}: {op.value} of {dtype} is not defined: {why}")
 

@@ -16,7 +16,8 @@ from collectives.arrays.reduction import Op
 from collectives.arrays.views import Kind
 from collectives.compression import Compression
 from collectives.operations.group import Group
-from collectives.operations.reduce import allreduce, plan_allreduce
+from collectives.operations.planned import plan_allreduce
+from collectives.operations.reduce import allreduce
 from collectives.operations.shared import shared_empty
 from collectives.operations.signatures import Compressing
 

@@ -10,7 +10,17 @@ from typing import Any
 
 from collectives.kernels.float16 import jitable
 
-__all__ = ["FUNCTIONS", "add", "maximum", "minimum", "multiply"]
+__all__ = [
+    "BITWISE",
+    "FUNCTIONS",
+    "add",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "maximum",
+    "minimum",
+    "multiply",
+]
 
 
 @jitable
@@ -37,9 +47,32 @@ def maximum(a: Any, b: Any) -> Any:
     return a if a > b or a != a else b
 
 
+@jitable
+def bitwise_and(a: Any, b: Any) -> Any:
+    """Return the bits that both have."""
+    return a & b
+
+
+@jitable
+def bitwise_or(a: Any, b: Any) -> Any:
+    """Return the bits that one of them has."""
+    return a | b
+
+
+@jitable
+def bitwise_xor(a: Any, b: Any) -> Any:
+    """Return the bits that exactly one of them has."""
+    return a ^ b
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": add,
     "multiply": multiply,
     "minimum": minimum,
     "maximum": maximum,
+}
+BITWISE: dict[str, Callable[..., Any]] = {
+    "bitwise_and": bitwise_and,
+    "bitwise_or": bitwise_or,
+    "bitwise_xor": bitwise_xor,
 }

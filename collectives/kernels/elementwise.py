@@ -11,10 +11,12 @@ import numpy as np
 from numba import carray, types
 
 from collectives.kernels import compiling, float16
-from collectives.kernels.combine import FUNCTIONS
+from collectives.kernels.combine import BITWISE, FUNCTIONS
 from collectives.kernels.intrinsics import pointer
 
 __all__ = ["make"]
+
+_FUNCTIONS = FUNCTIONS | BITWISE
 
 Loop = Callable[[int, int, int, int], None]
 
@@ -43,7 +45,7 @@ def _divide(name: str) -> Loop:
 def _start(name: str, function: str) -> Loop:
     """Return a loop that combines two arrays into a third."""
     dtype = np.dtype(name)
-    combined = FUNCTIONS[function]
+    combined = _FUNCTIONS[function]
 
     def start(dest: int, first: int, second: int, n: int) -> None:
         y = carray(pointer(dest), n, dtype)
@@ -58,7 +60,7 @@ def _start(name: str, function: str) -> Loop:
 def _add(name: str, function: str) -> Loop:
     """Return a loop that combines two arrays of one type."""
     dtype = np.dtype(name)
-    combined = FUNCTIONS[function]
+    combined = _FUNCTIONS[function]
 
     def add(dest: int, source: int, n: int, size: int) -> None:
         a = carray(pointer(dest), n, dtype)

@@ -42,7 +42,7 @@ def loops(dtype: np.dtype[Any], op: str) -> Loops:
 
     Args:
         dtype: of the arrays.
-        op: "SUM", "MEAN", "MIN", "MAX" or "PRODUCT", defined for the dtype.
+        op: the name of one that needs no detour, such as "SUM", defined for the dtype.
     """
     function = RULES[Op(op)].function
     mean = op == "MEAN"

@@ -3,8 +3,7 @@
     enter       step 2 of docs/how-a-call-goes.md: number the call, begin the wait's limit, make the
                 node engine in the first one
     describe    step 4: what must be equal on all ranks, once the arguments have been looked at
-    compare     step 6: by `agree`, `carry` or `agree_on_rows`, or as the ranks meet in the engine
-                (`met`)
+    compare     step 6: by `agree`, `carry` or `tell`, or as the ranks meet in the engine (`met`)
     refuse      where this rank's arguments are wrong: the others are told, and none goes on
     end         record it; after any other error the group is unusable
 
@@ -17,7 +16,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -32,9 +31,11 @@ from collectives.operations.group import Group
 
 __all__ = ["Call", "enter"]
 
+E = TypeVar("E", bound=BaseException)
+
 # Operations that tell each other how many rows they bring compare their calls even if nothing else
 # is compared.
-_ALWAYS_COMPARED = ("allgather", "allgather_object", "gather", "sparse_allreduce")
+_ALWAYS_COMPARED = ("allgather", "allgather_object", "alltoall", "gather", "sparse_allreduce")
 
 
 def enter(group: Group, operation: str, timeout: float | None = None) -> Call:
@@ -70,9 +71,9 @@ class Call:
         self.deadline = group.deadline(operation, timeout)
         self.engine = group.meeting(self.deadline)
         self.digest = 0
-        self._compared = False
+        self._known: BaseException | None = None
         self._description: compare.Description = {}
-        self._driven = 0 if self.engine is None else self.engine.driven
+        self.next_part()
         self._record = group.begin(operation)
 
     def describe(self, **fields: object) -> None:
@@ -152,23 +153,36 @@ class Call:
             self.group, self.digest, self._description, self.deadline, contribution
         )
 
-    def agree_on_rows(self, rows: int) -> list[int]:
-        """As `agree`, always, and return how many rows every rank brings."""
+    def tell(self, *numbers: int) -> Array:
+        """As `agree`, always, and return what numbers every rank tells, shape (size, n), int64."""
+        own = np.array(numbers, np.int64)
+        told = np.zeros((self.group.size, own.size), np.int64)
         if self.engine is not None:
-            facts = self.engine.exchange(rows, self.digest, self.deadline)
-            self.met(facts is not None)
-            assert facts is not None
-            return facts
-        ranks = self.group.transport
-        counts = np.zeros(ranks.size, np.int64)
-        counts[ranks.rank] = rows
-        if counts.nbytes <= compare.CARRIED_BYTES:
-            counts = self.carry(counts.view(np.uint8)).view(np.int64)
-        else:
-            self.carry(*compare.NOTHING)
-            halving.allgather(ranks, counts, range(ranks.size + 1), self.deadline)
-        told: list[int] = counts.tolist()
+            wanted = [(rank, 0, told[rank]) for rank in range(self.group.size)]
+            self.met(self.engine.publish(own, wanted, self.digest, self.deadline, own.nbytes))
+            return told
+        told[self.group.rank] = own
+        if told.nbytes <= compare.CARRIED_BYTES:
+            carried = self.carry(told.reshape(-1).view(np.uint8)).view(np.int64)
+            return carried.reshape(told.shape)
+        self.carry(*compare.NOTHING)
+        bounds = range(0, told.size + 1, own.size)
+        halving.allgather(self.group.transport, told.reshape(-1), bounds, self.deadline)
         return told
+
+    def known(self, error: E) -> E:
+        """Note that the other ranks know of this rank's wrong arguments, and raise an error, too.
+
+        Returns:
+            The error, about to be raised, after which the group can go on.
+        """
+        self._known = error
+        return error
+
+    def next_part(self) -> None:
+        """Begin a part that the ranks compare once more: until then this rank may still refuse."""
+        self._compared = False
+        self._driven = 0 if self.engine is None else self.engine.driven
 
     def engine_for(self, algorithm: str) -> Engine | None:
         """Return the node engine if this call's data goes through it, None if by messages."""
@@ -217,7 +231,8 @@ class Call:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         refused = self._is_refusal(error)
-        if error is not None and not refused and not isinstance(error, MismatchError):
+        harmless = refused or isinstance(error, MismatchError) or error is self._known
+        if error is not None and not harmless:
             # Also after Ctrl-C, and first: another one may end the writing of records.
             self.group.failed(self.operation, error)
         self.group.end(self._record, error)

@@ -15,6 +15,7 @@ results lie.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
@@ -25,8 +26,9 @@ from typing import Any, NamedTuple, TypedDict, overload
 import numpy as np
 
 from collectives import bucket_layout
-from collectives.arrays import host, reduction
-from collectives.arrays.host import Array
+from collectives.arrays import detour, host
+from collectives.arrays.detour import Detour
+from collectives.arrays.host import Array, Borrowed, address
 from collectives.arrays.reduction import MEAN, Op
 from collectives.bucket_layout import Stage
 from collectives.compression import NONE, Compression, chosen
@@ -37,7 +39,7 @@ from collectives.operations.reduce import allreduce
 from collectives.operations.shared import shared_empty
 from collectives.operations.signatures import A, Detachable, Numbers, Unpack
 
-__all__ = ["Grouping", "Groupings", "grouped_allreduce"]
+__all__ = ["Grouping", "Groupings", "grouped_allreduce", "handed", "pairs"]
 
 # Bytes of a stage in shared memory; the second where ranks outnumber the cores, so that a meeting
 # costs a change of process. `benchmarks/gradients.py --model resnet50`, 2 ranks on 2 cores, ms,
@@ -64,6 +66,8 @@ class _Grouping(NamedTuple):
         starts: the first byte of each result.
         nbytes: of all results.
         work: for each stage, shared memory and what reduces it there; nothing by messages.
+        op: by which stages are reduced.
+        ways: of each array by way of that op; none if it is the caller's.
     """
 
     facts: dict[str, object]
@@ -71,6 +75,8 @@ class _Grouping(NamedTuple):
     starts: list[int]
     nbytes: int
     work: list[_Planned]
+    op: Op
+    ways: list[Detour]
 
 
 class Groupings:
@@ -120,25 +126,36 @@ class Grouping(TypedDict, total=False):
 
     op: Op
     compression: Compression | None
+    prescale: float
+    postscale: float
     timeout: float | None
 
 
 @overload
 def grouped_allreduce(
-    group: Group, xs: Sequence[Numbers], **options: Unpack[Grouping]
+    group: Group, xs: Sequence[Numbers], *, out: None = None, **options: Unpack[Grouping]
 ) -> list[Array]: ...
 @overload
 def grouped_allreduce(
-    group: Group, xs: Sequence[Detachable[A]], **options: Unpack[Grouping]
+    group: Group, xs: Sequence[Detachable[A]], *, out: None = None, **options: Unpack[Grouping]
 ) -> list[A]: ...
 @overload
-def grouped_allreduce(group: Group, xs: Sequence[A], **options: Unpack[Grouping]) -> list[A]: ...
+def grouped_allreduce(
+    group: Group, xs: Sequence[A], *, out: None = None, **options: Unpack[Grouping]
+) -> list[A]: ...
+@overload
+def grouped_allreduce(
+    group: Group, xs: Sequence[object], *, out: Sequence[A], **options: Unpack[Grouping]
+) -> list[A]: ...
 def grouped_allreduce(
     group: Group,
     xs: Sequence[Any],
     *,
     op: Op = MEAN,
+    out: Sequence[Any] | None = None,
     compression: Compression | None = NONE,
+    prescale: float = 1,
+    postscale: float = 1,
     timeout: float | None = None,
 ) -> list[Any]:
     """Reduce many arrays at once, as if `allreduce` were called for each.
@@ -149,15 +166,21 @@ def grouped_allreduce(
     Args:
         xs: arrays of any kinds, shapes and dtypes; the same shapes and dtypes on all ranks.
         op: how to combine, defined for all of the dtypes.
+        out: where to put the results, an array for each of `xs`, perhaps that one itself; as for
+            `allreduce`. Two of them must not share memory.
         compression: as for `allreduce`, without feedback.
+        prescale: as for `allreduce`.
+        postscale: likewise.
         timeout: seconds.
 
     Returns:
-        One new array for each of `xs`, of its kind, shape and dtype. Those of NumPy and PyTorch are
-        views of one piece of memory, which serves later calls when all of them are gone.
+        The arrays of `out`; or one new array for each of `xs`, of its kind, shape and dtype. Those
+        of NumPy and PyTorch are views of one piece of memory, which serves later calls when all of
+        them are gone.
 
     Raises:
         TypeError: the op is not defined for a dtype, or this is not a compression.
+        ValueError: there is not an `out` for each array, or one does not fit.
         MismatchError: ranks differ in number, shapes or dtypes; on all ranks.
 
     Cost: two copies of all arrays beside the reduction, in shared memory through the cache; memory
@@ -165,64 +188,153 @@ def grouped_allreduce(
     """
     with enter(group, "grouped_allreduce", timeout) as call:  # step 2 of docs/how-a-call-goes.md
         compression = chosen(compression, call.operation)
-        loans = [  # step 3; of what is not as NumPy has it
-            None
-            if type(x) is np.ndarray and x.dtype.isnative
-            else host.borrow(x, operation=call.operation)
-            for x in xs
-        ]
+        loans = _borrowed(xs, out, call.operation)  # step 3
         hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
         kinds = tuple([(array.shape, array.dtype) for array in hosts])
-        key = op, str(compression), kinds
+        scales = detour.scales(prescale, postscale, operation=call.operation)
+        key = op, str(compression), prescale, postscale, kinds
         groupings = group.kept(Groupings)
         known = groupings.known.get(key)
         if known is None:
-            known = _new(kinds, op, compression, call)  # step 4
+            known = _new(kinds, op, compression, scales, call)  # step 4
             call.agree()
             if call.engine is not None:
                 known.facts["planned"] = True  # what is driven below is not what was agreed by
                 call.describe(**known.facts)
-                known.work.extend(groupings.plan(call, call.engine, known.stages, op))  # step 5
+                planned = groupings.plan(call, call.engine, known.stages, known.op)
+                known.work.extend(planned)  # step 5
         else:
             call.describe(**known.facts)
             if call.engine is None or not known.stages:
                 call.agree()
-        results = groupings.results(known.nbytes)
+        if known.ways:
+            loans = _by_ways(hosts, loans, known.ways)
+            hosts = [loan.host for loan in loans if loan is not None]
         engine = call.engine
+        is_direct = engine is not None and (out is not None or bool(known.ways))
+        direct = _apart(hosts, loans) if is_direct else None
+        results = np.empty(0, np.uint8) if direct else groupings.results(known.nbytes)
         if engine is not None:
             for stage, (shared, work) in zip(known.stages, known.work, strict=True):
                 _pack(stage, hosts, shared)
                 call.drive(work)  # step 6
-                _part(stage, results)[...] = shared
+                if direct:
+                    _unpack(stage, shared, direct)
+                else:
+                    _part(stage, results)[...] = shared
         groupings.made(key, known)  # step 7
     if engine is None:
+        as_given = all(way.dtype == way.original for way in known.ways)
+        packed = compression if as_given else NONE
         for stage in known.stages:
             part = _part(stage, results)
             _pack(stage, hosts, part)
-            allreduce(group, part, op=op, out=part, compression=compression, timeout=timeout)
-    places = zip(kinds, known.starts, strict=True)
-    made = [np.ndarray(shape, dtype, results, start) for (shape, dtype), start in places]
-    pairs = zip(made, loans, strict=True)
-    return [array if loan is None else loan.give_back(array) for array, loan in pairs]
+            allreduce(group, part, op=known.op, out=part, compression=packed, timeout=timeout)
+    if direct:
+        return [loan.give_back(loan.host) for loan in loans if loan is not None]
+    places = zip(hosts, known.starts, strict=True)
+    made = [np.ndarray(array.shape, array.dtype, results, start) for array, start in places]
+    both = zip(made, loans, strict=True)
+    return [array if loan is None else handed(array, loan, out) for array, loan in both]
 
 
-def _new(kinds: tuple[_Kind, ...], op: Op, compression: Compression, call: Call) -> _Grouping:
+def _borrowed(
+    xs: Sequence[Any], out: Sequence[Any] | None, operation: str
+) -> list[Borrowed | None]:
+    """Borrow the arrays of a call; None for what is as NumPy has it, and whose result is new.
+
+    Raises:
+        TypeError, ValueError: as `host.borrow`; or there is not an `out` for each.
+    """
+    if out is None:
+        return [
+            None
+            if type(x) is np.ndarray and x.dtype.isnative
+            else host.borrow(x, operation=operation)
+            for x in xs
+        ]
+    return [host.borrow(x, to, operation=operation) for x, to in pairs(operation, xs, out)]
+
+
+def pairs(operation: str, xs: Sequence[Any], out: Sequence[Any] | None) -> list[tuple[Any, Any]]:
+    """Return each array with its `out`, None where there is none.
+
+    Raises:
+        ValueError: there is not an `out` for each.
+    """
+    if out is None:
+        return [(x, None) for x in xs]
+    if len(out) != len(xs):
+        raise ValueError(
+            f"{operation}: out must have an array for each, expected {len(xs)}, got {len(out)}"
+        )
+    return list(zip(xs, out, strict=True))
+
+
+def _by_ways(
+    hosts: Sequence[Array], loans: Sequence[Borrowed | None], ways: Sequence[Detour]
+) -> list[Borrowed | None]:
+    """Lend what is reduced in place of each array."""
+    plain = [Borrowed(x, None, lambda result: result) for x in hosts]
+    lent = [given or own for given, own in zip(loans, plain, strict=True)]
+    return [way.lend(loan) for way, loan in zip(ways, lent, strict=True)]
+
+
+def _apart(hosts: Sequence[Array], loans: Sequence[Borrowed | None]) -> list[Array] | None:
+    """Return the targets, flat, if each stage may go there before the next one is packed.
+
+    So it may where no target shares memory with another array than its own.
+    """
+    spans, flats = [], []
+    for array, loan in zip(hosts, loans, strict=True):
+        target = None if loan is None else loan.target
+        if target is None or not (target.flags.c_contiguous and array.flags.c_contiguous):
+            return None
+        flats.append(target.reshape(-1))
+        begins = {address(array), address(target)} if array.nbytes else ()
+        spans += [(begin, begin + array.nbytes) for begin in begins]
+    spans.sort()
+    apart = all(stop <= begin for (_, stop), (begin, _) in itertools.pairwise(spans))
+    return flats if apart else None
+
+
+def handed(array: Array, loan: Borrowed, out: object) -> Any:
+    """Give a result back, which is a view of memory that holds others, too."""
+    if out is None or loan.target is None:
+        return loan.give_back(array)
+    return loan.give_back(host.store(array, loan.target))
+
+
+def _new(
+    kinds: tuple[_Kind, ...],
+    op: Op,
+    compression: Compression,
+    scales: dict[str, float],
+    call: Call,
+) -> _Grouping:
     """Check and describe a call with arrays of these shapes and dtypes."""
     dtypes = [dtype for _, dtype in kinds]
+    ways = []
     for dtype in dict.fromkeys(dtypes):
         host.borrow(np.empty(0, dtype), operation=call.operation)  # refuses what is no number
-        reduction.check(op, dtype, operation=call.operation)
         compression.codec(dtype, op, network=True)
+    for dtype in dtypes:
+        way = detour.detour(op, dtype, call.group.size, scales, operation=call.operation)
+        if way is not None:  # then there is one for every dtype
+            ways.append(way)
     facts: dict[str, object] = {
         "op": op.value,
         "count": len(kinds),
         "arrays": bucket_layout.shortened([(dtype.name, shape) for shape, dtype in kinds]),
         "compression": compression,
+        **scales,
     }
     call.describe(**facts)
     counts = [math.prod(shape) for shape, _ in kinds]
     limit = sys.maxsize if call.engine is None else _stage_bytes(call.engine)
-    return _Grouping(facts, *bucket_layout.stages(counts, dtypes, limit), [])
+    work = [way.dtype for way in ways] or dtypes
+    by = ways[0].op if ways else op
+    return _Grouping(facts, *bucket_layout.stages(counts, work, limit), [], by, ways)
 
 
 def _stage_bytes(engine: Engine) -> int:
@@ -237,6 +349,14 @@ def _pack(stage: Stage, hosts: Sequence[Array], into: Array) -> None:
         if stop - start < hosts[array].size:
             pieces[at] = host.flat(hosts[array])[start:stop]
     np.concatenate(pieces, axis=None, out=into, casting="no")
+
+
+def _unpack(stage: Stage, shared: Array, flats: Sequence[Array]) -> None:
+    """Copy what a stage has reduced to where its arrays lie."""
+    at = 0
+    for array, start, stop in stage.pieces:
+        flats[array][start:stop] = shared[at : at + stop - start]
+        at += stop - start
 
 
 def _part(stage: Stage, results: Array) -> Array:

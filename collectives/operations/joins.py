@@ -6,23 +6,41 @@ publishes its array, and copies the parts of the others' that it wants.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from collectives.algorithms import rotation
-from collectives.arrays.host import Array, address
+from collectives import topology
+from collectives.arrays import host
+from collectives.arrays.host import NEW, Array, Rows, address
+from collectives.errors import MismatchError, in_turn, some
 from collectives.node.engine import Engine
 from collectives.operations.call import Call
+from collectives.operations.group import Group
 from collectives.operations.ready import NodePlan
+from collectives.operations.signatures import Splits
 
-__all__ = ["JoinPlan", "allgather", "alltoall", "gather", "scatter"]
+__all__ = [
+    "JoinPlan",
+    "allgather",
+    "allgather_known",
+    "alltoall",
+    "gather",
+    "scatter",
+    "shares",
+    "unfit",
+]
 
 
 class JoinPlan:
     """An all-gather in the node engine: ranks tell how many rows they bring, and then move them.
+
+    They also tell how many rows their `out` takes, so that all know of one that does not fit.
 
     Args:
         call: that makes it, and has been described.
@@ -35,39 +53,95 @@ class JoinPlan:
     by_messages = False
 
     def __init__(self, call: Call, engine: Engine, array: Array) -> None:
+        self._group, self._operation = call.group, call.operation
         self._dtype, self._row = array.dtype, array.shape[1:]
         self._row_bytes = array.itemsize * math.prod(self._row)
-        self._own = np.array([len(array)])
-        self._everyones = np.empty(engine.size, np.int64)
+        self._own = np.array([len(array), NEW.number])
+        self._everyones = np.empty((engine.size, 2), np.int64)
         each = self._own.nbytes
         table = [(rank, 0, each, each * rank) for rank in range(engine.size)]
         self._addresses = address(self._own), address(self._everyones)
         self._tell = NodePlan(call, engine.plan_publish(each, table, call.digest, each))
         self._move = self._tell  # for rows of all ranks that are not known yet
+        self._told: list[list[int]] = []
         self.rows: list[int] = []
 
-    def first(self, call: Call, flat: Array) -> Array:
+    def first(self, call: Call, flat: Array, out: Rows = NEW) -> Array:
         """Carry out the call that has made the plan."""
+        self._own[1] = out.number
         self._tell.first(call, self._own, self._everyones)
-        joined = self._joined()
+        self._own[1] = NEW.number  # in later calls
+        if error := self._look():
+            raise call.known(error)
+        result, joined = host.room(out.target, self.shape, self._dtype, flat, self.inside)
         self._move.first(call, flat, joined)
-        return joined
+        return host.store(joined, result)
 
-    def run(self, send: int, _: int, timeout: float | None) -> Array:
-        """Make the call once more, whatever the other ranks bring; as `NodePlan.run`."""
-        joined = np.empty(0)
+    def run(self, send: int, out: int, timeout: float | None) -> Array | None:
+        """Make the call once more, whatever the other ranks bring; as `NodePlan.run`.
+
+        Args:
+            send: address of this rank's array.
+            out: address of the result, of the shape of the last one; 0 for a new array.
+            timeout: seconds, None for the setting.
+
+        Returns:
+            The new array, if it is one.
+
+        Raises:
+            ValueError: the ranks bring another number of rows than `out` takes.
+        """
+        made: Array | None = None
+        error: Exception | None = None
 
         def move() -> None:
-            nonlocal joined
-            joined = self._joined()
-            self._move.meet(send, address(joined), timeout)
+            nonlocal made, error
+            error = self._look()
+            if error is not None:
+                return
+            usable = out and self._is_free(send, out)
+            if not usable:
+                made = np.empty(self.shape, self._dtype)
+            self._move.meet(send, address(made) if made is not None else out, timeout)
 
-        self._tell.run(*self._addresses, timeout, move)
-        return joined
+        if out:
+            self._own[1] = sum(self.rows)
+        try:
+            self._tell.run(*self._addresses, timeout, move)
+        finally:
+            if out:
+                self._own[1] = NEW.number
+        if error is not None:  # which all ranks know
+            raise error
+        if out and made is not None:
+            ctypes.memmove(out, address(made), made.nbytes)
+            return None
+        return made
 
-    def _joined(self) -> Array:
-        """Plan the move of what each rank has said it brings, and make room for all of it."""
-        rows = self._everyones.tolist()
+    def _is_free(self, send: int, out: int) -> bool:
+        """Whether a result may grow where it shall lie while the array is read."""
+        own, all_of_it = (self._row_bytes * n for n in (int(self._own[0]), sum(self.rows)))
+        return out + self.inside == send or out - send >= own or send - out >= all_of_it
+
+    @property
+    def inside(self) -> int:
+        """After how many bytes of the last result this rank's array lies in it."""
+        return self._row_bytes * sum(self.rows[: self._group.rank])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the last result."""
+        return (sum(self.rows), *self._row)
+
+    def _look(self) -> Exception | None:
+        """Plan the move of what each rank has said it brings; or say whose `out` does not fit."""
+        told = self._everyones.tolist()
+        if told == self._told:
+            return None
+        rows, given = ([pair[i] for pair in told] for i in (0, 1))
+        error = unfit(self._group, self._operation, self._row, given, [sum(rows)] * len(rows))
+        if error is not None:
+            return error
         if rows != self.rows:
             bounds = [0, *(self._row_bytes * n for n in itertools.accumulate(rows))]
             table = [
@@ -78,104 +152,196 @@ class JoinPlan:
             own = int(self._own[0]) * self._row_bytes
             self._move = self._tell.like(own, table, max(rows) * self._row_bytes)
             self.rows = rows
-        return np.empty((sum(rows), *self._row), self._dtype)
+        self._told = told
+        return None
 
 
-def gather(
-    call: Call, own: Array, counts: Sequence[int], root: int, algorithm: str
-) -> Array | None:
-    """Join the ranks' arrays on the root; the counts have been agreed on."""
+def gather(call: Call, array: Array, root: int, algorithm: str, out: Rows) -> Array | None:
+    """Join the ranks' arrays, shape (n, ...), on the root, in a call that has been described."""
+    rank, row = call.group.rank, array.shape[1:]
+    told = call.tell(len(array), out.number)  # step 6
+    rows, given = told.T.tolist()
+    if error := unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
+        raise call.known(error)
+    own, counts, shape = host.flat(array), [n * math.prod(row) for n in rows], (sum(rows), *row)
     engine = call.engine_for(algorithm)
     if engine is None:
         run = call.algorithm("gather", algorithm, sum(counts) * own.itemsize)
-        result: Array | None = run(own, counts, root, call.deadline)
-        return result
-    joined = np.empty(sum(counts), own.dtype) if call.group.rank == root else None
-    wanted = [] if joined is None else _parts(joined, counts)
+        joined: Array | None = run(own, counts, root, call.deadline)
+        if joined is None:
+            return None
+        return joined.reshape(shape) if out.target is None else host.store(joined, out.target)
     longest = max(counts) * own.itemsize
+    if rank != root:
+        call.met(engine.publish(own, [], call.digest, call.deadline, longest))
+        return None
+    result, flat = host.room(out.target, shape, own.dtype, own, sum(counts[:rank]) * own.itemsize)
+    wanted = _parts(flat, counts)
     call.met(engine.publish(own, wanted, call.digest, call.deadline, longest))
-    return joined
+    return host.store(flat, result)
 
 
 def allgather(
-    call: Call, array: Array, algorithm: str = "auto"
+    call: Call, array: Array, algorithm: str = "auto", out: Rows = NEW
 ) -> tuple[Array, list[int], JoinPlan | None]:
     """Join the ranks' arrays, shape (n, ...), on all ranks, in a call that has been described.
 
     Returns:
         The rows of all ranks, how many each has brought, and in the engine the plan for later.
     """
-    own = array.reshape(-1)
+    own, row = array.reshape(-1), array.shape[1:]
     if engine := call.engine_for(algorithm):
         plan = JoinPlan(call, engine, array)  # step 5
-        joined = plan.first(call, own)  # step 6
-        return joined, plan.rows, plan
-    rows = call.agree_on_rows(len(array))  # step 6
-    width = math.prod(array.shape[1:])
+        return plan.first(call, own, out), plan.rows, plan  # step 6
+    rows, given = call.tell(len(array), out.number).T.tolist()  # step 6
+    if error := unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
+        raise call.known(error)
+    width = math.prod(row)
     bounds = [0, *(width * n for n in itertools.accumulate(rows))]
-    joined = np.empty((sum(rows), *array.shape[1:]), array.dtype)
-    flat = joined.reshape(-1)
-    flat[bounds[call.group.rank] : bounds[call.group.rank + 1]] = own
-    call.algorithm("allgather", algorithm, joined.nbytes)(flat, bounds, call.deadline)
-    return joined, rows, None
+    first, stop = bounds[call.group.rank : call.group.rank + 2]
+    shape, before = (sum(rows), *row), first * array.itemsize
+    result, joined = host.room(out.target, shape, array.dtype, own, before)
+    joined[first:stop] = own
+    call.algorithm("allgather", algorithm, joined.nbytes)(joined, bounds, call.deadline)
+    return host.store(joined, result), rows, None
+
+
+def allgather_known(bounds: Sequence[int], call: Call, send: Array, out: Array) -> None:
+    """Join the ranks' arrays by messages, each of which begins at its bound, as all know."""
+    first, stop = bounds[call.group.rank : call.group.rank + 2]
+    if call.carries("auto", out.nbytes):
+        bits = np.zeros(out.nbytes, np.uint8)
+        bits[first * out.itemsize : stop * out.itemsize] = host.raw_bytes(send)
+        host.raw_bytes(out)[:] = call.carry(bits)
+        return
+    call.agree()
+    out[first:stop] = send
+    call.algorithm("allgather", "auto", out.nbytes)(out, bounds, call.deadline)
 
 
 def scatter(
-    call: Call, send: Array | None, counts: Sequence[int], root: int, out: Array, algorithm: str
-) -> None:
-    """Give every rank its part of the root's array; the counts are known to all."""
-    nbytes = sum(counts) * out.itemsize
-    first = sum(counts[: call.group.rank]) * out.itemsize
+    call: Call,
+    send: Array | None,
+    rows: Sequence[int],
+    row: tuple[int, ...],
+    dtype: np.dtype[Any],
+    root: int,
+    algorithm: str,
+    out: Rows,
+) -> Array:
+    """Give every rank its part of the root's array; all else is known to all."""
+    rank, counts = call.group.rank, [n * math.prod(row) for n in rows]
+    nbytes, first = dtype.itemsize * sum(counts), dtype.itemsize * sum(counts[:rank])
+    result, own = host.room(out.target, (rows[rank], *row), dtype, send, -first)
     if engine := call.engine_for(algorithm):
-        wanted = [(root, first, out)]
+        wanted = [(root, first, own)]
         call.met(engine.publish(send, wanted, call.digest, call.deadline, nbytes))
     elif call.carries(algorithm, nbytes):
         data = np.zeros(nbytes, np.uint8) if send is None else send.view(np.uint8)
         joined = call.carry(data)
-        out.view(np.uint8)[:] = joined[first : first + out.nbytes]
+        own.view(np.uint8)[:] = joined[first : first + own.nbytes]
     else:
         call.agree()
         run = call.algorithm("scatter", algorithm, nbytes)
-        out[...] = run(send, counts, root, out.dtype, call.deadline)
+        own[...] = run(send, counts, root, dtype, call.deadline)
+    return host.store(own, result)
 
 
 def alltoall(
-    call: Call, send: Array, rows: Sequence[int], width: int, algorithm: str
-) -> tuple[Array, int]:
+    call: Call, array: Array, rows: Sequence[int], algorithm: str, out: Rows
+) -> tuple[Array, list[int]]:
     """Give every rank its rows of this rank's array.
 
     Args:
+        array: shape (n, ...).
         rows: for every rank.
-        width: elements of a row, perhaps 0; equal on all ranks.
 
     Returns:
-        This rank's rows of all arrays, flat, and how many they are.
+        This rank's rows of all arrays, and how many have come from each rank.
     """
-    ranks = call.group.transport
-    starts = [0, *itertools.accumulate(rows)]
-    # What every rank has for every other: the first row, how many, and how many in all.
-    own = np.array([[starts[r], rows[r], starts[-1]] for r in range(ranks.size)], np.int64)
+    rank, size = call.group.rank, call.group.size
+    send, row = host.flat(array), array.shape[1:]
+    told = call.tell(*rows, out.number)  # step 6
+    table = told[:, :size]  # what every rank has for every other
+    everyones = table.sum(axis=0).tolist()
+    if error := unfit(call.group, call.operation, row, told[:, size].tolist(), everyones):
+        raise call.known(error)
+    received, width = table[:, rank].tolist(), math.prod(row)
+    shape = (sum(received), *row)
     engine = call.engine_for(algorithm)
     if engine is None:
-        call.agree()
-        threes = [3] * ranks.size
-        flat = rotation.alltoall(ranks, own.reshape(-1), threes, threes, call.deadline)
-        received = flat.reshape(-1, 3)[:, 1]
-        counts = [n * width for n in rows]
+        sent, came = ([n * width for n in numbers] for numbers in (rows, received))
         run = call.algorithm("alltoall", algorithm, send.nbytes)
-        result: Array = run(send, counts, (width * received).tolist(), call.deadline)
-        return result, int(received.sum())
-    facts = np.empty_like(own)
-    mine = 3 * own.itemsize * ranks.rank
-    table = [(rank, mine, facts[rank]) for rank in range(ranks.size)]
-    call.met(engine.publish(own.reshape(-1), table, call.digest, call.deadline, own.nbytes))
-    row_bytes = width * send.itemsize
-    joined = np.empty(int(facts[:, 1].sum()) * width, send.dtype)
-    parts = _parts(joined, (facts[:, 1] * width).tolist())
-    wanted = [(rank, int(facts[rank, 0]) * row_bytes, part) for rank, _, part in parts]
-    longest = int(facts[:, 2].max()) * row_bytes
+        joined = run(send, sent, came, call.deadline)
+        if out.target is None:
+            return joined.reshape(shape), received
+        return host.store(joined, out.target), received
+    result, joined = host.room(out.target, shape, array.dtype, send)
+    row_bytes = width * array.itemsize
+    starts = (table[:, :rank].sum(axis=1) * row_bytes).tolist()
+    parts = _parts(joined, [n * width for n in received])
+    wanted = [(source, starts[source], part) for source, _, part in parts]
+    longest = int(table.sum(axis=1).max()) * row_bytes
     call.met(engine.publish(send, wanted, call.digest, call.deadline, longest))
-    return joined, int(facts[:, 1].sum())
+    return host.store(joined, result), received
+
+
+def shares(call: Call, array: Array, **given: Splits | None) -> list[int]:
+    """Return the rows of an array for every rank.
+
+    Args:
+        array: shape (n, ...).
+        given: by the caller's word for it, the rows for every rank; even shares if None, the first
+            `n % size` ranks getting one row more.
+
+    Raises:
+        ValueError: the array is a scalar, or the numbers do not add up to n.
+    """
+    size, operation = call.group.size, call.operation
+    if array.ndim == 0:
+        raise ValueError(f"{operation}: a scalar has no rows, expected shape (n, ...)")
+    ((word, numbers),) = given.items()
+    if numbers is None:
+        bounds = topology.chunk_bounds(array.shape[0], size)
+        return [stop - start for start, stop in itertools.pairwise(bounds)]
+    rows = [operator.index(n) for n in numbers]
+    if len(rows) != size or min(rows) < 0 or sum(rows) != array.shape[0]:
+        raise ValueError(
+            f"{operation}: {word} do not fit, expected {size} numbers >= 0 that add "
+            f"up to {array.shape[0]} rows, got {rows}"
+        )
+    return rows
+
+
+def unfit(
+    group: Group,
+    operation: str,
+    row: tuple[int, ...],
+    given: Sequence[int],
+    expected: Sequence[int],
+) -> Exception | None:
+    """Return the error of this rank if the `out` of any rank does not fit, which all know.
+
+    Args:
+        group: the ranks.
+        operation: its name.
+        row: the shape of a row.
+        given: rows of everyone's `out`, that of `NEW` where there is none.
+        expected: rows of everyone's result.
+    """
+    wrong = {
+        rank: f"out has the wrong shape, expected {(right, *row)}, got {(n, *row)}"
+        for rank, (n, right) in enumerate(zip(given, expected, strict=True))
+        if n not in (NEW.number, right)
+    }
+    if not wrong:
+        return None
+    if group.rank in wrong:
+        return ValueError(f"{operation}: {wrong[group.rank]}")
+    name, first = group.transport.name, next(iter(wrong))
+    whys = some([f"{name([rank])}: {why}" for rank, why in wrong.items()])
+    text = f"{operation}: refused on {name(list(wrong))}, so none goes on: {whys}"
+    return in_turn(MismatchError(text), (group.rank - first) % group.size)
 
 
 def _parts(joined: Array, counts: Sequence[int]) -> list[tuple[int, int, Array]]:

@@ -10,6 +10,7 @@ Cost: 2 to 3 us of Python per call in shared memory; at most 256 plans, without 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Generic
 
@@ -30,20 +31,18 @@ from collectives.operations.signatures import A
 __all__ = [
     "LATER",
     "MOST",
-    "PLANNED",
     "Plan",
     "again",
     "allreduce",
     "broadcast",
     "broadcast_part",
     "by_letter",
+    "into",
     "keep",
+    "reduce_scatter",
 ]
 
 Key = tuple[object, ...]
-
-# How the calls of a `Plan` describe themselves.
-PLANNED = "planned allreduce"
 
 # How many plans a group keeps; a training step makes a few dozen different calls.
 MOST = 256
@@ -99,6 +98,34 @@ def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> An
     return out if made is None else made
 
 
+def into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
+    """As `again`, for a call whose result has another shape than `x`, and goes into `out`.
+
+    Either of them may be a part of the other one, in its place.
+
+    Returns:
+        `out`; None where no plan is known, or something needs a closer look.
+    """
+    if type(x) is not np.ndarray or type(out) is not np.ndarray:
+        return None
+    try:
+        plan = group.plans[key, x.dtype, x.shape, None]
+        readable, _ = group.look
+        send: Any = readable(x)
+        target: Any = readable(out)
+        fits = out.shape == plan.shape and out.dtype == x.dtype and out.flags.writeable
+        apart = target - send >= x.nbytes or send - target >= out.nbytes
+        apart = apart or (plan.inside is not None and target + plan.inside == send)
+        if not (send and target and fits and apart and (timeout is None or timeout > 0)):
+            return None
+        if plan.by_messages:
+            send, target = x.reshape(-1), out.reshape(-1)
+    except _NOT_FOUND:
+        return None
+    plan.run(send, target, timeout)
+    return out
+
+
 def keep(group: Group, key: Key, x: Any, result: Any, plan: object) -> None:
     """Keep the plan of a call with `x` and its result, if later ones can find it."""
     if type(x) is np.ndarray and x.flags.c_contiguous and x.dtype.isnative:
@@ -137,6 +164,24 @@ def by_letter(call: Call, send: Array, how: Reduction) -> LetterPlan | None:
     return LetterPlan(call, found, Block(found, send.dtype, send.size, op, fill=True))
 
 
+def reduce_scatter(
+    call: Call,
+    send: Array,
+    bounds: Sequence[int],
+    how: Reduction,
+    shape: tuple[int, ...] | None = None,
+) -> NodePlan | MessagePlan:
+    """Plan a reduction of flat arrays, of which each rank takes a chunk; of that shape, or flat."""
+    shape = (bounds[call.group.rank + 1] - bounds[call.group.rank],) if shape is None else shape
+    engine = call.engine_for(how.algorithm)
+    if engine is None:
+        move = partial(messages.reduce_scatter, how=how, bounds=bounds)
+        return MessagePlan(call, move, shape)
+    work = engine.plan_reduce_scatter(send, None, bounds, how.op, call.digest)
+    before = bounds[call.group.rank] * send.itemsize  # the kernel counts from the whole's begin
+    return NodePlan(call, work, shape, before)
+
+
 def broadcast(
     call: Call, buffer: Array, root: int, algorithm: str = "auto"
 ) -> NodePlan | MessagePlan:
@@ -159,16 +204,18 @@ def broadcast_part(call: Call, buffer: Array, root: int, algorithm: str = "auto"
 
 
 class Plan(Generic[A]):
-    """Reduces one array in place, again and again; made by `Communicator.plan_allreduce`.
+    """Makes one call with the same arrays, again and again; made by `plan_allreduce` and its kind.
 
     Calling it is *collective*, and one of the communicator's calls: all ranks make the same calls
     in the same order. In the node engine everything is resolved when the plan is made, and a call
     costs little more than the exchange itself.
 
     Args:
-        array: what the caller gave, and gets back.
-        flat: its memory, shape (n,).
-        plan: of its reduction.
+        array: what the caller gets.
+        send: the memory of what this rank brings, shape (n,).
+        out: the memory of `array`, perhaps the same.
+        plan: of the call.
+        operation: its name in descriptions and errors.
         timeout: seconds, None for the setting.
 
     Raises (when called):
@@ -176,39 +223,54 @@ class Plan(Generic[A]):
         CollectiveTimeout: as `Communicator.allreduce`.
     """
 
-    __slots__ = ("_address", "_flat", "_group", "_kernel", "_plan", "_timeout", "array")
+    __slots__ = (
+        "_address", "_group", "_kept", "_kernel", "_operation", "_out", "_plan", "_send",
+        "_timeout", "array",
+    )  # fmt: skip
 
-    def __init__(self, array: A, flat: Array, plan: AnyPlan, timeout: float | None) -> None:
+    def __init__(
+        self,
+        array: A,
+        send: Array,
+        out: Array,
+        plan: AnyPlan,
+        operation: str,
+        timeout: float | None,
+    ) -> None:
         self.array = array
-        self._flat: Any = flat if plan.by_messages else address(flat)
+        self._kept = send, out
+        self._send: Any = send if plan.by_messages else address(send)
+        self._out: Any = out if plan.by_messages else address(out)
         self._plan = plan
+        self._operation = operation
         self._group = plan.group
         self._timeout = timeout
         self._kernel = None
-        if isinstance(plan, NodePlan):  # whose block knows the array
+        if isinstance(plan, NodePlan):  # whose block knows the arrays
+            plan.bind(send, out)
             self._kernel, self._address = plan.kernel, plan.block
         elif isinstance(plan, LetterPlan):
             plan.ours -= 1  # it is run without `again`
 
     def __call__(self) -> A:
-        """Reduce the array over all ranks, in place, and return it."""
+        """Make the call, and return the array with its result."""
         if self._kernel is None:
-            self._plan.run(self._flat, self._flat, self._timeout)
+            self._plan.run(self._send, self._out, self._timeout)
             return self.array
         if self._group.unusable is not None:
-            self._group.check_usable(PLANNED)
+            self._group.check_usable(self._operation)
         try:
             if status := self._kernel(self._address):
                 self._go_on(status)
         except BaseException as error:
             if not isinstance(error, MismatchError):
-                self._group.failed(PLANNED, error)  # also after Ctrl-C
+                self._group.failed(self._operation, error)  # also after Ctrl-C
             raise
         return self.array
 
     def _go_on(self, status: int) -> None:
         """Wait for the others, and record that."""
-        record = self._group.begin(PLANNED)
+        record = self._group.begin(self._operation)
         failure = None
         try:
             assert isinstance(self._plan, NodePlan)

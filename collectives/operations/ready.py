@@ -123,10 +123,19 @@ class NodePlan(_AddressPlan):
         other._use(self._engine.plan_publish(nbytes, table, digest, longest))
         return other
 
-    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
-        """Carry out the call that has made the plan; raises what `Call.met` does."""
+    @property
+    def inside(self) -> int:
+        """After how many bytes of the result this rank's array may begin, of which it is a part."""
+        return -self._before
+
+    def bind(self, send: Array | None, out: Array | None) -> None:
+        """Say where its arrays are, for calls of the kernel alone."""
         self._words[SEND] = 0 if send is None else address(send)
         self._words[OUT] = 0 if out is None else address(out) - self._before
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan; raises what `Call.met` does."""
+        self.bind(send, out)
         call.drive(self._work)
 
     def meet(self, send: int, out: int, timeout: float | None) -> None:
@@ -196,6 +205,7 @@ class MessagePlan:
     """
 
     by_messages = True
+    inside = None  # nowhere: see `NodePlan.inside`
 
     def __init__(
         self, call: Call, move: Callable[..., None], shape: tuple[int, ...] | None = None

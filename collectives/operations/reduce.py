@@ -1,4 +1,4 @@
-"""Reductions: `allreduce`, `reduce`, `reduce_scatter`, `plan_allreduce`.
+"""Reductions: `allreduce`, `reduce`, `reduce_scatter`.
 
 Each finds the plan of an earlier call like this one and runs it; or it looks at its arguments,
 describes itself, makes a plan, runs it, and keeps it. `docs/how-a-call-goes.md` has the steps.
@@ -6,28 +6,36 @@ describes itself, makes a plan, runs it, and keeps it. `docs/how-a-call-goes.md`
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from typing import Any, overload
 
 import numpy as np
 
-from collectives import topology
-from collectives.arrays import host, reduction
+from collectives.arrays import detour, host
 from collectives.arrays.host import Array, Borrowed
-from collectives.arrays.reduction import MEAN, Op
+from collectives.arrays.reduction import BY_WAY, LOCATING, MEAN, Op
 from collectives.compression import NONE, Compression, chosen
-from collectives.operations import messages
+from collectives.operations import joins, located, messages
 from collectives.operations import plan as plans
 from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.operations.messages import Reduction
-from collectives.operations.on_devices import OnDevices
-from collectives.operations.plan import Plan
+from collectives.operations.on_devices import BorrowedOnDevice, OnDevices
 from collectives.operations.ready import MessagePlan, NodePlan
-from collectives.operations.signatures import A, Compressing, Detachable, Numbers, Reducing, Unpack
+from collectives.operations.signatures import (
+    A,
+    Compressing,
+    Detachable,
+    Numbers,
+    Reducing,
+    Sharing,
+    Splits,
+    Unpack,
+)
 
-__all__ = ["allreduce", "plan_allreduce", "reduce", "reduce_scatter"]
+__all__ = ["allreduce", "reduce", "reduce_scatter"]
 
 
 @overload
@@ -51,6 +59,8 @@ def allreduce(
     algorithm: str = "auto",
     compression: Compression | None = NONE,
     name: str | None = None,
+    prescale: float = 1,
+    postscale: float = 1,
     timeout: float | None = None,
 ) -> Any:
     """Reduce the arrays of all ranks, and give every rank the result.
@@ -60,7 +70,8 @@ def allreduce(
     Args:
         x: shape (...), any dtype of the table in `collectives.arrays.reduction`; any strides. A
             NumPy, PyTorch, JAX or CuPy array, a number or a nested list of numbers.
-        op: how to combine; the default divides by the number of ranks.
+        op: how to combine; the default divides by the number of ranks. LOGICAL_AND, LOGICAL_OR and
+            LOGICAL_XOR ask whether numbers are not zero; INTEGER_MEAN is truncated towards zero.
         out: where to put the result, may be `x` itself; an array of the shape and dtype of `x`
             that can be written, of NumPy, PyTorch, CuPy or another library with DLPack.
         algorithm: "auto", "node", "ring", "tree", "halving", "hierarchical" or "native".
@@ -69,11 +80,15 @@ def allreduce(
             rounded once, however many ranks there are. `on("network")` is for those between nodes.
             None is `NONE`.
         name: of the array, for compression with feedback.
+        prescale: by what every rank's array is multiplied before it is combined; not for integers.
+        postscale: by what the result is multiplied; likewise. Both by one number of all ranks, and
+            16-bit floats as 32-bit ones, which are rounded once, at the end.
         timeout: seconds.
 
     Returns:
         `out`, or a new array of the kind, shape and dtype of `x`, on its device; the same bits
-        on all ranks (with "native" as far as the MPI library does so).
+        on all ranks (with "native" as far as the MPI library does so). With MINLOC and MAXLOC `x`,
+        `out` and the result are pairs (see `collectives.operations.located`).
 
     Raises:
         TypeError: the op is not defined for the dtype, or this is not a compression.
@@ -93,31 +108,44 @@ def allreduce(
         >>> comm.allreduce([1.0, 2.0], op=cc.SUM).tolist() == [comm.size, 2.0 * comm.size]
         True
     """
-    key = ("allreduce", op, algorithm, None if compression is NONE else compression)
+    key = ("allreduce", op, algorithm, None if compression is NONE else compression, prescale,
+           postscale)  # fmt: skip
     if (known := plans.again(group, key, x, out, timeout)) is not None:  # step 1
         return known
+    if type(op) is Op and op in LOCATING:
+        asked = located.How(op, algorithm, prescale, postscale, timeout)
+        return located.allreduce(group, allreduce, x, out, asked)
     with enter(group, "allreduce", timeout) as call:  # step 2
         compression = chosen(compression, call.operation)
         on_devices = group.kept(OnDevices)
-        loan = on_devices.borrow(x, out) or host.borrow(x, out, operation=call.operation)  # step 3
+        scales = detour.scales(prescale, postscale, operation=call.operation)
+        loan: Borrowed | BorrowedOnDevice | None = None
+        if not scales and op not in BY_WAY:
+            loan = on_devices.borrow(x, out)
+        loan = loan or host.borrow(x, out, operation=call.operation)  # step 3
         array = loan.host if isinstance(loan, Borrowed) else loan
-        reduction.check(op, array.dtype, operation=call.operation)
-        codec = compression.codec(array.dtype, op, network=group.num_nodes > 1, name=name)
+        way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
+        codec = None
+        if way is None or way.dtype == array.dtype:
+            codec = compression.codec(array.dtype, op, network=group.num_nodes > 1, name=name)
         if codec is not None:
             codec.claim(math.prod(array.shape), array.dtype)
-        how = Reduction(op, algorithm, codec)
         memory = {} if isinstance(loan, Borrowed) else {"memory": "device"}
         call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, compression=compression, **memory,
-            algorithm=algorithm,
+            **scales, algorithm=algorithm,
         )  # fmt: skip
         if not isinstance(loan, Borrowed):
-            on_devices.allreduce(call, loan, how)
+            on_devices.allreduce(call, loan, Reduction(op, algorithm, codec))
             return loan.finish()
+        if way is not None:
+            loan, op = way.lend(loan), way.op
+        how = Reduction(op, algorithm, codec)
         send, flat, result = _memory(loan)
         plan = plans.allreduce(call, send, flat, how)  # step 5
         plan.first(call, send, flat)  # step 6
-        if codec is None or codec.residuals is None:  # whose name every call looks at
+        # Not what every call looks at once more: a name, or numbers before they are combined.
+        if way is None and (codec is None or codec.residuals is None):
             plans.keep(group, key, x, result, plan)  # step 7
     return loan.give_back(host.store(flat, result))
 
@@ -146,6 +174,8 @@ def reduce(
     op: Op = MEAN,
     out: Any = None,
     algorithm: str = "auto",
+    prescale: float = 1,
+    postscale: float = 1,
     timeout: float | None = None,
 ) -> Any:
     """Reduce the arrays of all ranks, and give the result to one.
@@ -159,18 +189,25 @@ def reduce(
     Cost: one message of S bytes per rank, ceil(log2 P) received by the root.
     """
     own = group.rank == root
-    key = ("reduce", op, algorithm, root)
+    key = ("reduce", op, algorithm, root, prescale, postscale)
     known = plans.again(group, key, x, out if own else x, timeout)  # step 1
     if known is not None:
         return known if own else None
+    if type(op) is Op and op in LOCATING:
+        asked = located.How(op, algorithm, prescale, postscale, timeout)
+        return located.reduce(group, (allreduce, reduce), x, root, out, asked)
     with enter(group, "reduce", timeout) as call:  # step 2
         loan = host.borrow(x, out if own else None, operation=call.operation)  # step 3
         array = loan.host
-        reduction.check(op, array.dtype, operation=call.operation)
         call.check_root(root)
+        scales = detour.scales(prescale, postscale, operation=call.operation)
+        way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
         call.describe(  # step 4
-            op=op.value, dtype=array.dtype, shape=array.shape, root=root, algorithm=algorithm
-        )
+            op=op.value, dtype=array.dtype, shape=array.shape, root=root, **scales,
+            algorithm=algorithm,
+        )  # fmt: skip
+        if way is not None:
+            loan, op = way.lend(loan), way.op
         send, flat, result = _memory(loan)
         target = flat if own else None
         plan: NodePlan | MessagePlan  # step 5
@@ -180,110 +217,96 @@ def reduce(
             how = Reduction(op, algorithm)
             plan = MessagePlan(call, partial(messages.reduce, how=how, root=root))
         plan.first(call, send, target)  # step 6
-        plans.keep(group, key, x, result if own else x, plan)  # step 7
+        if way is None:
+            plans.keep(group, key, x, result if own else x, plan)  # step 7
     return None if target is None else loan.give_back(host.store(flat, result))
 
 
 @overload
-def reduce_scatter(group: Group, x: Numbers, **options: Unpack[Reducing]) -> Array: ...
+def reduce_scatter(
+    group: Group, x: Numbers, *, out: None = None, **options: Unpack[Sharing]
+) -> Array: ...
 @overload
-def reduce_scatter(group: Group, x: Detachable[A], **options: Unpack[Reducing]) -> A: ...
+def reduce_scatter(
+    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[Sharing]
+) -> A: ...
 @overload
-def reduce_scatter(group: Group, x: A, **options: Unpack[Reducing]) -> A: ...
+def reduce_scatter(group: Group, x: A, *, out: None = None, **options: Unpack[Sharing]) -> A: ...
+@overload
+def reduce_scatter(group: Group, x: object, *, out: A, **options: Unpack[Sharing]) -> A: ...
 def reduce_scatter(
     group: Group,
     x: Any,
     *,
     op: Op = MEAN,
+    out: Any = None,
+    counts: Splits | None = None,
     algorithm: str = "auto",
+    prescale: float = 1,
+    postscale: float = 1,
     timeout: float | None = None,
 ) -> Any:
     """Reduce the arrays of all ranks, and give each rank its share of the rows.
 
     Args:
-        x: shape (n, ...), the same on all ranks; n need not be a multiple of the size: the
-            first `n % size` ranks get one row more.
+        x: shape (n, ...), the same on all ranks; n need not be a multiple of the size.
         op: how to combine.
+        out: where to put the own rows; of their shape and the dtype of `x`, as for `allreduce`. It
+            may be this rank's rows of `x`.
+        counts: the rows of every rank, which add up to n, the same on all ranks; even shares if
+            None, the first `n % size` ranks getting one row more.
         algorithm: "auto", "node", "ring", "halving" or "native".
+        prescale: as for `allreduce`.
+        postscale: likewise.
         timeout: seconds.
 
     Returns:
-        A new array of shape (own rows, ...) and the dtype of `x`.
+        `out`, or a new array of shape (own rows, ...) and the dtype of `x`.
 
     Raises:
-        ValueError: `x` has no dimension.
-        TypeError, CollectiveTimeout: as `allreduce`.
+        ValueError: `x` has no dimension, the counts do not add up, or `out` does not fit.
+        TypeError, MismatchError, CollectiveTimeout: as `allreduce`.
 
     Cost: "ring" P - 1 messages and (P - 1)/P S bytes sent per rank.
     """
-    key = ("reduce_scatter", op, algorithm)
-    if (known := plans.again(group, key, x, None, timeout)) is not None:  # step 1
+    key: plans.Key = ("reduce_scatter", op, algorithm, prescale, postscale,
+                      tuple(counts) if type(counts) is list else counts)  # fmt: skip
+    find = plans.again if out is None else plans.into
+    if (known := find(group, key, x, out, timeout)) is not None:  # step 1
         return known
+    if type(op) is Op and op in LOCATING:
+        asked = located.How(op, algorithm, prescale, postscale, timeout)
+        return located.reduce_scatter(group, (allreduce, reduce_scatter), x, out, counts, asked)
     with enter(group, "reduce_scatter", timeout) as call:  # step 2
         loan = host.borrow(x, operation=call.operation)  # step 3
         array = loan.host
-        reduction.check(op, array.dtype, operation=call.operation)
-        if array.ndim == 0:
-            raise ValueError("reduce_scatter: a scalar has no rows, expected shape (n, ...)")
-        # Step 4.
-        call.describe(op=op.value, dtype=array.dtype, shape=array.shape, algorithm=algorithm)
-        rows = topology.chunk_bounds(array.shape[0], group.size)
-        own = rows[group.rank + 1] - rows[group.rank]
-        result = np.empty((own, *array.shape[1:]), array.dtype)
-        bounds = [row * math.prod(array.shape[1:]) for row in rows]
+        scales = detour.scales(prescale, postscale, operation=call.operation)
+        way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
+        shares = joins.shares(call, array, counts=counts)
+        shape = (shares[group.rank], *array.shape[1:])
+        target, give_back = None, loan.give_back
+        if out is not None:
+            target, give_back = host.borrow_out(out, shape, array.dtype, operation=call.operation)
+        told: dict[str, object] = {}
+        if counts is not None:
+            told["counts"] = numbers = tuple(shares)
+            key = (*key[:-1], numbers)
+        call.describe(  # step 4
+            op=op.value, dtype=array.dtype, shape=array.shape, **told, **scales,
+            algorithm=algorithm,
+        )  # fmt: skip
+        if way is not None:
+            loan, op = way.lend(Borrowed(array, target, give_back)), way.op
+            array, target, give_back = loan.host, None, loan.give_back
+        bounds = [0, *(n * math.prod(array.shape[1:]) for n in itertools.accumulate(shares))]
         send = host.flat(array)
-        plan: NodePlan | MessagePlan  # step 5
-        if engine := call.engine_for(algorithm):
-            work = engine.plan_reduce_scatter(send, None, bounds, op, call.digest)
-            before = bounds[group.rank] * array.itemsize  # the kernel counts from the whole's begin
-            plan = NodePlan(call, work, result.shape, before)
-        else:
-            how = Reduction(op, algorithm)
-            move = partial(messages.reduce_scatter, how=how, bounds=bounds)
-            plan = MessagePlan(call, move, result.shape)
-        plan.first(call, send, result.reshape(-1))  # step 6
-        plans.keep(group, key, x, None, plan)  # step 7
-    return loan.give_back(result)
-
-
-def plan_allreduce(group: Group, x: A, *, op: Op = MEAN, timeout: float | None = None) -> Plan[A]:
-    """Resolve an all-reduce in place once, for a call that is made at every step.
-
-    *Collective*: all ranks, as `allreduce`. Arguments and errors as `allreduce(x, out=x)`.
-
-    Args:
-        x: shape (...), contiguous, writable; best from `shared_empty`.
-        op: how to combine.
-        timeout: seconds, of every later call.
-
-    Returns:
-        A function without arguments that reduces `x` in place and returns it.
-
-    Example:
-        >>> import collectives as cc
-        >>> comm = cc.init()
-        >>> gradient = comm.shared_empty(4, "float32")
-        >>> average = comm.plan_allreduce(gradient)
-        >>> gradient[:] = comm.rank
-        >>> average().tolist() == [(comm.size - 1) / 2] * 4
-        True
-    """
-    with enter(group, "plan_allreduce", timeout) as call:  # step 2
-        like = host.borrow(x, operation=call.operation).host
-        reduction.check(op, like.dtype, operation=call.operation)
-        array, _ = host.borrow_out(x, like.shape, like.dtype, operation=call.operation)
-        if array is None:
-            raise TypeError(
-                "plan_allreduce: the array is not in host memory, where it could be reduced in "
-                f"place, got {type(x).__module__}.{type(x).__name__}"
-            )
-        if not array.flags.c_contiguous:
-            raise ValueError("plan_allreduce: the array is not contiguous")
-        call.describe(op=op.value, dtype=array.dtype, shape=array.shape)  # step 4
-        call.agree()
-        flat = array.reshape(-1)
-        call.add(operation=plans.PLANNED)
-        return Plan(x, flat, plans.allreduce(call, flat, flat, Reduction(op)), timeout)  # step 5
+        before = bounds[group.rank] * array.itemsize
+        result, own = host.room(target, shape, array.dtype, send, -before)
+        plan = plans.reduce_scatter(call, send, bounds, Reduction(op, algorithm), shape)  # step 5
+        plan.first(call, send, own)  # step 6
+        if way is None:
+            plans.keep(group, key, x, None, plan)  # step 7
+    return give_back(host.store(own, result))
 
 
 def _memory(loan: Borrowed) -> tuple[Array, Array, Array]:

@@ -5,19 +5,15 @@ The steps are those of `docs/how-a-call-goes.md`.
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
-from collectives import topology
 from collectives.arrays import host
 from collectives.arrays.host import Array
 from collectives.operations import joins, objects
 from collectives.operations import plan as plans
-from collectives.operations.call import Call, enter
+from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.operations.signatures import (
     A,
@@ -33,18 +29,27 @@ __all__ = ["allgather", "alltoall", "gather", "scatter"]
 
 
 @overload
-def gather(group: Group, x: Numbers, root: int = 0, **options: Unpack[Waiting]) -> Array | None: ...
+def gather(
+    group: Group, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+) -> Array | None: ...
 @overload
 def gather(
-    group: Group, x: Detachable[A], root: int = 0, **options: Unpack[Waiting]
+    group: Group, x: Detachable[A], root: int = 0, *, out: None = None, **options: Unpack[Waiting]
 ) -> A | None: ...
 @overload
-def gather(group: Group, x: A, root: int = 0, **options: Unpack[Waiting]) -> A | None: ...
+def gather(
+    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+) -> A | None: ...
+@overload
+def gather(
+    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[Waiting]
+) -> A | None: ...
 def gather(
     group: Group,
     x: Any,
     root: int = 0,
     *,
+    out: Any = None,
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
@@ -53,14 +58,16 @@ def gather(
     Args:
         x: shape (n, ...); n may differ between ranks; a scalar counts as shape (1,).
         root: who gets the result.
+        out: on the root, where to put the result; an array of its shape and the dtype of `x` as
+            for `allreduce`. `x` may be the root's own part of it.
         algorithm: "auto", "node", "tree" or "native".
         timeout: seconds.
 
     Returns:
-        On the root a new array of shape (sum of n, ...), elsewhere None.
+        On the root `out` or a new array of shape (sum of n, ...), elsewhere None.
 
     Raises:
-        ValueError: no such root.
+        ValueError: no such root, or `out` does not fit; there another rank gets a `MismatchError`.
         MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
             ranks.
         CollectiveTimeout: as `allreduce`.
@@ -70,21 +77,32 @@ def gather(
         array = np.atleast_1d(loan.host)
         call.check_root(root)
         row = array.shape[1:]
+        wanted = out if group.rank == root else None
+        to = host.borrow_rows(wanted, row, array.dtype, loan, operation="gather")
         call.describe(dtype=array.dtype, row=row, root=root, algorithm=algorithm)  # step 4
-        rows = call.agree_on_rows(array.shape[0])  # step 6
-        counts = [n * math.prod(row) for n in rows]
-        result = joins.gather(call, host.flat(array), counts, root, algorithm)
-    return None if result is None else loan.give_back(result.reshape(sum(rows), *row))
+        result = joins.gather(call, array, root, algorithm, to)
+    return None if result is None else to.give_back(result)
 
 
 @overload
-def allgather(group: Group, x: Numbers, **options: Unpack[Waiting]) -> Array: ...
-@overload
-def allgather(group: Group, x: Detachable[A], **options: Unpack[Waiting]) -> A: ...
-@overload
-def allgather(group: Group, x: A, **options: Unpack[Waiting]) -> A: ...
 def allgather(
-    group: Group, x: Any, *, algorithm: str = "auto", timeout: float | None = None
+    group: Group, x: Numbers, *, out: None = None, **options: Unpack[Waiting]
+) -> Array: ...
+@overload
+def allgather(
+    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[Waiting]
+) -> A: ...
+@overload
+def allgather(group: Group, x: A, *, out: None = None, **options: Unpack[Waiting]) -> A: ...
+@overload
+def allgather(group: Group, x: object, *, out: A, **options: Unpack[Waiting]) -> A: ...
+def allgather(
+    group: Group,
+    x: Any,
+    *,
+    out: Any = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
 ) -> Any:
     """Join the arrays of all ranks along their first axis on every rank.
 
@@ -92,21 +110,27 @@ def allgather(
     "halving" and "native".
 
     Returns:
-        A new array of shape (sum of n, ...) in the order of the ranks, on all ranks.
+        `out` or a new array of shape (sum of n, ...) in the order of the ranks, on all ranks.
 
     Cost: "ring" P - 1 messages per rank, (P - 1)/P of the result's bytes.
     """
     key = ("allgather", algorithm)
-    if (known := plans.again(group, key, x, plans.LATER, timeout)) is not None:  # step 1
+    if out is None:
+        known = plans.again(group, key, x, plans.LATER, timeout)  # step 1
+    else:
+        known = plans.into(group, key, x, out, timeout)
+    if known is not None:
         return known
     with enter(group, "allgather", timeout) as call:  # step 2
         loan = host.borrow(x, operation="allgather")  # step 3
-        array = np.atleast_1d(loan.host)
-        call.describe(dtype=array.dtype, row=array.shape[1:], algorithm=algorithm)  # step 4
-        joined, _, plan = joins.allgather(call, np.ascontiguousarray(array), algorithm)
+        array = np.ascontiguousarray(np.atleast_1d(loan.host))
+        row = array.shape[1:]
+        to = host.borrow_rows(out, row, array.dtype, loan, operation="allgather")
+        call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4
+        joined, _, plan = joins.allgather(call, array, algorithm, to)
         if plan is not None:
             plans.keep(group, key, x, None, plan)  # step 7
-    return loan.give_back(joined)
+    return to.give_back(joined)
 
 
 @overload
@@ -114,19 +138,33 @@ def scatter(
     group: Group,
     x: Numbers | Array | None,
     root: int = 0,
+    *,
+    out: None = None,
     **options: Unpack[Splitting],
 ) -> Array: ...
 @overload
 def scatter(
-    group: Group, x: Detachable[A], root: int = 0, **options: Unpack[Splitting]
+    group: Group,
+    x: Detachable[A],
+    root: int = 0,
+    *,
+    out: None = None,
+    **options: Unpack[Splitting],
 ) -> A | Array: ...
 @overload
-def scatter(group: Group, x: A, root: int = 0, **options: Unpack[Splitting]) -> A | Array: ...
+def scatter(
+    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[Splitting]
+) -> A | Array: ...
+@overload
+def scatter(
+    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[Splitting]
+) -> A: ...
 def scatter(
     group: Group,
     x: Any,
     root: int = 0,
     *,
+    out: Any = None,
     splits: Splits | None = None,
     algorithm: str = "auto",
     timeout: float | None = None,
@@ -136,46 +174,95 @@ def scatter(
     Args:
         x: on the root shape (n, ...); not looked at elsewhere.
         root: whose array.
+        out: where to put the own rows; of their shape and the dtype of the root's `x`, as for
+            `allreduce`. It may be the root's own part of `x`.
         splits: on the root, the rows of every rank, which add up to n; even shares if None,
             the first `n % size` ranks getting one row more.
         algorithm: "auto", "node", "tree" or "native".
         timeout: seconds.
 
     Returns:
-        A new array of shape (own rows, ...): of the kind of `x` on the root, a NumPy array
-        elsewhere.
+        `out`, or a new array of shape (own rows, ...): of the kind of `x` on the root, a NumPy
+        array elsewhere.
 
     Raises:
-        ValueError: no such root; on the root, a scalar, or splits that do not add up.
+        ValueError: no such root; on the root, a scalar, or splits that do not add up; `out` does
+            not fit. The other ranks get a `MismatchError`.
         CollectiveTimeout: as `allreduce`.
     """
     with enter(group, "scatter", timeout) as call:  # step 2
         call.check_root(root)
         loan = host.borrow(x, operation="scatter") if group.rank == root else None
-        rows = [] if loan is None else _splits(call, loan.host, splits)
+        rows = [] if loan is None else joins.shares(call, loan.host, splits=splits)
         call.describe(root=root, algorithm=algorithm)  # step 4
         # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
         facts = None if loan is None else (loan.host.dtype.name, loan.host.shape[1:], rows)
-        dtype, row, rows = objects.from_root(call, facts, root)
-        counts = [n * math.prod(row) for n in rows]
-        result = np.empty((rows[group.rank], *row), np.dtype(dtype))
+        name, row, rows = objects.from_root(call, facts, root)
+        call.next_part()
+        dtype = np.dtype(name)
+        if out is None:
+            to = host.NEW if loan is None else host.NEW._replace(give_back=loan.give_back)
+        else:
+            shape = (rows[group.rank], *row)
+            target, give_back = host.borrow_out(out, shape, dtype, operation="scatter")
+            to = host.Rows(rows[group.rank], target, give_back)
         send = None if loan is None else host.flat(loan.host)
-        out = result.reshape(-1)
-        joins.scatter(call, send, counts, root, out, algorithm)  # step 6
-    return result if loan is None else loan.give_back(result)
+        result = joins.scatter(call, send, rows, row, dtype, root, algorithm, to)  # step 6
+    return to.give_back(result)
 
 
 @overload
-def alltoall(group: Group, x: Numbers, **options: Unpack[Splitting]) -> Array: ...
+def alltoall(
+    group: Group,
+    x: Numbers,
+    *,
+    out: None = None,
+    received: Literal[False] = False,
+    **options: Unpack[Splitting],
+) -> Array: ...
 @overload
-def alltoall(group: Group, x: Detachable[A], **options: Unpack[Splitting]) -> A: ...
+def alltoall(
+    group: Group,
+    x: Detachable[A],
+    *,
+    out: None = None,
+    received: Literal[False] = False,
+    **options: Unpack[Splitting],
+) -> A: ...
 @overload
-def alltoall(group: Group, x: A, **options: Unpack[Splitting]) -> A: ...
+def alltoall(
+    group: Group,
+    x: A,
+    *,
+    out: None = None,
+    received: Literal[False] = False,
+    **options: Unpack[Splitting],
+) -> A: ...
+@overload
+def alltoall(
+    group: Group,
+    x: object,
+    *,
+    out: A,
+    received: Literal[False] = False,
+    **options: Unpack[Splitting],
+) -> A: ...
+@overload
+def alltoall(
+    group: Group,
+    x: object,
+    *,
+    out: Any = None,
+    received: Literal[True],
+    **options: Unpack[Splitting],
+) -> tuple[Any, Array]: ...
 def alltoall(
     group: Group,
     x: Any,
     *,
+    out: Any = None,
     splits: Splits | None = None,
+    received: bool = False,
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
@@ -183,44 +270,34 @@ def alltoall(
 
     Args:
         x: shape (n, ...); n may differ between ranks. The first rows go to rank 0, and so on.
+        out: where to put the result; of its shape and the dtype of `x`, as for `allreduce`.
         splits: the rows for every rank, which add up to n; even shares if None.
+        received: whether to tell how many rows have come from each rank.
         algorithm: "auto", "node", "rotation" or "native".
         timeout: seconds.
 
     Returns:
-        A new array of shape (received rows, ...), of the kind of `x`, in the order of the
-        ranks that they came from.
+        `out` or a new array of shape (received rows, ...), of the kind of `x`, in the order of the
+        ranks that they came from. With `received` also a NumPy array of how many came from each,
+        shape (P,), int64: the `splits` that would send all rows back.
 
     Raises:
-        ValueError: a scalar, or splits that do not add up.
+        ValueError: a scalar, splits that do not add up, or `out` does not fit; the other ranks get
+            a `MismatchError`.
         MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
             ranks.
         CollectiveTimeout: as `allreduce`.
 
-    Cost: P - 1 messages and (P - 1)/P S bytes sent per rank.
+    Cost: P - 1 messages and (P - 1)/P S bytes sent per rank; before, 8 (P + 1) bytes of each rank
+        reach all.
     """
     with enter(group, "alltoall", timeout) as call:  # step 2
         loan = host.borrow(x, operation="alltoall")  # step 3
-        rows = _splits(call, loan.host, splits)
-        row = loan.host.shape[1:]
-        call.describe(dtype=loan.host.dtype, row=row, algorithm=algorithm)  # step 4
-        send = host.flat(loan.host)
-        joined, received = joins.alltoall(call, send, rows, math.prod(row), algorithm)
-    return loan.give_back(joined.reshape(received, *row))
-
-
-def _splits(call: Call, array: Array, splits: Splits | None) -> list[int]:
-    """Return the rows of an array for every rank."""
-    size = call.group.size
-    if array.ndim == 0:
-        raise ValueError(f"{call.operation}: a scalar has no rows, expected shape (n, ...)")
-    if splits is None:
-        bounds = topology.chunk_bounds(array.shape[0], size)
-        return [stop - start for start, stop in itertools.pairwise(bounds)]
-    rows = [operator.index(n) for n in splits]
-    if len(rows) != size or min(rows) < 0 or sum(rows) != array.shape[0]:
-        raise ValueError(
-            f"{call.operation}: splits do not fit, expected {size} numbers >= 0 that add "
-            f"up to {array.shape[0]} rows, got {rows}"
-        )
-    return rows
+        array = loan.host
+        rows = joins.shares(call, array, splits=splits)
+        row = array.shape[1:]
+        to = host.borrow_rows(out, row, array.dtype, loan, operation="alltoall")
+        call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4
+        joined, counts = joins.alltoall(call, array, rows, algorithm, to)
+    result = to.give_back(joined)
+    return (result, np.array(counts)) if received else result

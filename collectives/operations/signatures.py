@@ -34,6 +34,7 @@ __all__ = [
     "Detachable",
     "Numbers",
     "Reducing",
+    "Sharing",
     "Splits",
     "Splitting",
     "Unpack",
@@ -74,6 +75,14 @@ class Reducing(Waiting, total=False):
     """Options of a reduction."""
 
     op: Op
+    prescale: float
+    postscale: float
+
+
+class Sharing(Reducing, total=False):
+    """Options of a reduction that shares rows."""
+
+    counts: Splits | None
 
 
 class Compressing(Reducing, total=False):

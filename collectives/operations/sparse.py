@@ -92,7 +92,7 @@ def sparse_allreduce(
                 f"{where.min()} .. {where.max()}"
             )
         call.describe(op=op.value, dtype=rows.dtype, row=rows.shape[1:], num_rows=num_rows)
-        total = sum(call.agree_on_rows(len(where)))  # step 6, of the comparison
+        total = int(call.tell(len(where)).sum())  # step 6, of the comparison
     where = where.astype(np.int64)
     row_bytes = rows.dtype.itemsize * max(1, math.prod(rows.shape[1:]))
     if num_rows is not None and total * (row_bytes + 8) > 2 * num_rows * row_bytes:

@@ -15,7 +15,21 @@ import numpy as np
 from collectives import topology
 from collectives.arrays import reduction
 from collectives.arrays.host import Array
-from collectives.arrays.reduction import MAX, MEAN, MIN, PRODUCT, SUM, Op
+from collectives.arrays.reduction import (
+    BITWISE_AND,
+    BITWISE_OR,
+    BITWISE_XOR,
+    INTEGER_MEAN,
+    LOGICAL_AND,
+    LOGICAL_OR,
+    LOGICAL_XOR,
+    MAX,
+    MEAN,
+    MIN,
+    PRODUCT,
+    SUM,
+    Op,
+)
 
 __all__ = [
     "DTYPES",
@@ -57,7 +71,7 @@ class Exact(NamedTuple):
 def is_defined(op: Op, dtype: np.dtype[Any]) -> bool:
     """Tell whether an op has a meaning for a dtype."""
     try:
-        reduction.check(op, dtype, operation="exact")
+        reduction.check(op, dtype, operation="exact", by_way=True)
     except TypeError:
         return False
     return True
@@ -173,7 +187,7 @@ def reduced(inputs: Sequence[Array], op: Op) -> Exact:
         stack = stack.astype(np.complex128 if dtype.kind == "c" else np.float64)
     with np.errstate(all="ignore"):
         values = np.asarray(_FUNCTIONS[op](stack))
-    if exact_kind or op in (MIN, MAX):
+    if exact_kind or op in (MIN, MAX, LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR):
         return Exact(values.astype(stack.dtype), np.zeros(values.shape))
     work = reduction.work_dtype(dtype)
     magnitude = np.abs(stack).sum(axis=0) / (size if op is MEAN else 1)
@@ -186,6 +200,14 @@ def reduced(inputs: Sequence[Array], op: Op) -> Exact:
     return Exact(values, np.asarray(error))
 
 
+def _truncated_mean(stack: Array) -> Array:
+    """Divide sums, modulo 2^64, by numbers of Python, which have no limit."""
+    wide = np.uint64 if stack.dtype == np.uint64 else np.int64
+    total = stack.sum(axis=0, dtype=wide).astype(object)
+    size = len(stack)
+    return np.asarray(np.where(total < 0, -(-total // size), total // size))
+
+
 # Not those by which the product reduces: what is wrong there must show here.
 _FUNCTIONS: dict[Op, Any] = {
     SUM: lambda stack: stack.sum(axis=0, dtype=stack.dtype),
@@ -193,4 +215,11 @@ _FUNCTIONS: dict[Op, Any] = {
     MIN: lambda stack: stack.min(axis=0),
     MAX: lambda stack: stack.max(axis=0),
     PRODUCT: lambda stack: stack.prod(axis=0, dtype=stack.dtype),
+    BITWISE_AND: lambda stack: np.bitwise_and.reduce(stack, axis=0),
+    BITWISE_OR: lambda stack: np.bitwise_or.reduce(stack, axis=0),
+    BITWISE_XOR: lambda stack: np.bitwise_xor.reduce(stack, axis=0),
+    LOGICAL_AND: lambda stack: stack.all(axis=0),
+    LOGICAL_OR: lambda stack: stack.any(axis=0),
+    LOGICAL_XOR: lambda stack: np.count_nonzero(stack, axis=0) % 2,
+    INTEGER_MEAN: _truncated_mean,
 }

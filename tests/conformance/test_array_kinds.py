@@ -206,6 +206,45 @@ def test_an_out_may_be_of_another_kind_than_the_array(world, name):
     world.run(check)
 
 
+OUT_OPERATIONS = {
+    "reduce_scatter": lambda comm, x, out: comm.reduce_scatter(x, op=cc.MAX, out=out),
+    "gather": lambda comm, x, out: comm.gather(x, comm.rank, out=out),
+    "allgather": lambda comm, x, out: comm.allgather(x, out=out),
+    "scatter": lambda comm, x, out: comm.scatter(x, out=out),
+    "alltoall": lambda comm, x, out: comm.alltoall(x, out=out),
+    "grouped_allreduce": lambda comm, x, out: comm.grouped_allreduce(
+        [x], op=cc.MAX, out=None if out is None else [out]
+    ),
+}
+
+
+@pytest.mark.parametrize("operation", OUT_OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_out_of_rows_is_written_in_place_or_refused(world, name, operation):
+    kind, run = kind_of(name), OUT_OPERATIONS[operation]
+
+    def check(comm):
+        if operation == "gather" and comm.size > 1:
+            return  # the root's alone counts
+        values = oracle.data(comm.rank, (4, 3), np.dtype(np.float32))
+        expected = run(comm, values, None)
+        if operation == "grouped_allreduce":
+            (expected,) = expected
+        for x in (values, kind.make(values)):
+            out = kind.make(np.zeros_like(expected))
+            if kind.mutable:
+                result = run(comm, x, out)
+                assert (result[0] if operation == "grouped_allreduce" else result) is out
+                np.testing.assert_array_equal(kind.read(out), expected)
+            else:
+                words = rf"^{operation}: out .*(imm|read-)"
+                with pytest.raises((TypeError, ValueError), match=words):
+                    run(comm, x, out)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
 def test_every_rank_may_bring_its_own_kind(world):
     kinds = [kind_of(name) for name in ("numpy", "cupy")]
 

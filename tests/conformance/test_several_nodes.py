@@ -25,7 +25,7 @@ from collectives.operations import compare
 from collectives.settings import Settings
 from collectives.transport.transport import Deadline
 
-OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
+OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT, cc.BITWISE_XOR, cc.INTEGER_MEAN]
 UNDER_MPI = os.environ.get("UNISONO_TEST_WORLD") == "mpi"
 SETTINGS = Settings(timeout=20)
 
@@ -110,7 +110,7 @@ def test_one_rank_of_each_node_may_speak_for_all(nodes, monkeypatch):
     def check(comm):
         for _ in range(2):
             arrays = everyones(comm, 7)
-            for op in OPS:
+            for op in OPS[:5]:
                 result = comm.allreduce(arrays[comm.rank], op=op)
                 oracle.assert_close(result, arrays, op)
                 assert_equal_everywhere(comm, result)

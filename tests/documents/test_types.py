@@ -87,10 +87,20 @@ NUMPY = """
         assert_type(comm.allgather(x, algorithm="ring"), Floats)
         assert_type(cc.alltoall(x, splits=[1, 2]), Floats)
         assert_type(comm.plan_allreduce(x)(), Floats)
+        assert_type(cc.plan_broadcast(x, 1)(), Floats)
+        assert_type(comm.plan_reduce_scatter(x, counts=[1, 2])(), Floats)
         assert_type(comm.reduce(x), Floats | None)
         assert_type(cc.gather(x), Floats | None)
         assert_type(cc.grouped_allreduce([x, x]), list[Floats])
         assert_type(comm.allreduce(text, out=x), Floats)
+        assert_type(comm.allgather(text, out=x), Floats)
+        assert_type(comm.reduce_scatter(x, counts=[1, 2], out=x), Floats)
+        assert_type(cc.scatter(None, out=x), Floats)
+        assert_type(cc.alltoall(x, received=True), tuple[Any, npt.NDArray[Any]])
+        assert_type(cc.grouped_allreduce([text, x], out=[x, x]), list[Floats])
+        assert_type(cc.grouped_allgather([x, x]), list[Floats])
+        assert_type(cc.grouped_broadcast_async([x, x], 1).wait(), list[Floats])
+        assert_type(comm.grouped_reduce_scatter([x], op=cc.SUM), list[Floats])
         assert_type(comm.allreduce(x, out=None), Floats)
         assert_type(comm.recv(1, out=x), Floats)
         assert_type(comm.allreduce_async(x), cc.Request[Floats])
@@ -200,7 +210,7 @@ def test_the_same_with_pytorch_itself(tmp_path):
 
 def keywords(function) -> set[str]:
     parameters = inspect.signature(function).parameters.values()
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"out"}
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"out", "received"}
 
 
 @pytest.mark.parametrize(
@@ -208,7 +218,7 @@ def keywords(function) -> set[str]:
     [
         (Communicator.allreduce, signatures.Compressing),
         (Communicator.reduce, signatures.Reducing),
-        (Communicator.reduce_scatter, signatures.Reducing),
+        (Communicator.reduce_scatter, signatures.Sharing),
         (Communicator.broadcast, signatures.Waiting),
         (Communicator.gather, signatures.Waiting),
         (Communicator.allgather, signatures.Waiting),

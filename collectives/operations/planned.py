@@ -1,0 +1,240 @@
+"""Calls that are made at every step with the same arrays: `plan_allreduce` and its kind.
+
+Everything but the exchange itself is done once (steps 2 to 5 of `docs/how-a-call-goes.md`). Arrays
+are contiguous, and of host memory that can be written: NumPy's, tensors of PyTorch on the CPU, and
+best those of `shared_empty` for reductions in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays import host, reduction
+from collectives.arrays.host import Array, address
+from collectives.arrays.reduction import MEAN, Op
+from collectives.operations import joins
+from collectives.operations import plan as plans
+from collectives.operations.call import Call, enter
+from collectives.operations.group import Group
+from collectives.operations.messages import Reduction
+from collectives.operations.plan import Plan
+from collectives.operations.ready import MessagePlan, NodePlan
+from collectives.operations.signatures import A, Splits
+
+__all__ = ["plan_allgather", "plan_allreduce", "plan_broadcast", "plan_reduce_scatter"]
+
+
+def plan_allreduce(group: Group, x: A, *, op: Op = MEAN, timeout: float | None = None) -> Plan[A]:
+    """Resolve an all-reduce in place once, for a call that is made at every step.
+
+    *Collective*: all ranks, as `allreduce`. Arguments and errors as `allreduce(x, out=x)`.
+
+    Args:
+        x: shape (...), contiguous, writable; best from `shared_empty`.
+        op: how to combine.
+        timeout: seconds, of every later call.
+
+    Returns:
+        A function without arguments that reduces `x` in place and returns it.
+
+    Example:
+        >>> import collectives as cc
+        >>> comm = cc.init()
+        >>> gradient = comm.shared_empty(4, "float32")
+        >>> average = comm.plan_allreduce(gradient)
+        >>> gradient[:] = comm.rank
+        >>> average().tolist() == [(comm.size - 1) / 2] * 4
+        True
+    """
+    with enter(group, "plan_allreduce", timeout) as call:  # step 2
+        array = _memory(call, x)
+        reduction.check(op, array.dtype, operation=call.operation)
+        call.describe(op=op.value, dtype=array.dtype, shape=array.shape)  # step 4
+        call.agree()
+        name, flat = _planned(call, "allreduce"), array.reshape(-1)
+        plan = plans.allreduce(call, flat, flat, Reduction(op))  # step 5
+        return Plan(x, flat, flat, plan, name, timeout)
+
+
+def plan_broadcast(group: Group, x: A, root: int = 0, *, timeout: float | None = None) -> Plan[A]:
+    """Resolve a broadcast in place once, for a call that is made at every step.
+
+    *Collective*: all ranks, as `broadcast`. Arguments and errors as `broadcast(x, root, out=x)`.
+
+    Args:
+        x: shape (...), contiguous, writable.
+        root: whose elements.
+        timeout: seconds, of every later call.
+
+    Returns:
+        A function without arguments that fills `x` with the root's elements, and returns it.
+
+    Example:
+        >>> import collectives as cc
+        >>> comm = cc.init()
+        >>> weights = comm.shared_empty(4, "float32")
+        >>> weights[:] = comm.rank
+        >>> comm.plan_broadcast(weights)().tolist()
+        [0.0, 0.0, 0.0, 0.0]
+    """
+    with enter(group, "plan_broadcast", timeout) as call:  # step 2
+        array = _memory(call, x)
+        call.check_root(root)
+        call.describe(dtype=array.dtype, shape=array.shape, root=root)  # step 4
+        call.agree()
+        name, flat = _planned(call, "broadcast"), array.reshape(-1)
+        return Plan(x, flat, flat, plans.broadcast(call, flat, root), name, timeout)  # step 5
+
+
+def plan_allgather(group: Group, x: A, *, out: Any = None, timeout: float | None = None) -> Plan[A]:
+    """Resolve an all-gather of arrays of fixed lengths once, for a call that is made at every step.
+
+    *Collective*: all ranks, as `allgather`. Arguments and errors as `allgather(x, out=out)`.
+
+    Args:
+        x: shape (n, ...), contiguous, writable; n may differ between ranks; a scalar counts as
+            shape (1,).
+        out: where the result goes in every call, contiguous. `x` may be the own part of it, and
+            nothing else of it. A new array of the kind of `x` if None.
+        timeout: seconds, of every later call.
+
+    Returns:
+        A function without arguments that fills `out` with the rows that the ranks' `x` have then,
+        and returns it: the same array each time.
+    """
+    with enter(group, "plan_allgather", timeout) as call:  # step 2
+        loan = host.borrow(x, operation=call.operation)
+        array = np.atleast_1d(_memory(call, x))
+        row, dtype = array.shape[1:], array.dtype
+        to = host.borrow_rows(out, row, dtype, loan, operation=call.operation)
+        _check_target(call, out, to.target)
+        call.describe(dtype=dtype, row=row)  # step 4
+        rows, given = call.tell(len(array), to.number).T.tolist()
+        if error := joins.unfit(group, call.operation, row, given, [sum(rows)] * group.size):
+            raise call.known(error)
+        call.next_part()
+        width = math.prod(row)
+        bounds = [width * n for n in itertools.accumulate(rows, initial=0)]
+        before = bounds[group.rank] * dtype.itemsize
+        send, shape = array.reshape(-1), (sum(rows), *row)
+        result, flat = _room(call, to.target, shape, dtype, send, before)
+        call.agree()  # after the last refusal
+        name = _planned(call, "allgather", rows=tuple(rows))
+        plan: NodePlan | MessagePlan = MessagePlan(call, partial(joins.allgather_known, bounds))
+        if engine := call.engine_for("auto"):  # step 5
+            ends = [n * dtype.itemsize for n in bounds]
+            parts = enumerate(itertools.pairwise(ends))
+            table = [
+                (rank, 0, stop - start, start) for rank, (start, stop) in parts if start < stop
+            ]
+            longest = max(rows) * width * dtype.itemsize
+            plan = NodePlan(call, engine.plan_publish(send.nbytes, table, call.digest, longest))
+    return Plan(to.give_back(result), send, flat, plan, name, timeout)
+
+
+def plan_reduce_scatter(
+    group: Group,
+    x: A,
+    *,
+    op: Op = MEAN,
+    out: Any = None,
+    counts: Splits | None = None,
+    timeout: float | None = None,
+) -> Plan[A]:
+    """Resolve a reduce-scatter once, for a call that is made at every step.
+
+    *Collective*: all ranks, as `reduce_scatter`. Arguments and errors as
+    `reduce_scatter(x, op=op, out=out, counts=counts)`.
+
+    Args:
+        x: shape (n, ...), contiguous, writable, the same on all ranks; it stays as it is.
+        op: how to combine.
+        out: where the own rows go in every call, contiguous; perhaps this rank's rows of `x`. A new
+            array of the kind of `x` if None.
+        counts: the rows of every rank.
+        timeout: seconds, of every later call.
+
+    Returns:
+        A function without arguments that fills `out` with the own rows of the reduction of what the
+        ranks' `x` hold then, and returns it: the same array each time.
+    """
+    with enter(group, "plan_reduce_scatter", timeout) as call:  # step 2
+        loan = host.borrow(x, operation=call.operation)
+        array = _memory(call, x)
+        reduction.check(op, array.dtype, operation=call.operation)
+        shares = joins.shares(call, array, counts=counts)
+        shape, target, give_back = (shares[group.rank], *array.shape[1:]), None, loan.give_back
+        if out is not None:
+            target, give_back = host.borrow_out(out, shape, array.dtype, operation=call.operation)
+        _check_target(call, out, target)
+        width = math.prod(array.shape[1:])
+        bounds = [width * n for n in itertools.accumulate(shares, initial=0)]
+        send, before = array.reshape(-1), bounds[group.rank] * array.itemsize
+        result, flat = _room(call, target, shape, array.dtype, send, -before)
+        call.describe(  # step 4
+            op=op.value, dtype=array.dtype, shape=array.shape, counts=tuple(shares)
+        )
+        call.agree()
+        name = _planned(call, "reduce_scatter")
+        plan = plans.reduce_scatter(call, send, bounds, Reduction(op), shape)  # step 5
+    return Plan(give_back(result), send, flat, plan, name, timeout)
+
+
+def _planned(call: Call, operation: str, **fields: object) -> str:
+    """Describe the calls of a plan, and return how they call themselves."""
+    name = f"planned {operation}"
+    call.add(operation=name, **fields)
+    return name
+
+
+def _memory(call: Call, x: Any) -> Array:
+    """Return the memory of a caller's array, which later calls go to.
+
+    Raises:
+        TypeError, ValueError: it is not host memory that can be written, or not contiguous.
+    """
+    like = host.borrow(x, operation=call.operation).host
+    array, _ = host.borrow_out(x, like.shape, like.dtype, operation=call.operation)
+    if array is None:
+        raise TypeError(
+            f"{call.operation}: the array is not in host memory, where every call could find it, "
+            f"got {type(x).__module__}.{type(x).__name__}"
+        )
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{call.operation}: the array is not contiguous")
+    return array
+
+
+def _check_target(call: Call, out: Any, target: Array | None) -> None:
+    """Refuse an `out` that no call can write into as it is."""
+    if out is not None and target is None:
+        raise TypeError(
+            f"{call.operation}: out is not in host memory, where every call could find it, "
+            f"got {type(out).__module__}.{type(out).__name__}"
+        )
+    if target is not None and not target.flags.c_contiguous:
+        raise ValueError(f"{call.operation}: out is not contiguous")
+
+
+def _room(
+    call: Call,
+    target: Array | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    source: Array,
+    before: int,
+) -> tuple[Array, Array]:
+    """As `host.room`, of memory that is the target's.
+
+    Raises:
+        ValueError: it is in use.
+    """
+    result, flat = host.room(target, shape, dtype, source, before)
+    if flat.size and address(flat) != address(result):
+        raise ValueError(f"{call.operation}: out and the array share memory at other places")
+    return result, flat

@@ -1,0 +1,184 @@
+"""Calls that are planned once and made at every step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import oracle
+from requirements import installed
+
+F32 = np.dtype(np.float32)
+# One that travels with its comparison, and several rounds of slots.
+COUNTS = [3, 300_007]
+
+
+def test_a_planned_broadcast_brings_what_the_root_has_then(world):
+    def check(comm):
+        for root in {0, comm.size - 1}:
+            for count in COUNTS:
+                for dtype in (F32, oracle.BFLOAT16):
+                    x = np.zeros(count, dtype)
+                    run = comm.plan_broadcast(x, root)
+                    for step in range(3):
+                        x[...] = oracle.data(comm.rank + step, (count,), dtype)
+                        assert run() is x
+                        np.testing.assert_array_equal(x, oracle.data(root + step, (count,), dtype))
+
+    world.run(check)
+
+
+def test_a_planned_allgather_joins_what_ranks_have_then(world):
+    def check(comm):
+        for count in COUNTS:
+            rows = [(count + 2 * rank) * (rank != 1) for rank in range(comm.size)]
+            own = slice(sum(rows[: comm.rank]), sum(rows[: comm.rank + 1]))
+            for where in ("new", "out", "own part"):
+                out = None if where == "new" else np.zeros((sum(rows), 2), F32)
+                x = np.zeros((rows[comm.rank], 2), F32) if where != "own part" else out[own]
+                run = comm.plan_allgather(x, out=out)
+                first = None
+                for step in range(3):
+                    x[...] = comm.rank + step
+                    joined = run()
+                    assert joined is (out if where != "new" else (first := first or [joined])[0])
+                    assert joined.dtype == F32
+                    wanted = np.repeat(np.arange(comm.size) + step, rows)
+                    np.testing.assert_array_equal(joined, np.stack([wanted, wanted], 1))
+        assert comm.plan_allgather(np.full((), comm.rank))().tolist() == [*range(comm.size)]
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("op", [cc.SUM, cc.MEAN, cc.BITWISE_XOR], ids=lambda op: op.value)
+def test_a_planned_reduce_scatter_reduces_what_ranks_have_then(world, op):
+    def check(comm):
+        dtypes = [F32, oracle.BFLOAT16, np.dtype(np.int32)]
+        for dtype in (d for d in dtypes if oracle.is_defined(op, d)):
+            for count in (comm.size + 1, 100_003):
+                for counts in (None, [count] + [0] * (comm.size - 1)):
+                    bounds = np.cumsum(counts)[:-1] if counts else comm.size
+                    x = np.zeros((count, 2), dtype)
+                    rows = np.array_split(x, bounds)[comm.rank]
+                    for out in (None, np.empty(rows.shape, dtype), rows):
+                        run = comm.plan_reduce_scatter(x, op=op, out=out, counts=counts)
+                        for step in range(2):
+                            arrays = [
+                                oracle.data(r + step, (count, 2), dtype) for r in range(comm.size)
+                            ]
+                            x[...] = arrays[comm.rank]
+                            result = run()
+                            assert out is None or result is out
+                            own = [np.array_split(a, bounds)[comm.rank] for a in arrays]
+                            oracle.assert_close(result, own, op)
+
+    world.run(check)
+
+
+def test_tensors_are_planned_too(world):
+    torch = installed("torch")
+
+    def check(comm):
+        x = torch.full((comm.size,), comm.rank + 1.0)
+        own, joined = torch.zeros(1), torch.zeros(comm.size)
+        share = comm.plan_reduce_scatter(x, op=cc.SUM, out=own)
+        join = comm.plan_allgather(own, out=joined)
+        made = comm.plan_allgather(own)
+        total = comm.size * (comm.size + 1) / 2
+        for step in range(1, 3):
+            x[...] = step * (comm.rank + 1.0)
+            assert share() is own
+            assert join() is joined
+            assert joined.tolist() == made().tolist() == [step * total] * comm.size
+        assert isinstance(made(), torch.Tensor)
+
+    world.run(check)
+
+
+def test_plans_and_other_calls_in_any_order(world):
+    def check(comm):
+        x = np.full(5, comm.rank + 1.0)
+        joined = comm.plan_allgather(x)
+        first = comm.plan_broadcast(np.full(3, comm.rank), comm.size - 1)
+        for _ in range(3):
+            assert joined().sum() == 5 * comm.size * (comm.size + 1) / 2
+            assert comm.allreduce(1, op=cc.SUM) == comm.size
+            assert first().tolist() == [comm.size - 1] * 3
+
+    world.run(check)
+
+
+def raised(call):
+    try:
+        call()
+    except (TypeError, ValueError, cc.CollectiveError) as error:
+        return error
+    return None
+
+
+def test_ranks_that_call_other_plans_all_say_so(world):
+    def check(comm):
+        if comm.size == 1:
+            return
+        x = np.ones(4)
+        plans = {
+            "allgather": comm.plan_allgather(x),
+            "broadcast": comm.plan_broadcast(x.copy()),
+            "reduce_scatter": comm.plan_reduce_scatter(np.ones(comm.size)),
+        }
+        for name, run in plans.items():
+            error = raised(comm.barrier if comm.rank == 1 else run)
+            assert isinstance(error, cc.MismatchError)
+            assert f"planned {name} at test_planned.py" in str(error)
+            assert "barrier at test_planned.py" in str(error)
+            run()
+        other = comm.plan_broadcast(x.copy(), 1)
+        error = raised(other if comm.rank == 1 else plans["broadcast"])
+        assert "root is 0 on rank" in str(error)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+FIXED = np.broadcast_to(np.float32(1), (4, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "call"),
+    [
+        (ValueError, "not contiguous", lambda c: c.plan_broadcast(np.ones((4, 2)).T)),
+        (ValueError, "read-only", lambda c: c.plan_allgather(FIXED)),
+        (TypeError, "must be a tensor", lambda c: c.plan_reduce_scatter([1.0, 2.0])),
+        (ValueError, "no such root", lambda c: c.plan_broadcast(np.ones(2), c.size)),
+        (ValueError, "a scalar has no rows", lambda c: c.plan_reduce_scatter(np.ones(()))),
+        (ValueError, "counts do not fit",
+         lambda c: c.plan_reduce_scatter(np.ones(3), counts=[1] * (c.size + 3))),
+        (ValueError, "out has the wrong shape",
+         lambda c: c.plan_allgather(np.ones(3), out=np.ones(3 * c.size + (c.rank == 0)))),
+        (ValueError, "out is not contiguous",
+         lambda c: c.plan_allgather(np.ones(3), out=np.ones(6 * c.size)[::2])),
+        (TypeError, "no INTEGER_MEAN here",
+         lambda c: c.plan_reduce_scatter(np.ones(3, int), op=cc.INTEGER_MEAN)),
+    ],
+)  # fmt: skip
+def test_wrong_use_says_what_was_expected(world, kind, words, call):
+    def check(comm):
+        with pytest.raises((kind, cc.MismatchError), match=words):
+            call(comm)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+def test_an_out_in_which_the_array_lies_elsewhere_is_refused(world):
+    def check(comm):
+        out = np.zeros(3 * comm.size + 1)
+        last = comm.rank == comm.size - 1
+        x = out[3 * comm.rank : 3 * comm.rank + 3] if not last else out[-3:]
+        error = raised(lambda: comm.plan_allgather(x, out=out[:-1]))
+        assert isinstance(error, ValueError if last else cc.MismatchError)
+        assert "share memory at other places" in str(error)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
