@@ -21,6 +21,7 @@ from collectives.errors import (
     PeerFailure,
 )
 from collectives.launch import launched_processes
+from collectives.operations.heads import Envelope
 from collectives.operations.plan import Plan
 from collectives.operations.requests import Request
 from collectives.version import __version__ as __version__
@@ -41,6 +42,7 @@ __all__ = [
     "CollectiveTimeout",
     "Communicator",
     "Compression",
+    "Envelope",
     "LaunchError",
     "MismatchError",
     "PeerFailure",

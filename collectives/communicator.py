@@ -15,6 +15,7 @@ from collectives.operations import call, grouped, groups, objects, rows, send_re
 from collectives.operations import reduce as reductions
 from collectives.operations.group import Group
 from collectives.operations.on_devices import OnDevices
+from collectives.operations.point_to_point import PointToPoint
 from collectives.operations.requests import asynchronous, background
 from collectives.operations.settle import settle
 from collectives.transport.mpi import MpiTransport
@@ -81,7 +82,13 @@ class Communicator(Group):
     allgather_object = objects.allgather_object
 
     send = send_recv.send
+    isend = send_recv.isend
     recv = send_recv.recv
+    irecv = send_recv.irecv
+    sendrecv = send_recv.sendrecv
+    probe = send_recv.probe
+    send_object = send_recv.send_object
+    recv_object = send_recv.recv_object
 
     shared_empty = shared.shared_empty
     plan_allreduce = reductions.plan_allreduce
@@ -144,7 +151,7 @@ class Communicator(Group):
     def close(self) -> None:
         """Release the communicator; *collective*. Closing twice is harmless."""
         self.kept(background).close()
-        self.kept(send_recv.PointToPoint).close()
+        self.kept(PointToPoint).close()
         if self.unusable is None:
             self.kept(OnDevices).close()
             super().close()

@@ -31,15 +31,19 @@ __all__ = [
     "grouped_allreduce",
     "grouped_allreduce_async",
     "init",
+    "irecv",
     "is_initialized",
+    "isend",
     "local_rank",
     "local_size",
     "node_rank",
     "num_nodes",
     "plan_allreduce",
     "plan_buckets",
+    "probe",
     "rank",
     "recv",
+    "recv_object",
     "reduce",
     "reduce_async",
     "reduce_scatter",
@@ -47,6 +51,8 @@ __all__ = [
     "scatter",
     "scatter_async",
     "send",
+    "send_object",
+    "sendrecv",
     "shared_empty",
     "shutdown",
     "size",
@@ -165,7 +171,13 @@ gather = _on_world(Communicator.gather)
 allgather = _on_world(Communicator.allgather)
 barrier = _on_world(Communicator.barrier)
 send = _on_world(Communicator.send)
+isend = _on_world(Communicator.isend)
 recv = _on_world(Communicator.recv)
+irecv = _on_world(Communicator.irecv)
+sendrecv = _on_world(Communicator.sendrecv)
+probe = _on_world(Communicator.probe)
+send_object = _on_world(Communicator.send_object)
+recv_object = _on_world(Communicator.recv_object)
 broadcast_object = _on_world(Communicator.broadcast_object)
 allgather_object = _on_world(Communicator.allgather_object)
 allreduce_async = _on_world(Communicator.allreduce_async)

@@ -14,7 +14,7 @@ from collectives.operations import plan as plans
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
 
-__all__ = ["allgather_object", "broadcast_object", "from_root"]
+__all__ = ["allgather_object", "broadcast_object", "from_root", "pickled", "unpickled"]
 
 T = TypeVar("T")
 
@@ -43,17 +43,17 @@ def allgather_object(group: Group, obj: T, *, timeout: float | None = None) -> l
     See `broadcast_object` about pickle.
     """
     with enter(group, "allgather_object", timeout) as call:
-        data = _pickled(obj)
+        data = pickled(obj)
         call.describe()  # step 4 of docs/how-a-call-goes.md
         joined, lengths, _ = joins.allgather(call, data)
     parts = zip(itertools.accumulate(lengths), lengths, strict=True)
-    return [pickle.loads(joined[end - length : end].data) for end, length in parts]
+    return [unpickled(joined[end - length : end]) for end, length in parts]
 
 
 def from_root(call: Call, obj: Any, root: int) -> Any:
     """Return the root's object, by pickle; itself on the root. Part of a call that is described."""
     own = call.group.rank == root
-    data = _pickled(obj) if own else np.empty(0, np.uint8)
+    data = pickled(obj) if own else np.empty(0, np.uint8)
     # The length, and as much of the object as travels with it.
     head = np.zeros(_HEAD_BYTES, np.uint8)
     length, begin = head[:8].view(np.int64), head[8:]
@@ -67,8 +67,14 @@ def from_root(call: Call, obj: Any, root: int) -> Any:
         if not own:
             data = np.empty(length[0], np.uint8)
         plans.broadcast_part(call, data, root)
-    return obj if own else pickle.loads(data.data)
+    return obj if own else unpickled(data)
 
 
-def _pickled(obj: object) -> Array:
+def pickled(obj: object) -> Array:
+    """Return an object as bytes: shape (n,), uint8."""
     return np.frombuffer(bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), np.uint8)
+
+
+def unpickled(data: Array) -> Any:
+    """Return the object that such bytes are."""
+    return pickle.loads(data.data)

@@ -105,6 +105,17 @@ class Transport(Ranks, ABC):
         """
         raise NotImplementedError(f"lane: {type(self).__name__} is only a part of a transport")
 
+    def post(self, head: Array, dest: int) -> Message:
+        """Start sending at least one byte of which the other side does not know; on a lane."""
+        raise NotImplementedError(f"post: {type(self).__name__} is only a part of a transport")
+
+    def collect(self) -> tuple[int, Array] | None:
+        """Return the next head that has come, from whomever, and its source; on a lane.
+
+        Those of one rank come in the order in which it has posted them; errors as `wait`.
+        """
+        raise NotImplementedError(f"collect: {type(self).__name__} is only a part of a transport")
+
     def open_mailbox(self) -> Mailbox:
         """Make a mailbox for the same ranks, independent of this transport; *collective*."""
         kind = type(self).__name__
