@@ -11,7 +11,7 @@ from __future__ import annotations
 from collectives import world
 from collectives.arrays.reduction import MAX, MEAN, MIN, PRODUCT, SUM
 from collectives.buckets.buckets import Buckets
-from collectives.communicator import Communicator
+from collectives.communicator import Communicator, from_mpi
 from collectives.compression import BF16, FP16, INT8, NONE, Compression
 from collectives.errors import (
     CollectiveError,
@@ -48,6 +48,7 @@ __all__ = [
     "PeerFailure",
     "Plan",
     "Request",
+    "from_mpi",
     "launched_processes",
 ]
 __all__ += world.__all__

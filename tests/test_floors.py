@@ -54,6 +54,7 @@ MAY_IMPORT = {
         "collectives.operations.settle",  # asks the library whether it takes device memory
         "collectives.communicator",
         "collectives.crowding",
+        "collectives.world",  # takes a communicator
         "collectives.launch",
         "collectives.transport.mailbox",
         "collectives.transport.messages",

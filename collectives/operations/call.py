@@ -34,7 +34,9 @@ __all__ = ["Call", "enter"]
 
 # Operations that tell each other how many rows they bring compare their calls even if nothing else
 # is compared.
-_ALWAYS_COMPARED = ("allgather", "allgather_object", "gather", "sparse_allreduce")
+_ALWAYS_COMPARED = (
+    "allgather", "allgather_object", "gather", "gather_object", "sparse_allreduce",
+)  # fmt: skip
 
 
 def enter(group: Group, operation: str, timeout: float | None = None) -> Call:

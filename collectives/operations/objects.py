@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -14,7 +15,15 @@ from collectives.operations import plan as plans
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
 
-__all__ = ["allgather_object", "broadcast_object", "from_root", "pickled", "unpickled"]
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "from_root",
+    "gather_object",
+    "pickled",
+    "scatter_object",
+    "unpickled",
+]
 
 T = TypeVar("T")
 
@@ -48,6 +57,73 @@ def allgather_object(group: Group, obj: T, *, timeout: float | None = None) -> l
         joined, lengths, _ = joins.allgather(call, data)
     parts = zip(itertools.accumulate(lengths), lengths, strict=True)
     return [unpickled(joined[end - length : end]) for end, length in parts]
+
+
+def gather_object(
+    group: Group, obj: T, root: int = 0, *, timeout: float | None = None
+) -> list[T] | None:
+    """Give one rank the Python objects of all ranks, in rank order, by pickle.
+
+    See `broadcast_object` about pickle.
+
+    Returns:
+        On the root a list with a copy of every rank's object, elsewhere None.
+
+    Raises:
+        ValueError: no such root.
+    """
+    with enter(group, "gather_object", timeout) as call:
+        data = pickled(obj)
+        call.check_root(root)
+        call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
+        lengths = call.agree_on_rows(data.size)  # step 6
+        joined = joins.gather(call, data, lengths, root, "auto")
+    if joined is None:
+        return None
+    parts = zip(itertools.accumulate(lengths), lengths, strict=True)
+    return [unpickled(joined[end - length : end]) for end, length in parts]
+
+
+def scatter_object(
+    group: Group, objs: Sequence[T] | None, root: int = 0, *, timeout: float | None = None
+) -> T:
+    """Give every rank one of the root's Python objects, by pickle.
+
+    See `broadcast_object` about pickle.
+
+    Args:
+        objs: on the root, an object for every rank, in rank order; not looked at elsewhere.
+        root: whose objects.
+        timeout: seconds.
+
+    Returns:
+        This rank's object: the root's own itself, a copy elsewhere.
+
+    Raises:
+        ValueError: no such root; on the root, another number of objects than ranks.
+
+    Example:
+        >>> import collectives as cc
+        >>> comm = cc.init()
+        >>> names = [f"part-{rank}" for rank in range(comm.size)] if comm.rank == 0 else None
+        >>> comm.scatter_object(names) == f"part-{comm.rank}"
+        True
+    """
+    with enter(group, "scatter_object", timeout) as call:
+        call.check_root(root)
+        own = group.rank == root
+        if own and (objs is None or len(objs) != group.size):
+            raise ValueError(
+                f"scatter_object: expected an object for each of {group.size} ranks, got "
+                f"{None if objs is None else len(objs)}"
+            )
+        parts = [pickled(obj) for obj in objs or ()] if own else []
+        call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
+        lengths = from_root(call, [part.size for part in parts], root)  # step 6
+        send = np.concatenate(parts) if own else None
+        received = np.empty(lengths[group.rank], np.uint8)
+        joins.scatter(call, send, lengths, root, received, "auto")
+    return objs[root] if own and objs is not None else cast(T, unpickled(received))
 
 
 def from_root(call: Call, obj: Any, root: int) -> Any:

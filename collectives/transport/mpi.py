@@ -156,6 +156,13 @@ class MpiTransport(Transport):
         lane.status = MPI.Status()  # another thread may complete messages of the lane
         return lane
 
+    def to_mpi(self) -> MPI.Comm:
+        """Make a duplicate."""
+        try:
+            return self.mpi.Dup()
+        except RuntimeError as error:
+            raise self._explain(error, "to_mpi") from error
+
     def post(self, head: Array, dest: int) -> Message:
         """Start sending what the other rank will collect."""
         return self._start(self.mpi.Isend, head, dest, "receive", _HEAD_TAG)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -120,6 +120,14 @@ class Transport(Ranks, ABC):
         """Make a mailbox for the same ranks, independent of this transport; *collective*."""
         kind = type(self).__name__
         raise NotImplementedError(f"open_mailbox: {kind} is only a part of a transport")
+
+    def to_mpi(self) -> Any:
+        """Make a communicator of mpi4py with the same ranks; *collective*.
+
+        Raises:
+            TypeError: the ranks are not processes of MPI.
+        """
+        raise TypeError(f"to_mpi: the ranks are not processes of MPI, but of {type(self).__name__}")
 
     @abstractmethod
     def close(self) -> None:
