@@ -26,7 +26,7 @@ from collectives.arrays.reduction import (
     SUM,
 )
 from collectives.buckets.buckets import Buckets
-from collectives.communicator import Communicator
+from collectives.communicator import Communicator, from_mpi
 from collectives.compression import BF16, FP16, INT8, NONE, Compression
 from collectives.errors import (
     CollectiveError,
@@ -36,6 +36,7 @@ from collectives.errors import (
     PeerFailure,
 )
 from collectives.launch import launched_processes
+from collectives.operations.heads import Envelope
 from collectives.operations.plan import Plan
 from collectives.operations.requests import Request
 from collectives.version import __version__ as __version__
@@ -65,11 +66,13 @@ __all__ = [
     "CollectiveTimeout",
     "Communicator",
     "Compression",
+    "Envelope",
     "LaunchError",
     "MismatchError",
     "PeerFailure",
     "Plan",
     "Request",
+    "from_mpi",
     "launched_processes",
 ]
 __all__ += world.__all__

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from collectives import settings
+from collectives import launch, settings
 from collectives.buckets import buckets
 from collectives.channel import channel
 from collectives.errors import in_turn
@@ -24,8 +24,10 @@ from collectives.operations import (
     sparse,
 )
 from collectives.operations import reduce as reductions
+from collectives.operations import scan as scans
 from collectives.operations.group import Group
 from collectives.operations.on_devices import OnDevices
+from collectives.operations.point_to_point import PointToPoint
 from collectives.operations.requests import asynchronous, background
 from collectives.operations.settle import settle
 from collectives.transport.mpi import MpiTransport
@@ -41,13 +43,31 @@ E = TypeVar("E", bound=BaseException)
 def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> Communicator:
     """Make a communicator of an `mpi4py.MPI.Comm`, which stays the caller's own.
 
-    *Collective*: every rank of `comm`.
+    *Collective*: every rank of `comm`. The two share no message, so calls of MPI's own on `comm`
+    may come between; `comm` may be freed afterwards. Where `init` was not called, nothing ends the
+    job on an uncaught exception, and who waits for a rank of another node that has ended its
+    program finds out by the limit.
+
+    Args:
+        comm: of the processes of one group.
+        configuration: the settings; from the environment if None.
 
     Raises:
-        ValueError: what rank 0 knows of the links cannot be read; on all ranks.
+        TypeError: `comm` is not one of mpi4py.
+        ValueError: `comm` is of two groups, or of none; or what rank 0 knows of the links cannot be
+            read, on all ranks.
+
+    Example:
+        >>> from mpi4py import MPI
+        >>> import collectives as cc
+        >>> with cc.from_mpi(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.Get_rank() % 2)) as half:
+        ...     mean = half.allreduce(1.0)
     """
     from mpi4py import MPI
 
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"from_mpi: expected a communicator of mpi4py, got {comm!r}")
+    numbers = launch.members(comm, "from_mpi")
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
     leader = np.array([comm.Get_rank()])
     node.Bcast(leader, 0)
@@ -55,6 +75,8 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
     leaders = np.empty(comm.Get_size(), leader.dtype)
     comm.Allgather(leader, leaders)
     transport = MpiTransport(comm)
+    if numbers != list(range(len(numbers))):
+        transport.world = numbers
     settled = settle(configuration or settings.from_environment(), transport)
     return Communicator(transport, leaders.tolist(), settled)
 
@@ -84,6 +106,8 @@ class Communicator(Group):
     grouped_reduce_scatter = grouped_rows.grouped_reduce_scatter
     grouped_broadcast = grouped_rows.grouped_broadcast
     sparse_allreduce = sparse.sparse_allreduce
+    scan = scans.scan
+    exscan = scans.exscan
 
     broadcast = broadcasts.broadcast
     barrier = broadcasts.barrier
@@ -93,9 +117,17 @@ class Communicator(Group):
     alltoall = rows.alltoall
     broadcast_object = objects.broadcast_object
     allgather_object = objects.allgather_object
+    gather_object = objects.gather_object
+    scatter_object = objects.scatter_object
 
     send = send_recv.send
+    isend = send_recv.isend
     recv = send_recv.recv
+    irecv = send_recv.irecv
+    sendrecv = send_recv.sendrecv
+    probe = send_recv.probe
+    send_object = send_recv.send_object
+    recv_object = send_recv.recv_object
 
     shared_empty = shared.shared_empty
     plan_allreduce = planned.plan_allreduce
@@ -109,6 +141,8 @@ class Communicator(Group):
     allreduce_async = asynchronous(allreduce)
     reduce_async = asynchronous(reduce)
     reduce_scatter_async = asynchronous(reduce_scatter)
+    scan_async = asynchronous(scan)
+    exscan_async = asynchronous(exscan)
     broadcast_async = asynchronous(broadcast)
     gather_async = asynchronous(gather)
     allgather_async = asynchronous(allgather)
@@ -119,6 +153,30 @@ class Communicator(Group):
     grouped_allgather_async = asynchronous(grouped_allgather)
     grouped_reduce_scatter_async = asynchronous(grouped_reduce_scatter)
     grouped_broadcast_async = asynchronous(grouped_broadcast)
+
+    def to_mpi(self) -> MPI.Intracomm:
+        """Return a communicator of mpi4py with the same ranks, for whatever else MPI can do.
+
+        *Collective* at the first call; later ones return the same. It shares no message with this
+        one, and is freed when this one is closed, unless the caller has done so. What mpi4py does
+        with it has no limit: it waits for ever for a rank that does not come.
+
+        Raises:
+            TypeError: the ranks are not processes of MPI.
+
+        Example:
+            >>> import collectives as cc
+            >>> comm = cc.init()
+            >>> comm.to_mpi().Get_size() == comm.size
+            True
+        """
+        own = self.kept(_OfMpi)
+        if not own.comm:
+            with call.enter(self, "to_mpi") as calling:
+                calling.describe()
+                calling.agree()
+                own.comm = self.transport.to_mpi()
+        return own.comm
 
     def open_channel(self) -> channel.Channel:
         """Make a channel: messages between any two ranks at any time; *collective*.
@@ -164,8 +222,9 @@ class Communicator(Group):
     def close(self) -> None:
         """Release the communicator; *collective*. Closing twice is harmless."""
         self.kept(background).close()
-        self.kept(send_recv.PointToPoint).close()
+        self.kept(PointToPoint).close()
         if self.unusable is None:
+            self.kept(_OfMpi).close()
             self.kept(OnDevices).close()
             super().close()
 
@@ -174,3 +233,18 @@ class Communicator(Group):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class _OfMpi:
+    """What `to_mpi` has returned, if anything."""
+
+    def __init__(self, group: Group) -> None:
+        self.comm: MPI.Intracomm | None = None
+
+    def close(self) -> None:
+        """Free it, unless its owner has, or MPI has ended; *collective*."""
+        from mpi4py import MPI
+
+        if self.comm and not MPI.Is_finalized():  # false where it was freed
+            self.comm.Free()
+        self.comm = None

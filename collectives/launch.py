@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import builtins
 import logging
+import operator
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,7 +33,9 @@ __all__ = [
     "check_world_size",
     "is_fault_tolerant",
     "launched_processes",
+    "members",
     "mpi_settings",
+    "some_processes",
     "start_mpi",
 ]
 
@@ -66,6 +69,64 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
         MPI.Init_thread()
     check_world_size(os.environ, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
     return MPI.COMM_WORLD
+
+
+def members(comm: MPI.Comm | Sequence[int], operation: str = "init") -> list[int]:
+    """Return the numbers that processes have among all, in `MPI.COMM_WORLD`.
+
+    Args:
+        comm: a communicator of mpi4py, or such numbers.
+        operation: the caller's name.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: a communicator of two groups, or of none; or numbers that do not exist, or
+            twice.
+    """
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Comm):
+        size = MPI.COMM_WORLD.Get_size()
+        numbers = [operator.index(number) for number in comm]
+        if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(size)):
+            raise ValueError(
+                f"{operation}: expected processes 0 .. {size - 1}, each at most once, got {numbers}"
+            )
+        return numbers
+    if comm == MPI.COMM_NULL or not isinstance(comm, MPI.Intracomm):
+        raise ValueError(
+            f"{operation}: expected a communicator of the processes of one group, among them this "
+            f"one, got {comm!r}"
+        )
+    own, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    numbers = list(own.Translate_ranks(None, world))
+    own.Free()
+    world.Free()
+    return numbers
+
+
+def some_processes(comm: MPI.Comm | Sequence[int]) -> MPI.Intracomm:
+    """Return a communicator of the processes that are named, *collective* over these.
+
+    Args and errors as `members`; and a ValueError where this process is not among them.
+    """
+    from mpi4py import MPI
+
+    numbers = members(comm)
+    if isinstance(comm, MPI.Intracomm):
+        return comm
+    own = MPI.COMM_WORLD.Get_rank()
+    if own not in numbers:
+        raise ValueError(
+            f"init: process {own} of {MPI.COMM_WORLD.Get_size()} is not among the processes "
+            f"{numbers}, so it must not call init with them"
+        )
+    world = MPI.COMM_WORLD.Get_group()
+    part = world.Incl(numbers)
+    made = MPI.COMM_WORLD.Create_group(part)
+    part.Free()
+    world.Free()
+    return made
 
 
 def mpi_settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:

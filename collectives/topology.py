@@ -15,6 +15,7 @@ __all__ = [
     "Doubling",
     "HalvingStep",
     "Nodes",
+    "PrefixStep",
     "Rails",
     "RingStep",
     "Tree",
@@ -24,6 +25,7 @@ __all__ = [
     "doubling_allgather",
     "halving_reduce_scatter",
     "nodes",
+    "prefix",
     "rails",
     "ring_allgather",
     "ring_neighbours",
@@ -173,6 +175,27 @@ def doubling(rank: int, size: int) -> Doubling:
     places = [place ^ (1 << level) for level in range(active.bit_length() - 1)]
     partners = tuple(2 * p if p < others else p + others for p in places)
     return Doubling(None, rank + 1 if rank < 2 * others else None, partners)
+
+
+class PrefixStep(NamedTuple):
+    """One round of a prefix reduction: who hands over what it has combined, and to whom it goes."""
+
+    source: int | None
+    dest: int | None
+
+
+def prefix(rank: int, size: int) -> Iterator[PrefixStep]:
+    """Yield the rounds in which each rank learns of all before it, at distances that double.
+
+    Example:
+        >>> list(prefix(1, 3))
+        [PrefixStep(source=0, dest=2), PrefixStep(source=None, dest=None)]
+    """
+    distance = 1
+    while distance < size:
+        source, dest = rank - distance, rank + distance
+        yield PrefixStep(source if source >= 0 else None, dest if dest < size else None)
+        distance *= 2
 
 
 class Tree(NamedTuple):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from collectives import crowding, launch, settings
 from collectives.communicator import Communicator, from_mpi
 from collectives.operations import recorder
 from collectives.transport import whereabouts
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = [
     "allgather",
@@ -26,8 +29,12 @@ __all__ = [
     "broadcast",
     "broadcast_async",
     "broadcast_object",
+    "exscan",
+    "exscan_async",
     "gather",
     "gather_async",
+    "gather_object",
+    "group",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -37,7 +44,9 @@ __all__ = [
     "grouped_reduce_scatter",
     "grouped_reduce_scatter_async",
     "init",
+    "irecv",
     "is_initialized",
+    "isend",
     "local_rank",
     "local_size",
     "node_rank",
@@ -47,19 +56,27 @@ __all__ = [
     "plan_broadcast",
     "plan_buckets",
     "plan_reduce_scatter",
+    "probe",
     "rank",
     "recv",
+    "recv_object",
     "reduce",
     "reduce_async",
     "reduce_scatter",
     "reduce_scatter_async",
+    "scan",
+    "scan_async",
     "scatter",
     "scatter_async",
+    "scatter_object",
     "send",
+    "send_object",
+    "sendrecv",
     "shared_empty",
     "shutdown",
     "size",
     "sparse_allreduce",
+    "split",
 ]
 
 log = logging.getLogger(__name__)
@@ -68,34 +85,53 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _world: Communicator | None = None
+_members: list[int] = []  # its processes, by their numbers among all
 
 
-def init() -> Communicator:
-    """Start MPI if needed, and return the communicator over all processes of the job.
+def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
+    """Start MPI if needed, and return the communicator over all processes of the job, or some.
 
-    *Collective* at the first call; later calls return the same object. The launch is checked (see
-    `collectives.launch`), and from here on an uncaught exception on one rank ends the whole job.
-    Rank 0 warns of environment variables that look like ours and that nothing reads, one rank of
-    each node of more threads than cores (see `collectives.crowding`).
+    *Collective* at the first call, over the processes that take part; later calls return the same
+    object. The launch is checked (see `collectives.launch`), and from here on an uncaught exception
+    on one rank ends the whole job. Rank 0 warns of environment variables that look like ours and
+    that nothing reads, one rank of each node of more threads than cores (see
+    `collectives.crowding`).
+
+    Args:
+        comm: the processes that are the world of this package: a communicator of mpi4py, which
+            stays the caller's own, or numbers of processes in `MPI.COMM_WORLD`, in their new order;
+            then only these call. None for all processes.
 
     Raises:
         LaunchError: a launcher started several processes, but MPI sees one; or there is no MPI
             library.
+        TypeError: `comm` is neither a communicator of mpi4py nor a sequence of integers.
         ValueError: an environment variable of Unisono cannot be understood, or the file of
-            `python -m collectives tune` is damaged.
+            `python -m collectives tune` is damaged; or this process is not in `comm`; or there is a
+            world of other processes already.
     """
-    global _world
-    if _world is None:
-        configuration = settings.from_environment()
-        mpi_world = launch.start_mpi(configuration)
-        whereabouts.install(mpi_world, recorder.last_call)
-        _world = from_mpi(mpi_world, configuration)
-        recorder.install(_world.rank, _world.size, configuration.recorder_dir)
-        if configuration.abort_on_exception:
-            launch.abort_on_exception(mpi_world)
-        warnings = settings.slips(os.environ) if _world.rank == 0 else []
-        for text in filter(None, [*warnings, crowding.find(mpi_world, os.environ)]):
-            log.warning("[%d/%d] %s", _world.rank, _world.size, text)
+    global _world, _members
+    if _world is not None:
+        if comm is not None and (given := launch.members(comm)) != _members:
+            raise ValueError(
+                f"init: there is a world already, of the processes {_members}, got {given}; call "
+                "shutdown() first"
+            )
+        return _world
+    configuration = settings.from_environment()
+    all_processes = launch.start_mpi(configuration)
+    ranks = all_processes if comm is None else launch.some_processes(comm)
+    _members = launch.members(ranks)
+    if len(_members) == all_processes.Get_size():
+        whereabouts.install(all_processes, recorder.last_call)
+    _world = from_mpi(ranks, configuration)
+    # By its number among all: worlds of other processes may write beside it.
+    recorder.install(all_processes.Get_rank(), all_processes.Get_size(), configuration.recorder_dir)
+    if configuration.abort_on_exception:
+        launch.abort_on_exception(all_processes)
+    warnings = settings.slips(os.environ) if _world.rank == 0 else []
+    for text in filter(None, [*warnings, crowding.find(ranks, os.environ)]):
+        log.warning("[%d/%d] %s", _world.rank, _world.size, text)
     return _world
 
 
@@ -174,9 +210,23 @@ gather = _on_world(Communicator.gather)
 allgather = _on_world(Communicator.allgather)
 barrier = _on_world(Communicator.barrier)
 send = _on_world(Communicator.send)
+isend = _on_world(Communicator.isend)
 recv = _on_world(Communicator.recv)
+irecv = _on_world(Communicator.irecv)
+sendrecv = _on_world(Communicator.sendrecv)
+probe = _on_world(Communicator.probe)
+send_object = _on_world(Communicator.send_object)
+recv_object = _on_world(Communicator.recv_object)
 broadcast_object = _on_world(Communicator.broadcast_object)
 allgather_object = _on_world(Communicator.allgather_object)
+gather_object = _on_world(Communicator.gather_object)
+scatter_object = _on_world(Communicator.scatter_object)
+scan = _on_world(Communicator.scan)
+exscan = _on_world(Communicator.exscan)
+scan_async = _on_world(Communicator.scan_async)
+exscan_async = _on_world(Communicator.exscan_async)
+split = _on_world(Communicator.split)
+group = _on_world(Communicator.group)
 allreduce_async = _on_world(Communicator.allreduce_async)
 reduce_async = _on_world(Communicator.reduce_async)
 reduce_scatter_async = _on_world(Communicator.reduce_scatter_async)

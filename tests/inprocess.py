@@ -81,27 +81,30 @@ class _Receive:
         self.into = memory_of(into)
         self.peer = peer
         self.finished = False
+        self.error = None
         self.queue = group.boxes[("receives", *box)]
         self.queue.append(self)
 
     def done(self):
         with self.group.lock:
             box = self.group.boxes[self.box]
-            if not self.finished and self.queue[0] is self and box:
-                send = box.popleft()
-                self.queue.popleft()
-                self.finished = True
-                fits = send.data.size == self.into.size
-                if fits:
-                    self.into[...] = send.data
-                send.taken = True  # its memory may change from now on
-                self.group.event(self.box[-2])
-                if not fits:
-                    raise MismatchError(
-                        f"receive: {self.peer} sent an array of another length, expected "
-                        f"{self.into.size} bytes, got {send.data.size}"
-                    )
+            while box and self.queue and not self.finished:  # as MPI does: also for those before
+                self.queue.popleft().take(box.popleft())
+        if self.error is not None:
+            raise self.error
         return self.finished
+
+    def take(self, send):
+        self.finished = True
+        if send.data.size == self.into.size:
+            self.into[...] = send.data
+        else:
+            self.error = MismatchError(
+                f"receive: {self.peer} sent an array of another length, expected "
+                f"{self.into.size} bytes, got {send.data.size}"
+            )
+        send.taken = True  # its memory may change from now on
+        self.group.event(self.box[-2])
 
     def describe(self):
         return f"{self.peer} to send {self.into.size} bytes"
@@ -160,6 +163,23 @@ class ThreadTransport(Transport):
         with self.group.lock:
             group = self.group.parts.setdefault("lane", ThreadGroup(self.size, self.group.mode))
         return ThreadTransport(group, self.rank)
+
+    def post(self, head, dest):
+        send = _Send(self.group, head, self.name([dest]))
+        with self.group.lock:
+            self.group.boxes[("head", self.rank, dest)].append(send)
+            self.group.event(dest)
+        return send
+
+    def collect(self):
+        with self.group.lock:
+            for source in range(self.size):
+                if box := self.group.boxes[("head", source, self.rank)]:
+                    send = box.popleft()
+                    send.taken = True
+                    self.group.event(source)
+                    return source, send.data.copy()
+        return None
 
     def open_mailbox(self):
         return ThreadMailbox(self.split(0, self.rank))

@@ -35,7 +35,9 @@ E = TypeVar("E", bound=BaseException)
 
 # Operations that tell each other how many rows they bring compare their calls even if nothing else
 # is compared.
-_ALWAYS_COMPARED = ("allgather", "allgather_object", "alltoall", "gather", "sparse_allreduce")
+_ALWAYS_COMPARED = (
+    "allgather", "allgather_object", "alltoall", "gather", "gather_object", "sparse_allreduce",
+)  # fmt: skip
 
 
 def enter(group: Group, operation: str, timeout: float | None = None) -> Call:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -14,7 +15,15 @@ from collectives.operations import plan as plans
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
 
-__all__ = ["allgather_object", "broadcast_object", "from_root"]
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "from_root",
+    "gather_object",
+    "pickled",
+    "scatter_object",
+    "unpickled",
+]
 
 T = TypeVar("T")
 
@@ -43,17 +52,84 @@ def allgather_object(group: Group, obj: T, *, timeout: float | None = None) -> l
     See `broadcast_object` about pickle.
     """
     with enter(group, "allgather_object", timeout) as call:
-        data = _pickled(obj)
+        data = pickled(obj)
         call.describe()  # step 4 of docs/how-a-call-goes.md
         joined, lengths, _ = joins.allgather(call, data)
     parts = zip(itertools.accumulate(lengths), lengths, strict=True)
-    return [pickle.loads(joined[end - length : end].data) for end, length in parts]
+    return [unpickled(joined[end - length : end]) for end, length in parts]
+
+
+def gather_object(
+    group: Group, obj: T, root: int = 0, *, timeout: float | None = None
+) -> list[T] | None:
+    """Give one rank the Python objects of all ranks, in rank order, by pickle.
+
+    See `broadcast_object` about pickle.
+
+    Returns:
+        On the root a list with a copy of every rank's object, elsewhere None.
+
+    Raises:
+        ValueError: no such root.
+    """
+    with enter(group, "gather_object", timeout) as call:
+        data = pickled(obj)
+        call.check_root(root)
+        call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
+        lengths = call.agree_on_rows(data.size)  # step 6
+        joined = joins.gather(call, data, lengths, root, "auto")
+    if joined is None:
+        return None
+    parts = zip(itertools.accumulate(lengths), lengths, strict=True)
+    return [unpickled(joined[end - length : end]) for end, length in parts]
+
+
+def scatter_object(
+    group: Group, objs: Sequence[T] | None, root: int = 0, *, timeout: float | None = None
+) -> T:
+    """Give every rank one of the root's Python objects, by pickle.
+
+    See `broadcast_object` about pickle.
+
+    Args:
+        objs: on the root, an object for every rank, in rank order; not looked at elsewhere.
+        root: whose objects.
+        timeout: seconds.
+
+    Returns:
+        This rank's object: the root's own itself, a copy elsewhere.
+
+    Raises:
+        ValueError: no such root; on the root, another number of objects than ranks.
+
+    Example:
+        >>> import collectives as cc
+        >>> comm = cc.init()
+        >>> names = [f"part-{rank}" for rank in range(comm.size)] if comm.rank == 0 else None
+        >>> comm.scatter_object(names) == f"part-{comm.rank}"
+        True
+    """
+    with enter(group, "scatter_object", timeout) as call:
+        call.check_root(root)
+        own = group.rank == root
+        if own and (objs is None or len(objs) != group.size):
+            raise ValueError(
+                f"scatter_object: expected an object for each of {group.size} ranks, got "
+                f"{None if objs is None else len(objs)}"
+            )
+        parts = [pickled(obj) for obj in objs or ()] if own else []
+        call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
+        lengths = from_root(call, [part.size for part in parts], root)  # step 6
+        send = np.concatenate(parts) if own else None
+        received = np.empty(lengths[group.rank], np.uint8)
+        joins.scatter(call, send, lengths, root, received, "auto")
+    return objs[root] if own and objs is not None else cast(T, unpickled(received))
 
 
 def from_root(call: Call, obj: Any, root: int) -> Any:
     """Return the root's object, by pickle; itself on the root. Part of a call that is described."""
     own = call.group.rank == root
-    data = _pickled(obj) if own else np.empty(0, np.uint8)
+    data = pickled(obj) if own else np.empty(0, np.uint8)
     # The length, and as much of the object as travels with it.
     head = np.zeros(_HEAD_BYTES, np.uint8)
     length, begin = head[:8].view(np.int64), head[8:]
@@ -67,8 +143,14 @@ def from_root(call: Call, obj: Any, root: int) -> Any:
         if not own:
             data = np.empty(length[0], np.uint8)
         plans.broadcast_part(call, data, root)
-    return obj if own else pickle.loads(data.data)
+    return obj if own else unpickled(data)
 
 
-def _pickled(obj: object) -> Array:
+def pickled(obj: object) -> Array:
+    """Return an object as bytes: shape (n,), uint8."""
     return np.frombuffer(bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), np.uint8)
+
+
+def unpickled(data: Array) -> Any:
+    """Return the object that such bytes are."""
+    return pickle.loads(data.data)

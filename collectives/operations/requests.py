@@ -3,6 +3,7 @@
 `Communicator.allreduce_async` and its kind return a `Request` at once. One thread per communicator
 carries out the requests, one after the other in the order of issue, on a private duplicate of the
 communicator: it shares no message with the blocking operations, which may be called meanwhile.
+(Requests of `isend` and `irecv` know no order: `collectives.operations.point_to_point`.)
 
     caller     allreduce_async(a)   allreduce_async(b)   barrier()   wait(a)   wait(b)
     thread            |------ allreduce a ------|------ allreduce b ------|
@@ -24,15 +25,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 from collectives.arrays import streams
 from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError, some
 from collectives.operations import groups, recorder
 from collectives.operations.group import Group
+from collectives.operations.heads import Envelope
 from collectives.transport.transport import this_thread
 
-__all__ = ["Progress", "Request", "asynchronous", "background"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Job", "Progress", "Request", "asynchronous", "background"]
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +52,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Job:
-    """One operation to carry out, and what became of it."""
+class Job:
+    """One operation under way, and what became of it.
 
-    def __init__(self, name: str, run: Callable[[Any], Any]) -> None:
+    Args:
+        name: of the operation, for errors and warnings.
+        drive: moves it on for so many seconds at most, or until it is over; 0: once. None where
+            another thread carries it out.
+    """
+
+    def __init__(self, name: str, drive: Callable[[float | None], None] | None = None) -> None:
         self.name = name
         self.origin = recorder.origin()
-        self.run: Callable[[Any], Any] | None = run
         self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.trace: TracebackType | None = None  # of the operation's error
         self.process = os.getpid()
+        self.envelope: Envelope | None = None
         # Whether someone has waited for it, or a warning has named it.
         self.settled = False
+        self._drive = drive
 
     def __str__(self) -> str:
         return f"{self.name} at {self.origin.site}"
@@ -74,21 +86,32 @@ class _Job:
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.future.set_exception(error)
 
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until it is over, for so many seconds at most, and tell whether it is."""
+        if not self.future.done() and self._drive is not None:
+            self._drive(timeout)
+        elif timeout != 0:
+            # `Future.exception` would say by a TimeoutError that the time is over, which a signal
+            # handler may raise as well.
+            concurrent.futures.wait([self.future], timeout)
+        return self.future.done()
+
 
 class Request(Generic[T]):
-    """An operation under way, started by a method that ends in `_async`.
+    """An operation under way, started by a method that ends in `_async`, `isend` or `irecv`.
 
     The array that was given to it must not change, and `out=` must not be read, until it is done.
     A request must be waited for: one that is dropped before is named in a warning, with its error
     if it had one. Any thread may wait, several at once and more than once.
     """
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
 
     def done(self) -> bool:
         """Tell whether `wait` would return, or raise, at once."""
-        return self._job.future.done()
+        job = self._job
+        return job.future.done() or (job.process == os.getpid() and job.wait(0))
 
     def wait(self, timeout: float | None = None) -> T:
         """Wait until the operation is complete, and return what it returned.
@@ -132,18 +155,57 @@ class Request(Generic[T]):
             CollectiveError: this process is a fork of the rank.
         """
         job = self._job
-        done = job.future.done()
-        if not done:
-            if job.process != os.getpid():
-                raise CollectiveError(f"wait: {job} goes on in the parent, not in a forked child")
-            # `Future.exception` would say by a TimeoutError that the time is over, which a signal
-            # handler may raise as well.
-            done = bool(concurrent.futures.wait([job.future], timeout).done)
+        if not job.future.done() and job.process != os.getpid():
+            raise CollectiveError(f"wait: {job} goes on in the parent, not in a forked child")
+        done = job.wait(timeout)
         job.settled = job.settled or done
         return done
 
+    def exception(self) -> BaseException | None:
+        """Return the error of an operation that is complete; None if it has none, or goes on."""
+        if not self.done():
+            return None
+        self._job.settled = True
+        return self._job.future.exception()
+
+    @property
+    def envelope(self) -> Envelope | None:
+        """Source, tag, shape and dtype of what `irecv` receives, once its head has come.
+
+        None before, and for other operations.
+        """
+        return self._job.envelope
+
+    def add_done_callback(self, function: Callable[[Self], object]) -> None:
+        """Call `function(request)` once when the operation is complete, whatever came of it.
+
+        At once if it is complete already; else in the thread that completes it, which carries out
+        no other request meanwhile: let it be short, and let it wait for no later request. Functions
+        are called in the order in which they were added. What one raises is logged, and that is
+        all. An error of the operation has to be looked at, by `exception` or `wait`, there or
+        elsewhere.
+
+        Example:
+            >>> import collectives as cc
+            >>> comm = cc.init()
+            >>> sums = []
+            >>> request = comm.allreduce_async(2.0)
+            >>> request.add_done_callback(lambda request: sums.append(request.wait()))
+            >>> request.wait()
+            array(2.)
+        """
+        held = [self]  # until it is complete, since somebody will look; no circle afterwards
+
+        def call(future: concurrent.futures.Future[T]) -> None:
+            request = held.pop()
+            if future.exception() is None:
+                request._job.settled = True
+            function(request)
+
+        self._job.future.add_done_callback(call)
+
     def __repr__(self) -> str:
-        return f"<Request {self._job}: {self._state()}>"
+        return f"<{type(self).__name__} {self._job}: {self._state()}>"
 
     def _state(self) -> str:
         future = self._job.future
@@ -157,6 +219,13 @@ class Request(Generic[T]):
         if not job.settled and job.process == os.getpid():
             job.settled = True
             log.warning("nobody waited for %s (%s)", job, self._state())
+
+
+class _Task(NamedTuple):
+    """A job, and what the thread has to do for it."""
+
+    job: Job
+    run: Callable[[Any], Any]
 
 
 class Progress:
@@ -176,7 +245,7 @@ class Progress:
         self._stop = threading.Event()
         # Guards what follows, and is notified of every change of it.
         self._changed = threading.Condition()
-        self._jobs: deque[_Job] = deque()  # in the order of issue; the first is under way
+        self._tasks: deque[_Task] = deque()  # in the order of issue; the first is under way
         self._closed = False
         self._failed: str | None = None  # which request made the communicator unusable, and how
 
@@ -190,7 +259,7 @@ class Progress:
         Raises:
             CollectiveError: the communicator was closed, or this process is a fork of the rank.
         """
-        job = _Job(name, run)
+        job = Job(name)
         if os.getpid() != self._process:
             raise CollectiveError(f"{job}: a forked child is not a rank: start it in the parent")
         with self._starting:
@@ -199,7 +268,7 @@ class Progress:
         with self._changed:
             if self._closed:
                 raise CollectiveError(f"{job}: the communicator was closed")
-            self._jobs.append(job)
+            self._tasks.append(_Task(job, run))
             self._changed.notify_all()
         return Request(job)
 
@@ -218,9 +287,9 @@ class Progress:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._jobs, drain)
-            unfinished = [job for job in self._jobs if not job.future.done()]
-            self._jobs.clear()
+            self._changed.wait_for(lambda: not self._tasks, drain)
+            unfinished = [task.job for task in self._tasks if not task.job.future.done()]
+            self._tasks.clear()
         names = [str(job) for job in unfinished if not job.settled]
         for job in unfinished:
             job.settled = True
@@ -248,27 +317,26 @@ class Progress:
         this_thread.stop = self._stop
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._closed)
-                if not self._jobs:
+                self._changed.wait_for(lambda: self._tasks or self._closed)
+                if not self._tasks:
                     return
-                job = self._jobs[0]
-            self._carry_out(job, private)
+                task = self._tasks[0]
+            self._carry_out(task, private)
             with self._changed:
-                if self._jobs:  # empty if `close` has given up
-                    self._jobs.popleft()
+                if self._tasks:  # empty if `close` has given up
+                    self._tasks.popleft()
                 self._changed.notify_all()
-            del job  # it holds the result, perhaps the last one for a long time
+            del task  # it holds arrays and the result, perhaps the last ones for a long time
 
-    def _carry_out(self, job: _Job, private: Group) -> None:
-        run, job.run = job.run, None
+    def _carry_out(self, task: _Task, private: Group) -> None:
+        job = task.job
         if self._failed is not None:
             job.fail(CollectiveError(f"{job}: not carried out, since {self._failed}"))
             return
-        assert run is not None
         job.future.set_running_or_notify_cancel()
         recorder.given.site, recorder.given.entry = job.origin
         try:
-            result = run(private)
+            result = task.run(private)
         except BaseException as error:
             # After these the ranks are still in step, and the next request can be carried out.
             if not isinstance(error, (MismatchError, TypeError, ValueError)):

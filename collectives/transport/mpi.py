@@ -32,7 +32,7 @@ __all__ = ["MpiTransport"]
 _NAME_WITHIN = 1.0
 _ASK_EVERY = 0.005
 
-_TAG, _LANE_TAG = 1, 4  # apart: a lane may be used by another thread
+_TAG, _LANE_TAG, _HEAD_TAG = 1, 4, 5  # apart: a lane may be used by another thread
 
 
 def _functions() -> tuple[int, int, int] | None:
@@ -72,16 +72,16 @@ class MpiTransport(Transport):
         self._any_thread = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
 
     def _start_send(self, data: Array, dest: int) -> Message:
-        return self._start(self.mpi.Isend, data, dest, "receive")
+        return self._start(self.mpi.Isend, data, dest, "receive", self._tag)
 
     def _start_receive(self, into: Array, source: int) -> Message:
-        return self._start(self.mpi.Irecv, into, source, "send")
+        return self._start(self.mpi.Irecv, into, source, "send", self._tag)
 
-    def _start(self, begin: Any, array: Array, peer: int, verb: str) -> Message:
+    def _start(self, begin: Any, array: Array, peer: int, verb: str, tag: int) -> Message:
         if not self._any_thread and not self._may_call_mpi:
             self.check_threads(f"message to or from {self.name([peer])}")
         try:
-            return MpiMessage(self, array, peer, verb).start(begin, self._tag)
+            return MpiMessage(self, array, peer, verb).start(begin, tag)
         except RuntimeError as error:
             raise self._explain(error, f"message to or from {self.name([peer])}") from error
 
@@ -155,6 +155,21 @@ class MpiTransport(Transport):
         lane._tag = _LANE_TAG
         lane.status = MPI.Status()  # another thread may complete messages of the lane
         return lane
+
+    def to_mpi(self) -> MPI.Comm:
+        """Make a duplicate."""
+        try:
+            return self.mpi.Dup()
+        except RuntimeError as error:
+            raise self._explain(error, "to_mpi") from error
+
+    def post(self, head: Array, dest: int) -> Message:
+        """Start sending what the other rank will collect."""
+        return self._start(self.mpi.Isend, head, dest, "receive", _HEAD_TAG)
+
+    def collect(self) -> tuple[int, Array] | None:
+        """Return what has come unasked."""
+        return self.endpoint.take(_HEAD_TAG)
 
     def open_mailbox(self) -> MpiMailbox:
         """Make a mailbox over MPI for the same ranks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -105,10 +105,29 @@ class Transport(Ranks, ABC):
         """
         raise NotImplementedError(f"lane: {type(self).__name__} is only a part of a transport")
 
+    def post(self, head: Array, dest: int) -> Message:
+        """Start sending at least one byte of which the other side does not know; on a lane."""
+        raise NotImplementedError(f"post: {type(self).__name__} is only a part of a transport")
+
+    def collect(self) -> tuple[int, Array] | None:
+        """Return the next head that has come, from whomever, and its source; on a lane.
+
+        Those of one rank come in the order in which it has posted them; errors as `wait`.
+        """
+        raise NotImplementedError(f"collect: {type(self).__name__} is only a part of a transport")
+
     def open_mailbox(self) -> Mailbox:
         """Make a mailbox for the same ranks, independent of this transport; *collective*."""
         kind = type(self).__name__
         raise NotImplementedError(f"open_mailbox: {kind} is only a part of a transport")
+
+    def to_mpi(self) -> Any:
+        """Make a communicator of mpi4py with the same ranks; *collective*.
+
+        Raises:
+            TypeError: the ranks are not processes of MPI.
+        """
+        raise TypeError(f"to_mpi: the ranks are not processes of MPI, but of {type(self).__name__}")
 
     @abstractmethod
     def close(self) -> None:

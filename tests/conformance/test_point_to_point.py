@@ -9,12 +9,12 @@ import pytest
 
 import collectives as cc
 import oracle
-from collectives.operations import send_recv
+from collectives.operations import point_to_point
 from collectives.tools.info import library_name
 from requirements import installed
 
-# None, one, inside a head, the first that is not, larger than what MPI sends unasked.
-SHAPES = [(0,), (), (1,), (3, 0, 2), (2, 3, 4), (119,), (200, 7), (1_000_003,)]
+# None, one, the longest inside a head, the first that is not, larger than what MPI sends unasked.
+SHAPES = [(0,), (), (1,), (3, 0, 2), (2, 3, 4), (512,), (171, 3), (1_000_003,)]
 
 
 def neighbours(comm):
@@ -235,7 +235,7 @@ def takes_what_nobody_receives(world):
 
 
 def test_who_is_too_far_ahead_waits(world, monkeypatch):
-    monkeypatch.setattr(send_recv, "AHEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(point_to_point, "AHEAD_BYTES", 1 << 20)
     eager = takes_what_nobody_receives(world)
 
     def far_ahead(part):

@@ -62,3 +62,29 @@ def test_without_fault_tolerance_the_job_ends(tmp_path):
     result = mpirun(3, program(tmp_path, text))
     assert result.status != 0
     assert "refused" not in result.stdout
+
+
+def test_requests_that_nobody_waits_for_fail_when_a_rank_is_killed(tmp_path):
+    text = """
+        comm.barrier()
+        if comm.rank == 1:
+            comm.recv(0)
+            die()
+        heard = threading.Semaphore(0)
+        requests = [comm.irecv(1, timeout=60), comm.irecv(2 - comm.rank, tag=1, timeout=60)]
+        for request in requests:
+            request.add_done_callback(lambda request: heard.release())
+        if comm.rank == 0:
+            comm.send(1, 1)
+        def body():
+            for request in requests:
+                assert heard.acquire(timeout=10)
+            errors = [request.exception() for request in requests]
+            print("failed" * all(isinstance(e, cc.PeerFailure) for e in errors), flush=True)
+            raise min(errors, key=lambda error: len(str(error)))   # the others tell of this one
+        survive(body)
+        comm.close()
+    """
+    result = mpirun(3, program(tmp_path, text), options=FAULT_TOLERANT)
+    check_that_survivors_knew(result, 3, 1, "irecv")
+    assert result.stdout.count("failed\n") == 2, result

@@ -74,6 +74,22 @@ def test_ring_allgather_brings_every_chunk_to_every_rank(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_a_prefix_brings_every_rank_those_before_it_once(size):
+    has = [[rank] for rank in range(size)]
+    schedules = [list(topology.prefix(rank, size)) for rank in range(size)]
+    assert {len(steps) for steps in schedules} == {(size - 1).bit_length()}
+    for steps in zip(*schedules, strict=True):
+        before = [list(ranks) for ranks in has]
+        for rank, step in enumerate(steps):
+            if step.dest is not None:
+                assert steps[step.dest].source == rank
+            if step.source is not None:
+                assert steps[step.source].dest == rank
+                has[rank] = before[step.source] + before[rank]
+    assert has == [list(range(rank + 1)) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_tree_reaches_every_rank_once_in_logarithmic_depth(size):
     for root in {0, 1 % size, size // 2, size - 1}:
         trees = [topology.binomial_tree(rank, size, root) for rank in range(size)]

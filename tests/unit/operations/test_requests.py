@@ -247,6 +247,67 @@ def test_a_request_that_was_waited_for_is_not_named(owner, caplog):
     assert not names(caplog)
 
 
+def test_callbacks_are_called_in_order_with_the_request_when_it_is_done(owner, gate):
+    told = []
+    request = owner.work_async(lambda: gate.wait(LIMIT) and 5)
+    for name in "ab":
+        request.add_done_callback(lambda r, name=name: told.append((name, r is request, r.wait(0))))
+    assert told == []
+    gate.set()
+    owner.work_async(lambda: None).wait(LIMIT)  # comes after the callbacks
+    assert told == [("a", True, 5), ("b", True, 5)]
+    request.add_done_callback(lambda r: told.append(threading.current_thread().name))
+    assert told[2:] == ["MainThread"]
+
+
+def test_what_a_callback_raises_is_logged_and_harms_nobody(owner, caplog):
+    request = owner.work_async(lambda: 5)
+    request.wait(LIMIT)
+    seen = []
+    request.add_done_callback(lambda r: 1 / 0)
+    request.add_done_callback(seen.append)
+    assert seen == [request]
+    assert "ZeroDivisionError" in caplog.text
+    assert owner.work_async(lambda: 6).wait(LIMIT) == 6
+
+
+def test_a_callback_has_to_look_at_an_error_and_keeps_the_request_until_then(owner, gate, caplog):
+    told = []
+
+    def fail(kind):
+        assert gate.wait(LIMIT)
+        raise kind("oh")
+
+    for look in (True, False):
+        request = owner.work_async(lambda: fail(ValueError))
+        request.add_done_callback(lambda r, look=look: told.append(r.exception() if look else r))
+        del request
+    owner.work_async(lambda: 5).add_done_callback(lambda r: told.append(5))
+    gc.collect()
+    gate.set()
+    owner.work_async(lambda: None).wait(LIMIT)
+    assert [type(one) for one in told[::2]] == [ValueError, int]
+    told.clear()
+    gc.collect()
+    warnings = [r.getMessage() for r in caplog.records if "nobody waited" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "failed: ValueError: oh" in warnings[0]
+
+
+def test_exception_tells_how_it_ended(owner, gate):
+    request = owner.work_async(lambda: gate.wait(LIMIT))
+    assert request.exception() is None
+    assert not request.done()
+    gate.set()
+    assert request.wait(LIMIT) is True
+    assert request.exception() is None
+    failed = owner.work_async(lambda: 1 / 0)
+    while not failed.done():
+        time.sleep(0.001)
+    assert isinstance(failed.exception(), ZeroDivisionError)
+    assert failed.envelope is None
+
+
 def test_closing_waits_for_what_is_under_way(owner):
     began = threading.Event()
     request = owner.work_async(lambda: began.set() or time.sleep(0.2) or 3)
