@@ -156,8 +156,14 @@ class JoinPlan:
         return None
 
 
-def gather(call: Call, array: Array, root: int, algorithm: str, out: Rows) -> Array | None:
-    """Join the ranks' arrays, shape (n, ...), on the root, in a call that has been described."""
+def gather(
+    call: Call, array: Array, root: int, algorithm: str = "auto", out: Rows = NEW
+) -> tuple[Array | None, list[int]]:
+    """Join the ranks' arrays, shape (n, ...), on the root, in a call that has been described.
+
+    Returns:
+        The rows of all ranks, None elsewhere; and how many each has brought.
+    """
     rank, row = call.group.rank, array.shape[1:]
     told = call.tell(len(array), out.number)  # step 6
     rows, given = told.T.tolist()
@@ -169,16 +175,17 @@ def gather(call: Call, array: Array, root: int, algorithm: str, out: Rows) -> Ar
         run = call.algorithm("gather", algorithm, sum(counts) * own.itemsize)
         joined: Array | None = run(own, counts, root, call.deadline)
         if joined is None:
-            return None
-        return joined.reshape(shape) if out.target is None else host.store(joined, out.target)
+            return None, rows
+        result = joined.reshape(shape) if out.target is None else host.store(joined, out.target)
+        return result, rows
     longest = max(counts) * own.itemsize
     if rank != root:
         call.met(engine.publish(own, [], call.digest, call.deadline, longest))
-        return None
+        return None, rows
     result, flat = host.room(out.target, shape, own.dtype, own, sum(counts[:rank]) * own.itemsize)
     wanted = _parts(flat, counts)
     call.met(engine.publish(own, wanted, call.digest, call.deadline, longest))
-    return host.store(flat, result)
+    return host.store(flat, result), rows
 
 
 def allgather(
@@ -226,8 +233,8 @@ def scatter(
     row: tuple[int, ...],
     dtype: np.dtype[Any],
     root: int,
-    algorithm: str,
-    out: Rows,
+    algorithm: str = "auto",
+    out: Rows = NEW,
 ) -> Array:
     """Give every rank its part of the root's array; all else is known to all."""
     rank, counts = call.group.rank, [n * math.prod(row) for n in rows]

@@ -76,8 +76,7 @@ def gather_object(
         data = pickled(obj)
         call.check_root(root)
         call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
-        lengths = call.agree_on_rows(data.size)  # step 6
-        joined = joins.gather(call, data, lengths, root, "auto")
+        joined, lengths = joins.gather(call, data, root)  # step 6
     if joined is None:
         return None
     parts = zip(itertools.accumulate(lengths), lengths, strict=True)
@@ -121,8 +120,7 @@ def scatter_object(
         call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
         lengths = from_root(call, [part.size for part in parts], root)  # step 6
         send = np.concatenate(parts) if own else None
-        received = np.empty(lengths[group.rank], np.uint8)
-        joins.scatter(call, send, lengths, root, received, "auto")
+        received = joins.scatter(call, send, lengths, (), np.dtype(np.uint8), root)
     return objs[root] if own and objs is not None else cast(T, unpickled(received))
 
 

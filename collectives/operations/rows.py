@@ -80,7 +80,7 @@ def gather(
         wanted = out if group.rank == root else None
         to = host.borrow_rows(wanted, row, array.dtype, loan, operation="gather")
         call.describe(dtype=array.dtype, row=row, root=root, algorithm=algorithm)  # step 4
-        result = joins.gather(call, array, root, algorithm, to)
+        result, _ = joins.gather(call, array, root, algorithm, to)
     return None if result is None else to.give_back(result)
 
 
