@@ -101,7 +101,10 @@ def launch(name: str, job: Job, ranks: int, *program: object) -> list[Turn]:
         environment["LOCAL_WORLD_SIZE"] = str(ranks)
     done = subprocess.run(command, env=environment, text=True, check=True, stdout=subprocess.PIPE)
     found = json.loads(done.stdout.splitlines()[-1])
-    return [Turn(name, what, tuple(rates), times) for what, rates, times in found]
+    return [
+        Turn(name, tuple(what) if isinstance(what, list) else what, tuple(rates), times)
+        for what, rates, times in found
+    ]
 
 
 def told_apart(turns: list[Turn]) -> tuple[float | None, dict[str, list[Turn]]]:
