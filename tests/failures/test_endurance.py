@@ -37,6 +37,12 @@ def cycle(step):
     comm.alltoall(x, splits=even)
     comm.barrier()
     comm.grouped_allreduce([x, out])
+    comm.grouped_allreduce([x, out], op=cc.SUM, prescale=0.5, out=[x, out])
+    comm.grouped_reduce_scatter(comm.grouped_broadcast([x, out]), op=cc.MAX)
+    comm.grouped_allgather([x[: step % 3], out[:1]])
+    comm.allgather(x[:64 // comm.size], out=out[: 64 // comm.size * comm.size])
+    comm.allreduce(x > 0, op=cc.LOGICAL_AND)
+    comm.allreduce((x, x.astype(int)), op=cc.MINLOC)
     comm.broadcast_object({"step": step})
     try:
         comm.allreduce(x, op=cc.MAX if comm.rank else cc.MIN)
@@ -48,7 +54,7 @@ def cycle(step):
     ]
     for request in requests:
         request.wait()
-    return 19 + len(requests)
+    return 27 + len(requests)
 
 def memory():
     gc.collect()
