@@ -90,6 +90,47 @@ def one_way() -> None:
         equal(comm.recv(0), np.arange(4.0))
 
 
+def by_request() -> None:
+    """Both send first; the second array is received first."""
+    wanted = [comm.irecv(other, tag=tag) for tag in (2, 1)]
+    sent = [comm.isend(mine + tag, other, tag=tag) for tag in (1, 2)]
+    for request, tag in zip(wanted, (2, 1), strict=True):
+        equal(request.wait(), np.arange(4.0) + 10 * other + tag)
+        assert request.envelope[:3] == (other, tag, (4,))
+    for request in sent:
+        request.wait()
+
+
+def from_anybody() -> None:
+    request = comm.irecv(None, tag=None)
+    comm.send(mine, other, tag=3)
+    request.wait()
+    assert request.envelope == (other, 3, (4,), np.float64)
+
+
+def probed() -> None:
+    comm.send(mine, other)
+    assert comm.probe(other).shape == (4,)
+    comm.recv(other)
+
+
+def scans() -> None:
+    out = np.empty(4)
+    assert comm.scan(mine, out=out) is out
+    equal(out, mine if comm.rank == 0 else total)
+    assert comm.exscan(mine) is None if comm.rank == 0 else comm.exscan(mine)[3] == 3
+
+
+def some_objects() -> None:
+    assert comm.gather_object(comm.rank, 0) == ([0, 1] if comm.rank == 0 else None)
+    assert comm.scatter_object(["a", "b"] if comm.rank == 0 else None, 0) == "ab"[comm.rank]
+
+
+def sent_objects() -> None:
+    comm.send_object({"rank": comm.rank}, other)
+    assert comm.recv_object(other) == {"rank": other}
+
+
 def objects() -> None:
     assert comm.allgather_object({"rank": comm.rank}) == [{"rank": 0}, {"rank": 1}]
     assert comm.broadcast_object({"rank": comm.rank}) == {"rank": 0}
@@ -273,10 +314,15 @@ def of_torch() -> dict:
         "`reduce_scatter_tensor(out, x)`": shares,
         "`all_to_all_single(out, x)`": lambda: all_to_all(mine),
         "`send(x, dst=1)`, `recv(x, src=0)`": exchanged,
-        "`all_gather_object(objects, x)`, `broadcast_object_list(objects)`": objects,
+        "`all_gather_object(objects, x)`, `broadcast_object_list(objects)`": lambda: (
+            objects(),
+            some_objects(),
+            sent_objects(),
+        ),
         "`barrier()`, `monitored_barrier(timeout)`": barrier,
         "`new_group([0, 2])`": groups,
-        "`batch_isend_irecv`, `irecv`": missing("irecv", "isend"),
+        "`isend`, `irecv`, `batch_isend_irecv`": by_request,
+        "`recv(x)` from any rank, and who has sent": from_anybody,
     }
 
 
@@ -313,11 +359,14 @@ def of_mpi4py() -> dict:
     """Rows of docs/operations.md, for users of mpi4py."""
     from mpi4py import MPI
 
-    from collectives.communicator import from_mpi
+    def the_same_processes() -> None:
+        assert cc.init(MPI.COMM_WORLD) is comm
+        assert cc.init([0, 1]) is comm
 
     def their_own() -> None:
-        with from_mpi(MPI.COMM_WORLD) as ours:
+        with cc.from_mpi(MPI.COMM_WORLD) as ours:
             assert (ours.rank, ours.size) == (comm.rank, comm.size)
+            assert ours.to_mpi().Get_rank() == comm.rank
 
     def other_counts() -> None:
         equal(comm.alltoall(mine, splits=[1, 3]).shape, [2 if comm.rank == 0 else 6])
@@ -327,7 +376,8 @@ def of_mpi4py() -> dict:
         equal(comm.scatter(rows, 0, splits=[1, 3]).shape, [1 if comm.rank == 0 else 3])
 
     return {
-        "`MPI.COMM_WORLD`": their_own,
+        "`MPI.COMM_WORLD`": the_same_processes,
+        "a communicator of your own": their_own,
         "`Get_rank()`, `Get_size()`": the_world,
         "`Allreduce(x, out, MPI.SUM)`": lambda: in_place(comm.allreduce, mine, op=cc.SUM),
         "`Allreduce(MPI.IN_PLACE, x, MPI.SUM)`": lambda: in_place(comm.allreduce, mine, op=cc.SUM),
@@ -342,7 +392,8 @@ def of_mpi4py() -> dict:
         "`MPI.BAND BOR BXOR MAXLOC MINLOC`, `Op.Create`": missing("BAND", "MAXLOC"),
         "`Bcast(x, 0)`": broadcast,
         "`bcast(obj, 0)`, `allgather(obj)`": objects,
-        "`gather(obj)`, `scatter(objs)`, `alltoall(objs)`, `reduce(obj)`": missing("gather_object"),
+        "`gather(obj)`, `scatter(objs)`": some_objects,
+        "`alltoall(objs)`, `reduce(obj)`": missing("alltoall_object"),
         "`Gather`, `Gatherv`": gathered,
         "`Allgather`, `Allgatherv`": lambda: (everything(), uneven()),
         "`Scatter`": scattered,
@@ -350,11 +401,17 @@ def of_mpi4py() -> dict:
         "`Alltoall`": lambda: all_to_all(mine),
         "`Alltoallv`": other_counts,
         "`Reduce_scatter_block`, `Reduce_scatter`": shares,
-        "`Scan`, `Exscan`, `Alltoallw`, neighbourhood collectives": missing("scan", "exscan"),
+        "`Scan(x, out, MPI.SUM)`, `Exscan`": scans,
+        "`Alltoallw`, neighbourhood collectives": missing("alltoallw"),
         "`Iallreduce`, `Ibcast`, ...; `req.Wait()`, `req.Test()`": request,
-        "`Send`, `Isend`, `Recv`": one_way,
-        "`Irecv`, `Probe`, `ANY_SOURCE`, tags": missing("irecv", "probe"),
-        "`Sendrecv`": exchanged,
+        "`Send`, `Recv`": one_way,
+        "`Isend`, `Irecv`": by_request,
+        "`ANY_SOURCE`, `ANY_TAG`, `Status`": from_anybody,
+        "`Sendrecv`": lambda: equal(
+            comm.sendrecv(mine, other, other), mine + 10 * (other - comm.rank)
+        ),
+        "`Probe`": probed,
+        "`send(obj, dest)`, `recv(source)`": sent_objects,
         "`Split(color, key)`": split,
         "`Split_type(MPI.COMM_TYPE_SHARED)`": lambda: equal(
             [comm.local_rank, comm.local_size, comm.node_rank], [comm.rank, 2, 0]
