@@ -270,10 +270,10 @@ class Plan(Generic[A]):
 
     def _go_on(self, status: int) -> None:
         """Wait for the others, and record that."""
-        record = self._group.begin(self._operation)
+        assert isinstance(self._plan, NodePlan)
+        record = self._group.begin(self._operation, self._plan.fields)
         failure = None
         try:
-            assert isinstance(self._plan, NodePlan)
             self._plan.go_on(status, self._timeout)
         except BaseException as error:
             failure = error
