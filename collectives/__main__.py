@@ -67,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("directory", type=Path, help="as in UNISONO_TIMELINE")
     text = "where the joined one goes (default: DIRECTORY/timeline.json)"
     timeline.add_argument("--out", type=Path, metavar="FILE", help=text)
+    text = "draw it with matplotlib: for some ranks and steps"
+    timeline.add_argument("--plot", type=Path, metavar="FILE.png", help=text)
     timeline.set_defaults(run=_timeline)
 
     _explain_options(
@@ -159,7 +161,7 @@ def _tune(options: argparse.Namespace) -> int:
 def _timeline(options: argparse.Namespace) -> int:
     from collectives.tools import timeline
 
-    return timeline.run(options.directory, options.out)
+    return timeline.run(options.directory, options.out, options.plot)
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -30,8 +30,8 @@ import numpy as np
 
 from collectives.node import words
 from collectives.node.engine import Engine
-from collectives.operations.recorder import Record
-from collectives.timeline import Open, Timeline, Track
+from collectives.operations.recorder import Record, Site
+from collectives.timeline import Slice, Timeline, Track
 from collectives.transport.waiting import Message
 
 __all__ = ["KINDS", "Members", "Waits", "Watch", "Watcher"]
@@ -124,43 +124,45 @@ class Watch:
             self._other.enter(record)
         track = self._timeline.track()
         if self._engine is not None and track.open:  # so far it is about the call around this one
-            self._add_rounds(track.open[-1])
-        track.begin(record, "call", record.operation, round(1e9 * record.began))
+            self._add_rounds(track.open[-1].parts, self._engine.noted())
+        began = round(1e9 * record.began)
+        track.begin(record, "call", record.operation, began, self._describe)
 
     def leave(self, record: Record) -> None:
         """End it."""
         if self._other is not None:
             self._other.leave(record)
         track = self._timeline.track()
-        opened = track.found(record)
-        if opened is None:  # it began before the timeline
+        call = track.found(record)
+        if call is None:  # it began before the timeline
             return
-        ended = round(1e9 * (record.ended or time.monotonic()))
-        number = self._add_rounds(opened)
-        key = f"call {record.number}" if number < 0 else f"round {number}"
-        parts = opened.parts or self._guessed(opened, record.fields, ended)
-        opened.began = min(opened.began, parts[0][0]) if parts else opened.began
-        parts = _filled(parts, "op" in record.fields)
-        totals = [0] * len(KINDS)
-        for began, until, kind, _ in parts:
-            totals[kind] += until - began
-        spent = "".join(
-            f',"{kind} us":{total / 1000:.3f}'
-            for kind, total in zip(KINDS, totals, strict=True) if total
-        )  # fmt: skip
-        state = "" if record.state == "done" else f',"error":{json.dumps(record.state)}'
-        args = (
-            f'{{"key":"{key}","call":{record.number},{self._text(record, opened)}{spent}{state}}}'
-        )
-        track.end(opened, ended, args, self._shown(track, opened, parts, ended))
-        if state:
+        noted = [] if self._engine is None else self._engine.noted()
+        call.facts = record.number, record.fields, record.caller, record.state, noted
+        track.end(call, round(1e9 * (record.ended or time.monotonic())))
+        if record.state != "done":
             self._timeline.flush()  # the process may be about to end
 
-    def _add_rounds(self, opened: Open) -> int:
+    def _describe(self, track: Track, call: Slice) -> tuple[str, str]:
+        """Return what is known of a call, as JSON, and lines about its parts."""
+        number, fields, _, state, noted = call.facts
+        first_round = self._add_rounds(call.parts, noted)
+        key = f"call {number}" if first_round < 0 else f"round {first_round}"
+        parts = call.parts or self._guessed(call, fields)
+        call.began = min(call.began, parts[0][0]) if parts else call.began
+        parts = _filled(parts, "op" in fields)
+        totals: dict[int, int] = {}
+        for began, ended, kind, _ in parts:
+            totals[kind] = totals.get(kind, 0) + ended - began
+        spent = "".join(
+            [f',"{KINDS[kind]} us":{total / 1000:.3f}' for kind, total in totals.items()]
+        )
+        error = "" if state == "done" else f',"error":{json.dumps(state)}'
+        args = f'{{"key":"{key}","call":{number},{self._text(call)}{spent}{error}}}'
+        return args, _lines(track, parts, call.ended - call.began)
+
+    def _add_rounds(self, parts: list[Part], noted: Sequence[int]) -> int:
         """Add what the compiled rounds have noted; returns the number of the first, -1 for none."""
-        noted = [] if self._engine is None else self._engine.noted()
         first, at, kind, reduces = -1, 0, COPY, False
-        parts = opened.parts
         for index in range(0, len(noted), words.NOTE_WORDS):
             what, began, ended, last = noted[index : index + words.NOTE_WORDS]
             if what in (words.MOVES, words.REDUCES):
@@ -176,59 +178,60 @@ class Watch:
                 at, kind = ended, REDUCE if what == words.FILLED and reduces else COPY
         return first if self._in_memory else -1
 
-    def _guessed(self, opened: Open, fields: Mapping[str, object], ended: int) -> list[Part]:
-        """Return of what a call is made of which nothing else is known."""
+    def _guessed(self, call: Slice, fields: Mapping[str, object]) -> list[Part]:
+        """Return of what a call was made of which nothing else is known."""
         if "source" in fields:  # by `recv`
             source = self._members.world[int(str(fields["source"]))]
-            return [(opened.began, ended, NETWORK, source)]
+            return [(call.began, call.ended, NETWORK, source)]
         if self._in_memory or "dest" in fields or len(self._members.world) == 1:
             return []
-        return [(opened.began, ended, WAIT, _NOBODY)]
+        return [(call.began, call.ended, WAIT, _NOBODY)]
 
-    def _text(self, record: Record, opened: Open) -> str:
-        """Return what is known of a call, as the members of an object in JSON."""
-        code, instruction = record.caller
+    def _text(self, call: Slice) -> str:
+        """Return what most calls of a line have in common, as the members of an object in JSON."""
+        _, fields, (code, instruction), *_ = call.facts
         # The code by its identity, which is kept alive here: its hash would take 1 us.
-        key = record.operation, opened.algorithm, id(code), instruction, *record.fields.values()
+        key = call.name, call.algorithm, id(code), instruction, *fields.values()
         try:
             known = self._texts.get(key)
         except TypeError:  # a value that cannot be looked up
-            return self._described(record, opened)
+            return self._common(call)
         if known is None:
             if len(self._texts) >= _TEXTS:
                 self._texts.clear()
-            known = self._texts[key] = self._described(record, opened), code
+            known = self._texts[key] = self._common(call), code
         return known[0]
 
-    def _described(self, record: Record, opened: Open) -> str:
+    def _common(self, call: Slice) -> str:
+        _, given, caller, *_ = call.facts
         fields: dict[str, Any] = {
-            name: value if isinstance(value, int) else str(value)
-            for name, value in record.fields.items()
+            name: value if isinstance(value, int) else str(value) for name, value in given.items()
         }
-        if "shape" in record.fields and "dtype" in record.fields:
-            shape: Any = record.fields["shape"]
-            dtype: Any = record.fields["dtype"]
-            fields["bytes"] = math.prod(shape) * np.dtype(dtype).itemsize
+        if "shape" in given and "dtype" in given:
+            fields["bytes"] = math.prod(given["shape"]) * np.dtype(given["dtype"]).itemsize
         is_of_two = "source" in fields or "dest" in fields
         if not is_of_two and fields.get("algorithm", "auto") == "auto":
             usual = "node" if self._in_memory else "letters"
-            fields["algorithm"] = opened.algorithm or usual
+            fields["algorithm"] = call.algorithm or usual
         fields["where"] = "near" if self._members.is_on_one_node else "far"
         fields["group"] = self._name
-        fields["at"] = str(record.site)
+        fields["at"] = str(Site(*caller))
         return json.dumps(fields, separators=(",", ":"))[1:-1]
-
-    def _shown(self, track: Track, opened: Open, parts: Sequence[Part], ended: int) -> str:
-        """Return the text of the slices that are parts of a call."""
-        if len(parts) > _MOST_SHOWN:
-            parts = list(_joined(parts, (ended - opened.began) // _MOST_SHOWN))
-        return "".join(
-            track.slice("part", _NAMES[kind], began, until, _about(rank))
-            for began, until, kind, rank in parts if until - began >= _SHOWN
-        )  # fmt: skip
 
 
 _NAMES = [json.dumps(kind) for kind in KINDS]
+
+
+def _lines(track: Track, parts: Sequence[Part], whole: int) -> str:
+    """Return lines about the parts of a call that took so many ns."""
+    if len(parts) > _MOST_SHOWN:
+        parts = list(_joined(parts, whole // _MOST_SHOWN))
+    return "".join(
+        [
+            track.slice("part", _NAMES[kind], began, ended, _about(rank))
+            for began, ended, kind, rank in parts if ended - began >= _SHOWN
+        ]
+    )  # fmt: skip
 
 
 def _about(rank: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from collectives.operations.watch import KINDS
 from collectives.timeline import FIRST_LINE, LAST_LINE
+from collectives.tools import plot, timeline_plot
 from collectives.tools.timeline_files import Call, Rank, Ranks, events, read
 
 __all__ = ["Late", "late_ranks", "merge", "report", "run"]
@@ -140,8 +141,11 @@ def report(ranks: Ranks) -> str:
     return "\n".join(lines)
 
 
-def run(directory: Path, out: Path | None) -> int:
-    """Merge, and print the report; returns the exit status."""
+def run(directory: Path, out: Path | None, picture: Path | None) -> int:
+    """Merge, print the report, and draw it; returns the exit status."""
+    if picture is not None and not plot.is_possible():
+        print("timeline: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
     try:
         ranks, remarks = read(directory)
     except ValueError as error:
@@ -152,5 +156,7 @@ def run(directory: Path, out: Path | None) -> int:
     print(report(ranks))
     for remark in remarks:
         print(remark)
+    if picture is not None:
+        timeline_plot.draw(ranks, picture)
     print(f"all of it, for https://ui.perfetto.dev: {merged}")
     return 0

@@ -21,7 +21,7 @@ from collectives.errors import some
 from collectives.operations.watch import KINDS
 from collectives.timeline import FIRST_LINE, LAST_LINE
 
-__all__ = ["Call", "Clock", "Rank", "Ranks", "events", "read"]
+__all__ = ["Call", "Clock", "Rank", "Ranks", "Slice", "events", "read", "slices"]
 
 # Which calls no rank leaves before all have entered, whatever settings and algorithm.
 _FOR_ALL = {
@@ -138,22 +138,48 @@ def read(directory: Path) -> tuple[Ranks, list[str]]:
     return ranks, remarks
 
 
+class Slice(NamedTuple):
+    """A call, a part of one, or a user's span; times in us."""
+
+    kind: str
+    name: str
+    began: float
+    ended: float
+    args: Mapping[str, Any]
+
+
+def slices(rank: Rank) -> Iterator[Slice]:
+    """Yield what a rank's file says to have ended."""
+    begun: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in events(rank.path):
+        if event is None or event.get("ph") not in ("B", "E", "X"):
+            continue
+        whole = event
+        if event["ph"] == "B":
+            begun[event["tid"]].append(event)
+            continue
+        ended = event["ts"]
+        if event["ph"] == "X":
+            ended += event["dur"]
+        elif begun[event["tid"]]:
+            whole = begun[event["tid"]].pop()
+        else:
+            continue
+        name = sys.intern(whole["name"])
+        yield Slice(whole.get("cat", ""), name, whole["ts"], ended, event["args"])
+
+
 def _read(path: Path) -> Rank:
     rank = Rank(path)
-    begun: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in events(path):
         if event is None:
             rank.damaged += 1
         elif event.get("ph") == "M":
             _take_facts(rank, event)
-        elif event.get("ph") == "B":
-            begun[event["tid"]].append(event)
+        elif "ts" in event:
             rank.first = min(rank.first, event["ts"])
-        elif event.get("ph") == "E" and begun[event["tid"]]:
-            whole = begun[event["tid"]].pop()
-            _take(rank, {**whole, "args": event["args"], "dur": event["ts"] - whole["ts"]})
-        elif event.get("ph") == "X":
-            _take(rank, event)
+    for one in slices(rank):
+        _take(rank, one)
     return rank
 
 
@@ -167,20 +193,18 @@ def _take_facts(rank: Rank, event: dict[str, Any]) -> None:
         rank.left_out += args["lines"]
 
 
-def _take(rank: Rank, event: dict[str, Any]) -> None:
-    """Take note of a slice."""
-    name, began, args = sys.intern(event["name"]), event["ts"], event["args"]
-    ended = began + event["dur"]
-    rank.first, rank.last = min(rank.first, began), max(rank.last, ended)
-    if event.get("cat") == "span":
-        rank.spans.append((began, ended, name))
-    if event.get("cat") != "call":
+def _take(rank: Rank, one: Slice) -> None:
+    rank.last = max(rank.last, one.ended)
+    if one.kind == "span":
+        rank.spans.append((one.began, one.ended, one.name))
+    if one.kind != "call":
         return
+    args = one.args
     rank.number_of_calls += 1
-    rank.in_calls += event["dur"]
+    rank.in_calls += one.ended - one.began
     for kind in KINDS:
         rank.totals[kind] += args.get(f"{kind} us", 0.0)
-    call = Call(name, began, ended, sys.intern(args["at"]))
+    call = Call(one.name, one.began, one.ended, sys.intern(args["at"]))
     if "source" in args:
         rank.received.append((args["source"], call))
     elif "dest" not in args:

@@ -9,6 +9,7 @@ import pytest
 from collectives.__main__ import main
 from collectives.tools.timeline import late_ranks, merge, report
 from collectives.tools.timeline_files import read
+from requirements import installed
 
 SECOND = 1e6  # us
 
@@ -181,6 +182,19 @@ def test_files_of_other_jobs_and_missing_ones_are_named(tmp_path, capsys):
     assert "no files of rank 0, rank 2" in text
     assert "12 slices left out by rank 1" in text
     assert str(tmp_path / "all.json") in text
+
+
+def test_a_picture_is_drawn(tmp_path):
+    installed("matplotlib")
+    for number in range(2):
+        file = File(number, 2)
+        file.clock(0, 0)
+        file.call("barrier", 1, 100 * number, 200)
+        file.slice("wait for peers", 100 * number, 190, cat="part")
+        file.slice("forward", 0, 100 * number, cat="span")
+        file.write(tmp_path)
+    assert main(["timeline", str(tmp_path), "--plot", str(tmp_path / "all.png")]) == 0
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_directory_without_timelines_is_an_error(tmp_path, capsys):
