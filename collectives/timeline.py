@@ -8,20 +8,21 @@
     {"ph":"B","pid":3,"tid":0,"cat":"call","name":"barrier","ts":97.1,"args":{...}},
     {}]
 
-One event per line; times are those of the monotonic clock, in us. What a slice is (cat): a call, a
-part of one, or a span of the user's. The end may be missing, as after
-`kill -9`: readers of this format do not need it. What has gone on for a while is begun in the file
-(B) before it ends (E), so that such a file shows what the process was doing.
+One event per line; times are those of the monotonic clock, in us; what a stretch is (cat): a call,
+a part of one, or a span of the user's. The end may be missing, as after `kill -9`: readers of this
+format do not need it. What has gone on for a while is begun in the file (B) before it ends (E), so
+that such a file shows what the process was doing.
 
-Lines are made after every 64 slices by the thread that they are about, and written by another one
-every quarter of a second. So ranks that make the same calls make their lines at the same call: if
-the other thread made them, it would take the interpreter from each rank at another time, and the
+Lines are made after every 64 stretches by the thread that they are about, and written by another
+one every quarter of a second. So ranks that make the same calls make their lines at the same call:
+if the other thread made them, it would take the interpreter from each rank at another time, and the
 others would wait for all of them. It only makes those of threads that make few.
 
-Cost: some us for a slice, of 100 to 500 bytes, most of them for its line: where a program computes
-between its calls, each one finds the caches cold, and lines are made three times as fast in a row.
-At most 8 MiB of memory: where a file system is so slow that more would wait, slices are left out,
-and counted. A full disk ends the file.
+Cost: 8 us for a call in a row of calls, of which making its line is the greater part; where a
+program computes in between, each call finds the caches cold, and to make lines in a row is three
+times as fast as to make each at its call. 100 to 500 bytes of the file. At most 8 MiB of memory:
+where a file system is so slow that more would wait, lines are left out, and counted. A full disk
+ends the file.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "FIRST_LINE", "LAST_LINE", "Slice", "Timeline", "Track", "start", "stop", "timeline_span",
+    "FIRST_LINE", "LAST_LINE", "Stretch", "Timeline", "Track", "start", "stop", "timeline_span",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ FIRST_LINE, LAST_LINE = "[\n", "{}]\n"
 # did in its last half of a second is lost.
 _EVERY = 0.25
 
-# How many slices become lines at once.
+# How many stretches become lines at once.
 _BATCH = 64
 
 # Bytes that may wait to be written, and from which on they are written at once.
@@ -63,12 +64,12 @@ _LONG = 250_000_000
 _quoted = functools.lru_cache(1024)(json.dumps)
 
 
-class Slice:
+class Stretch:
     """Something that a thread has begun, and ended or not.
 
     Attributes:
         subject: what it is; in words, where it takes long.
-        kind: of the slice; the next one its name.
+        kind: of the stretch; the next one its name.
         began, ended: in ns of the monotonic clock; the second one is 0 before it has.
         is_told: whether its begin is in the file.
         describe: returns what else is known, as JSON, and lines about its parts.
@@ -95,15 +96,15 @@ class Slice:
         self.facts: tuple[Any, ...] = ()
 
 
-Describe = Callable[["Track", Slice], tuple[str, str]]
+Describe = Callable[["Track", Stretch], tuple[str, str]]
 
 
-def _say_nothing(track: Track, what: Slice) -> tuple[str, str]:
+def _say_nothing(track: Track, what: Stretch) -> tuple[str, str]:
     return "{}", ""
 
 
 class Track:
-    """What one thread does: slices of time, one inside of the other.
+    """What one thread does: stretches of time, one inside of the other.
 
     Args:
         timeline: that it is a part of.
@@ -112,27 +113,27 @@ class Track:
 
     def __init__(self, timeline: Timeline, number: int) -> None:
         self._timeline = timeline
-        self.open: list[Slice] = []
-        self._ended: list[Slice] = []
+        self.open: list[Stretch] = []
+        self._ended: list[Stretch] = []
         ids = f'"pid":{timeline.rank},"tid":{number}'
         self._ids = ids
 
     def begin(
         self, subject: object, kind: str, name: str, began: int, describe: Describe = _say_nothing
-    ) -> Slice:
-        """Begin something; arguments as of `Slice`."""
-        opened = Slice(subject, kind, name, began, describe)
+    ) -> Stretch:
+        """Begin something; arguments as of `Stretch`."""
+        opened = Stretch(subject, kind, name, began, describe)
         self.open.append(opened)
         return opened
 
-    def found(self, subject: object) -> Slice | None:
+    def found(self, subject: object) -> Stretch | None:
         """Return what was begun last for a subject; None if nothing was."""
         for opened in reversed(self.open):
             if opened.subject is subject:
                 return opened
         return None
 
-    def end(self, opened: Slice, ended: int) -> None:
+    def end(self, opened: Stretch, ended: int) -> None:
         """End something that was begun here, at so many ns of the monotonic clock."""
         opened.ended = ended
         with self._timeline.lock:
@@ -148,14 +149,14 @@ class Track:
         ended, self._ended = self._ended, []
         return "".join([self._line(one) for one in ended])
 
-    def _line(self, what: Slice) -> str:
+    def _line(self, what: Stretch) -> str:
         args, inside = what.describe(self, what)
         if what.is_told:
             return f'{{"ph":"E",{self._ids},"ts":{what.ended / 1000:.3f},"args":{args}}},\n{inside}'
-        return self.slice(what.kind, _quoted(what.name), what.began, what.ended, args) + inside
+        return self.line(what.kind, _quoted(what.name), what.began, what.ended, args) + inside
 
-    def slice(self, kind: str, name: str, began: int, ended: int, args: str) -> str:
-        """Return the text of a slice; name and arguments as JSON, times in ns."""
+    def line(self, kind: str, name: str, began: int, ended: int, args: str) -> str:
+        """Return the text of a stretch; name and arguments as JSON, times in ns."""
         return (
             f'{{"ph":"X",{self._ids},"cat":"{kind}","name":{name},"ts":{began / 1000:.3f},'
             f'"dur":{(ended - began) / 1000:.3f},"args":{args}}},\n'
@@ -209,7 +210,7 @@ class Timeline:
         self._thread.start()
 
     def note(self, name: str, args: Mapping[str, object]) -> None:
-        """Write what is no slice: facts about the process."""
+        """Write what is no stretch: facts about the process."""
         event = {"ph": "M", "pid": self.rank, "name": name, "args": args}
         with self.lock:
             self.add(json.dumps(event, separators=(",", ":")) + ",\n")
@@ -320,7 +321,7 @@ def timeline_span(name: str) -> Iterator[None]:
     Costs 1.5 us, half of that where there is no timeline (`start_timeline`).
 
     Args:
-        name: of the slice.
+        name: of the stretch.
 
     Raises:
         TypeError: the name is not text.

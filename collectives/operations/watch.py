@@ -31,7 +31,7 @@ import numpy as np
 from collectives.node import words
 from collectives.node.engine import Engine
 from collectives.operations.recorder import Record, Site
-from collectives.timeline import Slice, Timeline, Track
+from collectives.timeline import Stretch, Timeline, Track
 from collectives.transport.waiting import Message
 
 __all__ = ["KINDS", "Members", "Waits", "Watch", "Watcher"]
@@ -119,7 +119,7 @@ class Watch:
         return Waits(self._members, self._timeline.track())
 
     def enter(self, record: Record) -> None:
-        """Begin a slice."""
+        """Begin a stretch."""
         if self._other is not None:
             self._other.enter(record)
         track = self._timeline.track()
@@ -142,7 +142,7 @@ class Watch:
         if record.state != "done":
             self._timeline.flush()  # the process may be about to end
 
-    def _describe(self, track: Track, call: Slice) -> tuple[str, str]:
+    def _describe(self, track: Track, call: Stretch) -> tuple[str, str]:
         """Return what is known of a call, as JSON, and lines about its parts."""
         number, fields, _, state, noted = call.facts
         first_round = self._add_rounds(call.parts, noted)
@@ -178,7 +178,7 @@ class Watch:
                 at, kind = ended, REDUCE if what == words.FILLED and reduces else COPY
         return first if self._in_memory else -1
 
-    def _guessed(self, call: Slice, fields: Mapping[str, object]) -> list[Part]:
+    def _guessed(self, call: Stretch, fields: Mapping[str, object]) -> list[Part]:
         """Return of what a call was made of which nothing else is known."""
         if "source" in fields:  # by `recv`
             source = self._members.world[int(str(fields["source"]))]
@@ -187,7 +187,7 @@ class Watch:
             return []
         return [(call.began, call.ended, WAIT, _NOBODY)]
 
-    def _text(self, call: Slice) -> str:
+    def _text(self, call: Stretch) -> str:
         """Return what most calls of a line have in common, as the members of an object in JSON."""
         _, fields, (code, instruction), *_ = call.facts
         # The code by its identity, which is kept alive here: its hash would take 1 us.
@@ -202,7 +202,7 @@ class Watch:
             known = self._texts[key] = self._common(call), code
         return known[0]
 
-    def _common(self, call: Slice) -> str:
+    def _common(self, call: Stretch) -> str:
         _, given, caller, *_ = call.facts
         fields: dict[str, Any] = {
             name: value if isinstance(value, int) else str(value) for name, value in given.items()
@@ -228,7 +228,7 @@ def _lines(track: Track, parts: Sequence[Part], whole: int) -> str:
         parts = list(_joined(parts, whole // _MOST_SHOWN))
     return "".join(
         [
-            track.slice("part", _NAMES[kind], began, ended, _about(rank))
+            track.line("part", _NAMES[kind], began, ended, _about(rank))
             for began, ended, kind, rank in parts if ended - began >= _SHOWN
         ]
     )  # fmt: skip

@@ -26,7 +26,7 @@ _LINES, _NAMES = 8, 6
 
 
 def merge(ranks: Ranks, path: Path) -> None:
-    """Write the slices of all ranks into one file, by rank 0's clock, from 0 on."""
+    """Write the stretches of all ranks into one file, by rank 0's clock, from 0 on."""
     zero = min(rank.at(rank.first) for rank in ranks.values() if rank.first <= rank.last)
     with path.open("w", encoding="utf-8") as out:
         out.write(FIRST_LINE)

@@ -21,7 +21,7 @@ from collectives.errors import some
 from collectives.operations.watch import KINDS
 from collectives.timeline import FIRST_LINE, LAST_LINE
 
-__all__ = ["Call", "Clock", "Rank", "Ranks", "Slice", "events", "read", "slices"]
+__all__ = ["Call", "Clock", "Rank", "Ranks", "Stretch", "events", "read", "stretches"]
 
 # Which calls no rank leaves before all have entered, whatever settings and algorithm.
 _FOR_ALL = {
@@ -65,7 +65,7 @@ class Rank:
         number_of_calls: all of them; the next one the us that they took.
         first, last: times in the file, in us.
         damaged: lines that cannot be read.
-        left_out: slices that are not in the file.
+        left_out: stretches that are not in the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,12 +133,12 @@ def read(directory: Path) -> tuple[Ranks, list[str]]:
         remarks.append(f"cut short or damaged: {_ranks(damaged)}")
     if left_out := sorted(number for number, rank in ranks.items() if rank.left_out):
         total = sum(rank.left_out for rank in ranks.values())
-        remarks.append(f"{total} slices left out by {_ranks(left_out)}, whose disk was slow")
+        remarks.append(f"{total} lines left out by {_ranks(left_out)}, whose disk was slow")
     _correct(ranks)
     return ranks, remarks
 
 
-class Slice(NamedTuple):
+class Stretch(NamedTuple):
     """A call, a part of one, or a user's span; times in us."""
 
     kind: str
@@ -148,7 +148,7 @@ class Slice(NamedTuple):
     args: Mapping[str, Any]
 
 
-def slices(rank: Rank) -> Iterator[Slice]:
+def stretches(rank: Rank) -> Iterator[Stretch]:
     """Yield what a rank's file says to have ended."""
     begun: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in events(rank.path):
@@ -166,7 +166,7 @@ def slices(rank: Rank) -> Iterator[Slice]:
         else:
             continue
         name = sys.intern(whole["name"])
-        yield Slice(whole.get("cat", ""), name, whole["ts"], ended, event["args"])
+        yield Stretch(whole.get("cat", ""), name, whole["ts"], ended, event["args"])
 
 
 def _read(path: Path) -> Rank:
@@ -178,7 +178,7 @@ def _read(path: Path) -> Rank:
             _take_facts(rank, event)
         elif "ts" in event:
             rank.first = min(rank.first, event["ts"])
-    for one in slices(rank):
+    for one in stretches(rank):
         _take(rank, one)
     return rank
 
@@ -193,7 +193,7 @@ def _take_facts(rank: Rank, event: dict[str, Any]) -> None:
         rank.left_out += args["lines"]
 
 
-def _take(rank: Rank, one: Slice) -> None:
+def _take(rank: Rank, one: Stretch) -> None:
     rank.last = max(rank.last, one.ended)
     if one.kind == "span":
         rank.spans.append((one.began, one.ended, one.name))

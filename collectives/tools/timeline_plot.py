@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from collectives.operations.watch import KINDS
-from collectives.tools.timeline_files import Ranks, slices
+from collectives.tools.timeline_files import Ranks, stretches
 
 __all__ = ["draw"]
 
@@ -26,7 +26,7 @@ def draw(ranks: Ranks, path: Path) -> None:
     axes = figure.subplots()
     zero = min(rank.at(rank.first) for rank in ranks.values())
     for row, rank in enumerate(ranks.values()):
-        for one in slices(rank):
+        for one in stretches(rank):
             began, ended = ((rank.at(time) - zero) / 1000 for time in (one.began, one.ended))
             low, height = _PLACES[one.kind]
             color = {"span": "lightblue", "call": "lightgrey"}.get(one.kind) or _COLORS[one.name]

@@ -180,7 +180,7 @@ def test_files_of_other_jobs_and_missing_ones_are_named(tmp_path, capsys):
     assert "nobody waited for anybody" in text
     assert "left out, as of another job: rank 0" in text
     assert "no files of rank 0, rank 2" in text
-    assert "12 slices left out by rank 1" in text
+    assert "12 lines left out by rank 1" in text
     assert str(tmp_path / "all.json") in text
 
 
