@@ -133,12 +133,13 @@ class Track:
                 return opened
         return None
 
-    def end(self, opened: Stretch, ended: int) -> None:
-        """End something that was begun here, at so many ns of the monotonic clock."""
-        opened.ended = ended
+    def end(self, what: Stretch, ended: int) -> None:
+        """End something, begun here or never, at so many ns of the monotonic clock."""
+        what.ended = ended
         with self._timeline.lock:
-            self.open.remove(opened)
-            self._ended.append(opened)
+            if what in self.open:
+                self.open.remove(what)
+            self._ended.append(what)
             if len(self._ended) >= _BATCH:
                 self._timeline.add(self.lines())
 

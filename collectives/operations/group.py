@@ -156,6 +156,11 @@ class Group:
         if error is not None and isinstance(error, (CollectiveTimeout, PeerFailure)):
             recorder.write(f"{record.operation}: {type(error).__name__}")
 
+    def planned(self, operation: str, fields: Mapping[str, object]) -> None:
+        """Tell the timeline of a call that is over and was not recorded; three callers are ours."""
+        if self._watch is not None:
+            self._watch.met(operation, fields, self.number, recorder.caller(4))
+
     def close(self) -> None:
         """Refuse later calls, and give back what the ranks share."""
         self.unusable = "it was closed"

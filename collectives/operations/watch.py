@@ -142,6 +142,17 @@ class Watch:
         if record.state != "done":
             self._timeline.flush()  # the process may be about to end
 
+    def met(
+        self, name: str, fields: Mapping[str, object], number: int, caller: tuple[CodeType, int]
+    ) -> None:
+        """Take note of a call that is over, and of which only the rounds know when it was."""
+        noted = [] if self._engine is None else self._engine.noted()
+        if noted:
+            began, ended = noted[words.FROM_TIME], noted[words.FROM_TIME - words.NOTE_WORDS]
+            call = Stretch(None, "call", name, began, self._describe)
+            call.facts = number, fields, caller, "done", noted
+            self._timeline.track().end(call, ended)
+
     def _describe(self, track: Track, call: Stretch) -> tuple[str, str]:
         """Return what is known of a call, as JSON, and lines about its parts."""
         number, fields, _, state, noted = call.facts
