@@ -39,6 +39,7 @@ from collectives.launch import launched_processes
 from collectives.operations.heads import Envelope
 from collectives.operations.plan import Plan
 from collectives.operations.requests import Request
+from collectives.timeline import timeline_span
 from collectives.version import __version__ as __version__
 from collectives.world import *  # noqa: F403  # the operations of the world, listed there
 
@@ -74,6 +75,7 @@ __all__ = [
     "Request",
     "from_mpi",
     "launched_processes",
+    "timeline_span",
 ]
 __all__ += world.__all__
 

@@ -61,6 +61,16 @@ def _parser() -> argparse.ArgumentParser:
     _limit(tune, "--seconds", 20.0, "how long it may take, roughly")
     tune.set_defaults(run=_tune)
 
+    timeline = commands.add_parser(
+        "timeline", help="join the timelines of all ranks, and print who waited for whom"
+    )
+    timeline.add_argument("directory", type=Path, help="as in UNISONO_TIMELINE")
+    text = "where the joined one goes (default: DIRECTORY/timeline.json)"
+    timeline.add_argument("--out", type=Path, metavar="FILE", help=text)
+    text = "draw it with matplotlib: for some ranks and steps"
+    timeline.add_argument("--plot", type=Path, metavar="FILE.png", help=text)
+    timeline.set_defaults(run=_timeline)
+
     _explain_options(
         commands.add_parser(
             "explain", help="print how long each algorithm should take, and which one that picks"
@@ -146,6 +156,12 @@ def _tune(options: argparse.Namespace) -> int:
     from collectives.tools import tune
 
     return tune.run(options.out, options.seconds)
+
+
+def _timeline(options: argparse.Namespace) -> int:
+    from collectives.tools import timeline
+
+    return timeline.run(options.directory, options.out, options.plot)
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@
 | `UNISONO_SHARED_MEMORY` | directory, or off | /dev/shm | where ranks of a node meet |
 | `UNISONO_STORES` | auto, plain, streaming | auto | how ranks of a node store for others |
 | `UNISONO_RECORDER_DIR` | directory | unisono-recorder-JOB | where flight records go |
+| `UNISONO_TIMELINE` | directory | none | where timelines go, as rank 0 has it; none without |
 | `UNISONO_ABORT_ON_EXCEPTION` | 0 or 1 | 1 | an uncaught exception on one rank ends the whole job |
 | `UNISONO_MPI_SETTINGS` | 0 or 1 | 1 | give Open MPI the settings listed in `launch.py` |
 | `UNISONO_TUNED` | file, or off | see `tuned.py` | what `python -m collectives tune` measured |
@@ -57,6 +58,7 @@ class Settings:
     shared_memory: str | None = "/dev/shm"
     stores: Stores = "auto"
     recorder_dir: str | None = None
+    timeline: str | None = None
     abort_on_exception: bool = True
     mpi_settings: bool = True
     tuned: str | None = None  # a file, "off", or None for the usual place
@@ -143,6 +145,7 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "UNISONO_SHARED_MEMORY": ("shared_memory", lambda text: None if text == "off" else text),
     "UNISONO_STORES": ("stores", partial(_one_of, get_args(Stores))),
     "UNISONO_RECORDER_DIR": ("recorder_dir", str),
+    "UNISONO_TIMELINE": ("timeline", str),
     "UNISONO_ABORT_ON_EXCEPTION": ("abort_on_exception", _switch),
     "UNISONO_MPI_SETTINGS": ("mpi_settings", _switch),
     "UNISONO_TUNED": ("tuned", str),

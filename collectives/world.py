@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from collectives import crowding, launch, settings
 from collectives.communicator import Communicator, from_mpi
-from collectives.operations import recorder
+from collectives.operations import recorder, timelines
 from collectives.transport import whereabouts
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ __all__ = [
     "size",
     "sparse_allreduce",
     "split",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 log = logging.getLogger(__name__)
@@ -132,6 +134,8 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     warnings = settings.slips(os.environ) if _world.rank == 0 else []
     for text in filter(None, [*warnings, crowding.find(ranks, os.environ)]):
         log.warning("[%d/%d] %s", _world.rank, _world.size, text)
+    if _world.settings.timeline is not None:
+        timelines.start(_world, _world.settings.timeline)
     return _world
 
 
@@ -142,6 +146,7 @@ def shutdown() -> None:
     """
     global _world
     if _world is not None:
+        timelines.stop(_world)
         _world.close()
         _world = None
 
@@ -185,6 +190,35 @@ def node_rank() -> int:
 def num_nodes() -> int:
     """Return the number of nodes."""
     return _current().num_nodes
+
+
+def start_timeline(directory: str | os.PathLike[str]) -> None:
+    """Let every rank write down when its calls begin, wait, reduce, copy and end.
+
+    *Collective*: all ranks of the world. The files, `rank-0.json` and so on, are for Perfetto and
+    Chrome; `python -m collectives timeline DIRECTORY` makes one of them, and says who waited for
+    whom. Files that an earlier timeline left in the directory are written over.
+
+    Args:
+        directory: made where it is missing; best one that all nodes share.
+
+    Raises:
+        RuntimeError: `init` was not called.
+        ValueError: there is a timeline already.
+        OSError: a file cannot be written; MismatchError on the other ranks.
+
+    Cost: of a call 7 to 30 us, and 400 to 1,100 bytes (`docs/timeline.md`).
+    """
+    timelines.start(_current(), os.fspath(directory))
+
+
+def stop_timeline() -> None:
+    """End the timelines that `start_timeline` or `UNISONO_TIMELINE` has begun.
+
+    *Collective*: all ranks of the world; harmless where there is none. Also done by `shutdown`. A
+    program that ends without has complete files, whose nodes' clocks are compared less well.
+    """
+    timelines.stop(_current())
 
 
 def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, R]:

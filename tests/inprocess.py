@@ -8,6 +8,7 @@ with the first and hangs with the second.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 
 import numpy as np
@@ -61,11 +62,12 @@ class ThreadGroup:
 
 
 class _Send:
-    def __init__(self, group, data, peer):
+    def __init__(self, group, data, peer, dest):
         eager = group.mode == "eager"
         self.data = memory_of(data).copy() if eager else memory_of(data)
         self.taken = eager
         self.peer = peer
+        self.peers = (dest,)
 
     def done(self):
         return self.taken
@@ -80,6 +82,7 @@ class _Receive:
         self.box = box
         self.into = memory_of(into)
         self.peer = peer
+        self.peers = (box[-2],)
         self.finished = False
         self.error = None
         self.queue = group.boxes[("receives", *box)]
@@ -118,7 +121,7 @@ class ThreadTransport(Transport):
         self.number_of_splits = 0
 
     def _start_send(self, data, dest):
-        send = _Send(self.group, data, self.name([dest]))
+        send = _Send(self.group, data, self.name([dest]), dest)
         with self.group.lock:
             self.group.boxes[(self.rank, dest)].append(send)
             self.group.event(dest)
@@ -130,12 +133,14 @@ class ThreadTransport(Transport):
 
     def wait(self, messages, deadline):
         # Threads that poll take the interpreter from each other: sleep until something happens.
-        pending = list(messages)
+        pending, began = list(messages), time.monotonic_ns()
         events, moved = self.group.events, self.group.moved[self.rank]
         while True:
             seen = events[self.rank]
             pending = [m for m in pending if not m.done()]
             if not pending:
+                if deadline.waits is not None:
+                    deadline.waits.waited(began, messages)
                 return
             deadline.check(self, pending)
             with moved:
@@ -203,7 +208,7 @@ class ThreadMailbox(Mailbox):
         return self._start(frame, "frame", dest)
 
     def _start(self, data, kind, dest):
-        send = _Send(self.group, data, f"rank {dest}")
+        send = _Send(self.group, data, f"rank {dest}", dest)
         with self.group.lock:
             self.group.boxes[(kind, self.rank, dest)].append(send)
         return send

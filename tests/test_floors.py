@@ -13,7 +13,16 @@ from launcher import ROOT
 # lower floors; inside a folder files import each other, never in a circle.
 FLOORS = {
     "collectives": [
-        {"arrays", "bucket_layout", "crowding", "errors", "links", "topology", "version"},
+        {
+            "arrays",
+            "bucket_layout",
+            "crowding",
+            "errors",
+            "links",
+            "timeline",
+            "topology",
+            "version",
+        },  # fmt: skip
         {"kernels", "settings", "transport"},
         {"compression", "launch", "node", "tuned"},
         {"algorithms"},

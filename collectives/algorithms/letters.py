@@ -25,6 +25,7 @@ in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), section 4.
 from __future__ import annotations
 
 import functools
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -162,7 +163,12 @@ class Letters:
 
     def exchange(self, block: Block, deadline: Deadline) -> bool:
         """Carry out a call; returns and raises as `drive`."""
-        return self.drive(block, self.kernel(block.address), deadline)
+        waits = deadline.waits
+        began = 0 if waits is None else time.monotonic_ns()
+        alike = self.drive(block, self.kernel(block.address), deadline)
+        if waits is not None:
+            waits.exchanged(began)
+        return alike
 
     def drive(self, block: Block, status: int, deadline: Deadline) -> bool:
         """Go on with a call of which the kernel has told a status; tell whether all ranks agree.

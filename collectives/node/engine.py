@@ -190,6 +190,8 @@ class Engine:
         self._memory = memory
         self._slot = slot
         self._state = np.zeros(words.STATE_WORDS, np.int64)
+        self._times = np.zeros(words.FIRST_NOTE, np.int64)
+        self._notes = self._times.data
         self._scratch = np.empty(4 * words.TILE_BYTES, np.uint8)
         self.shared = SharedArrays(self.rank, self.size)
         base = address(memory)
@@ -331,7 +333,22 @@ class Engine:
                 standing, wait = stands, Wait(self._first_nap)
             self._pause(work.block, deadline, wait)
             status = kernel(block)
-        return status == words.DONE
+        return status in (words.DONE, words.NOTED)
+
+    def note_times(self, wanted: bool) -> None:
+        """Note from now on when calls begin, wait and end, or do so no more."""
+        if wanted and self._times.size < words.TIMES_WORDS:
+            self._times = np.zeros(words.TIMES_WORDS, np.int64)  # for good: a call may be under way
+            self._notes = self._times.data
+        if wanted:
+            self._notes[words.NOTES] = self._notes[words.SINCE] = 0
+        self._state[words.TIMES] = address(self._times) if wanted else 0
+
+    def noted(self) -> list[int]:
+        """Return what was noted since the last time, `words.NOTE_WORDS` numbers for each note."""
+        count = self._notes[words.NOTES]
+        self._notes[words.NOTES] = 0
+        return self._notes[words.FIRST_NOTE :][: words.NOTE_WORDS * count].tolist()
 
     @property
     def _first_nap(self) -> float:

@@ -1,4 +1,8 @@
-"""How ranks of a node meet: they store words in their headers and wait for those of others."""
+"""How ranks of a node meet: they store words in their headers and wait for those of others.
+
+Each call begins with `next_round`, has some waits, and ends with `end`: these three note the time,
+where somebody wants to know (`words.TIMES`). Else it is a word that they look at.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,19 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from collectives.kernels.intrinsics import load, pause, pointer, sched_yield, store
+from collectives.kernels.intrinsics import (
+    clock_gettime,
+    load,
+    pause,
+    pointer,
+    sched_yield,
+    store,
+)
 from collectives.node import words as w
 
-__all__ = ["agreed", "announce", "end", "header", "next_round", "slot", "state", "wait"]
+__all__ = ["agreed", "announce", "end", "header", "next_round", "now", "slot", "state", "wait"]
+
+_MONOTONIC = 1
 
 
 @njit
@@ -20,9 +33,46 @@ def state(block: Any) -> Any:
 
 
 @njit
+def now(block: Any) -> int:
+    """Return nanoseconds of a clock."""
+    own = state(block)
+    clock_gettime(_MONOTONIC, pointer(block[w.STATE] + 8 * w.CLOCK))
+    return 1_000_000_000 * own[w.CLOCK] + own[w.CLOCK + 1]
+
+
+@njit
+def _note(block: Any, what: int, began: int, ended: int, last: int) -> None:
+    """Note what this rank did; the caller has seen that somebody wants to know."""
+    times = carray(pointer(state(block)[w.TIMES]), w.TIMES_WORDS, np.int64)
+    if times[w.NOTES] < w.MOST_NOTES:
+        at = w.FIRST_NOTE + w.NOTE_WORDS * times[w.NOTES]
+        times[at + w.WHAT], times[at + w.LAST] = what, last
+        times[at + w.FROM_TIME], times[at + w.TO_TIME] = began, ended
+        times[w.NOTES] += 1
+
+
+@njit
+def _wait_begins(block: Any) -> None:
+    times = carray(pointer(state(block)[w.TIMES]), w.TIMES_WORDS, np.int64)
+    if times[w.SINCE] == 0:  # else it goes on
+        times[w.SINCE], times[w.LATE] = now(block), -1
+
+
+@njit
+def _wait_ends(block: Any, word: int, late: int) -> None:
+    times = carray(pointer(state(block)[w.TIMES]), w.TIMES_WORDS, np.int64)
+    _note(block, word, times[w.SINCE], now(block), times[w.LATE] if late < 0 else late)
+    times[w.SINCE] = 0
+
+
+@njit
 def wait(block: Any, word: int, target: int) -> bool:
     """Wait until a word of all headers has reached the target; False after too many polls."""
     spins, yields = block[w.SPINS], block[w.YIELDS]
+    noting = state(block)[w.TIMES]
+    late = -1
+    if noting:
+        _wait_begins(block)
     for rank in range(block[w.SIZE]):
         address = block[w.HEADERS] + rank * w.HEADER_BYTES + 8 * word
         polls = 0
@@ -34,7 +84,13 @@ def wait(block: Any, word: int, target: int) -> bool:
                 sched_yield()
             else:
                 block[w.MISSING] = rank
+                if noting:
+                    carray(pointer(noting), w.TIMES_WORDS, np.int64)[w.LATE] = rank
                 return False
+        if polls:
+            late = rank  # in the end the last to come: those before it had come by then
+    if noting:
+        _wait_ends(block, word, late)
     return True
 
 
@@ -68,8 +124,12 @@ def agreed(block: Any) -> bool:
 
 @njit
 def next_round(block: Any) -> int:
-    """Return the number of the round that comes next."""
-    return state(block)[w.COUNTER] + 1
+    """Begin to make a call; returns the number of its first round."""
+    number = state(block)[w.COUNTER] + 1
+    if state(block)[w.TIMES]:
+        carray(pointer(state(block)[w.TIMES]), w.TIMES_WORDS, np.int64)[w.SINCE] = 0
+        _note(block, w.REDUCES if block[w.START] else w.MOVES, now(block), number, -1)
+    return number
 
 
 @njit
@@ -78,4 +138,7 @@ def end(block: Any, status: int, rounds: int) -> int:
     state(block)[w.COUNTER] = block[w.FIRST] + rounds - 1
     block[w.PHASE] = 0
     block[w.DONE_ROUNDS] = 0
+    if state(block)[w.TIMES]:
+        _note(block, w.END, now(block), 0, -1)
+        return w.NOTED if status == w.DONE else status
     return status

@@ -21,9 +21,9 @@ from typing import Any
 
 from numba import njit
 
-from collectives.kernels.intrinsics import clock_gettime, copy, drain, fence, pointer, store, stream
+from collectives.kernels.intrinsics import copy, drain, fence, store, stream
 from collectives.node import words as w
-from collectives.node.meeting import header, state
+from collectives.node.meeting import header, now, state
 
 __all__ = ["put", "tell"]
 
@@ -38,16 +38,6 @@ _ENOUGH = 2
 _BETWEEN = 1 << 22
 _LEAST, _MOST = 1 << 12, w.TILE_BYTES
 
-_MONOTONIC = 1
-
-
-@njit
-def _now(block: Any) -> int:
-    """Return nanoseconds of a clock."""
-    own = state(block)
-    clock_gettime(_MONOTONIC, pointer(block[w.STATE] + 8 * w.CLOCK))
-    return 1_000_000_000 * own[w.CLOCK] + own[w.CLOCK + 1]
-
 
 @njit
 def _timed(block: Any, dest: int, source: int, nbytes: int) -> None:
@@ -60,10 +50,10 @@ def _timed(block: Any, dest: int, source: int, nbytes: int) -> None:
     near = block[w.SCRATCH]
     copy(near, source, nbytes)  # where the bytes come from should not matter
     drain()
-    began = _now(block)
+    began = now(block)
     copy(dest, near, nbytes)
     drain()
-    own[w.RATE] = 1000 * nbytes // max(1, _now(block) - began)
+    own[w.RATE] = 1000 * nbytes // max(1, now(block) - began)
     way = w.STREAMING if own[w.RATE] < _SLOW else w.PLAIN
     own[w.AGAINST] = 0 if way == own[w.WAY] else own[w.AGAINST] + 1
     if own[w.AGAINST] == _ENOUGH:

@@ -12,8 +12,9 @@ it to whoever sees it by `load`.
 
 from __future__ import annotations
 
-DONE, WAITING, MISMATCH = 0, 1, 2
-"""What a kind of call returns; WAITING: it has waited for long, call it again with its block."""
+DONE, WAITING, MISMATCH, NOTED = 0, 1, 2, 3
+"""What a kind of call returns; WAITING: it has waited for long, call it again with its block.
+NOTED: it is done, and somebody wants to know when it did what."""
 
 # Words of a block. The engine's part, the same for all calls:
 RANK, SIZE = 0, 1
@@ -51,9 +52,25 @@ LEFT = 3  # bytes to store before the next timing
 AGAINST = 4  # timings in a row that speak against the way
 RATE = 5  # of plain stores, the last time, in MB/s
 CLOCK = 6  # two words, for the time
-STATE_WORDS = 8
+TIMES = 8  # address of the words of times, below; 0 where nobody wants to know
+STATE_WORDS = 9
 
 PLAIN, STREAMING = 0, 1
+
+# Words of times: what this rank did when, in ns of the monotonic clock.
+NOTES = 0  # how many notes there are
+SINCE = 1  # when the wait under way began; 0 if none is
+LATE = 2  # the rank that it has given up on for now, -1 for none
+FIRST_NOTE = 4
+# Words of a note. A wait has the number of its word, FILLED or READY below, and names the last rank
+# to come; a call begins as MOVES, or as REDUCES where it combines what it has waited for in FILLED,
+# with its first round in place of an end. All else between two notes is copying.
+WHAT, FROM_TIME, TO_TIME, LAST = 0, 1, 2, 3
+NOTE_WORDS = 4
+MOVES, REDUCES, END = 10, 11, 12
+# Calls of many megabytes make some hundred; what comes after these is not noted.
+MOST_NOTES = 2048
+TIMES_WORDS = FIRST_NOTE + NOTE_WORDS * MOST_NOTES
 
 # Words of a header; one cache line with its neighbour, which processors fetch in pairs.
 FILLED, READY, HASHES = 0, 1, 2

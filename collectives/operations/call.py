@@ -13,6 +13,7 @@ Memory is changed, and data sent, only after the comparison.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
@@ -126,7 +127,7 @@ class Call:
             return
         self._compared = True
         if self.group.checked:
-            compare.agree(self.group, self.digest, self._description, self.deadline)
+            self._compare(compare.NOTHING)
 
     def carries(self, algorithm: str, nbytes: int, most: int = compare.CARRIED_BYTES) -> bool:
         """Whether an operation by messages is so small that it travels with the comparison.
@@ -150,10 +151,18 @@ class Call:
             The combination of all, the same bits on all ranks.
         """
         self._compared = True
-        contribution = compare.Contribution(data, op)
-        return compare.agree(
-            self.group, self.digest, self._description, self.deadline, contribution
-        )
+        return self._compare(compare.Contribution(data, op))
+
+    def _compare(self, contribution: compare.Contribution) -> Array:
+        """Compare by messages, and combine what the ranks contribute."""
+        deadline = self.deadline
+        waits, deadline.waits = deadline.waits, None  # this is one wait, for all ranks
+        began = 0 if waits is None else time.monotonic_ns()
+        joined = compare.agree(self.group, self.digest, self._description, deadline, contribution)
+        if waits is not None:
+            waits.exchanged(began)
+            deadline.waits = waits
+        return joined
 
     def tell(self, *numbers: int) -> Array:
         """As `agree`, always, and return what numbers every rank tells, shape (size, n), int64."""
@@ -225,6 +234,8 @@ class Call:
         group = self.group
         if name == "auto":
             name = selection.pick(operation, nbytes, group.layout)
+        if self.deadline.waits is not None:
+            self.deadline.waits.chose(name)
         ranks = (levels or group.levels) if name == "hierarchical" else group.transport
         return partial(selection.ALGORITHMS[operation][name].run, ranks)
 

@@ -6,10 +6,11 @@ group holds for it (`kept`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from collectives import settings, topology
+from collectives import settings, timeline, topology
 from collectives.algorithms import hierarchical, stages
 from collectives.algorithms.layout import Layout
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailure
@@ -17,10 +18,11 @@ from collectives.kernels import addresses
 from collectives.node import engine
 from collectives.operations import recorder, status
 from collectives.operations.recorder import NO_FIELDS, Record
+from collectives.operations.watch import Members, Watch, Watcher
 from collectives.transport import liveness
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["Group"]
+__all__ = ["Group", "watch_all"]
 
 # UNISONO_CHECK=sample compares the first calls, where programs are wrong from the start, and then
 # every so many, where ranks drift apart. Counted per group, so that all ranks choose alike.
@@ -32,6 +34,15 @@ _SAMPLE_EVERY = 64
 _LEAST_EXIT_SECONDS = 60.0
 
 T = TypeVar("T")
+
+# All of this process.
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def watch_all() -> None:
+    """Let all groups find out that there is a timeline, or none any more."""
+    for group in list(_groups):
+        group.watch()
 
 
 class Group:
@@ -60,6 +71,7 @@ class Group:
         number: of the last call.
         splits_made: how many groups were made of this one.
         unusable: why there can be no more calls; None if there can.
+        watcher: is told as operations begin and end; None if nobody is.
     """
 
     def __init__(
@@ -87,8 +99,28 @@ class Group:
         self.number = 0
         self.splits_made = 0
         self.unusable: str | None = None
+        self.watcher: Watcher | None = None
+        self._watch: Watch | None = None
         self._met = False  # whether the ranks of a node have tried to make an engine
         self._kept: dict[Callable[..., Any], Any] = {}
+        _groups.add(self)
+        self.watch()
+
+    def watch(self) -> None:
+        """Find out who is to be told of operations: other ranks of the node, and a timeline."""
+        self.watcher, self._watch = self.status, None
+        if self.node_engine is not None:
+            self.node_engine.note_times(timeline.running is not None)
+        if timeline.running is not None:
+            everybody = range(self.size)
+            ranks = self.transport if self.num_nodes == 1 else self.levels.node
+            world = self.transport.world or everybody
+            members = Members(
+                self.recorder.name, world, self.leaders, self.rank, self.num_nodes == 1
+            )
+            here = [world[ranks.number(rank)] for rank in range(ranks.size)]
+            self._watch = Watch(timeline.running, members, self.status, self.node_engine, here)
+            self.watcher = self._watch
 
     def kept(self, make: Callable[[Group], T]) -> T:
         """Return what an operation keeps between its calls, made when it is first asked for."""
@@ -99,7 +131,10 @@ class Group:
     def deadline(self, operation: str, timeout: float | None = None) -> Deadline:
         """Return a deadline that begins now; the timeout of the settings if None."""
         limit = self.settings.timeout if timeout is None else timeout
-        return Deadline(operation, limit, self.settings.stall_warning, self._missing)
+        deadline = Deadline(operation, limit, self.settings.stall_warning, self._missing)
+        if self._watch is not None:
+            deadline.waits = self._watch.waits()
+        return deadline
 
     def begin(
         self, operation: str, fields: Mapping[str, object] = NO_FIELDS, ours: int = 3
@@ -109,17 +144,22 @@ class Group:
         Of its callers the first `ours`, from this method on, are no user's: a look costs 0.1 us.
         """
         record = self.recorder.begin(self.number, operation, fields, ours)
-        if self.status is not None:
-            self.status.enter(record)
+        if self.watcher is not None:
+            self.watcher.enter(record)
         return record
 
     def end(self, record: Record, error: BaseException | None) -> None:
         """Record that it ends; write all records to a file if a rank was missing or dead."""
         record.end(error)
-        if self.status is not None:
-            self.status.leave(record)
+        if self.watcher is not None:
+            self.watcher.leave(record)
         if error is not None and isinstance(error, (CollectiveTimeout, PeerFailure)):
             recorder.write(f"{record.operation}: {type(error).__name__}")
+
+    def planned(self, operation: str, fields: Mapping[str, object]) -> None:
+        """Tell the timeline of a call that is over and was not recorded; three callers are ours."""
+        if self._watch is not None:
+            self._watch.met(operation, fields, self.number, recorder.caller(4))
 
     def close(self) -> None:
         """Refuse later calls, and give back what the ranks share."""
@@ -170,6 +210,7 @@ class Group:
             self.status = status.Board(made.notes, ranks.rank, names)
             made.last_call = self.status.last
             self.levels = stages.in_shared_memory(self.levels, made)
+            self.watch()
 
     @property
     def sends_messages(self) -> bool:

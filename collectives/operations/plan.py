@@ -21,6 +21,7 @@ from collectives.arrays import reduction
 from collectives.arrays.host import Array, address
 from collectives.errors import MismatchError
 from collectives.kernels import addresses
+from collectives.node.words import NOTED
 from collectives.operations import compare, messages
 from collectives.operations.call import Call
 from collectives.operations.group import Group
@@ -270,10 +271,13 @@ class Plan(Generic[A]):
 
     def _go_on(self, status: int) -> None:
         """Wait for the others, and record that."""
-        record = self._group.begin(self._operation)
+        assert isinstance(self._plan, NodePlan)
+        if status == NOTED:  # it is over, and for the timeline only
+            self._group.planned(self._operation, self._plan.fields)
+            return
+        record = self._group.begin(self._operation, self._plan.fields)
         failure = None
         try:
-            assert isinstance(self._plan, NodePlan)
             self._plan.go_on(status, self._timeout)
         except BaseException as error:
             failure = error

@@ -21,7 +21,7 @@ from collectives.algorithms.letters import HASH, INVERSE, Block, Letters
 from collectives.arrays.host import Array, address
 from collectives.errors import MismatchError
 from collectives.node.engine import Rows, Work
-from collectives.node.words import OUT, SEND
+from collectives.node.words import NOTED, OUT, SEND
 from collectives.operations import compare
 from collectives.operations.call import Call, enter
 
@@ -45,8 +45,8 @@ class _AddressPlan(ABC):
         self.shape = shape
         self.group = call.group
         self._description = call.description
-        self._fields = dict(self._description)
-        self._operation = str(self._fields.pop("operation"))
+        self.fields = dict(self._description)
+        self._operation = str(self.fields.pop("operation"))
 
     def run(
         self, send: int, out: int, timeout: float | None, then: Callable[[], None] | None = None
@@ -70,7 +70,7 @@ class _AddressPlan(ABC):
         record = None
         try:
             group.number += 1
-            record = group.begin(self._operation, self._fields, self.ours)
+            record = group.begin(self._operation, self.fields, self.ours)
             self.meet(send, out, timeout)
             if then is not None:
                 then()
@@ -151,6 +151,8 @@ class NodePlan(_AddressPlan):
 
         Arguments and errors as `run`.
         """
+        if status == NOTED:  # done
+            return
         deadline = self.group.deadline(self._operation, timeout)
         if not self._engine.drive(self._work, deadline, status):
             compare.raise_mismatch(self.group.transport, self._description, deadline)
@@ -167,12 +169,12 @@ class LetterPlan(_AddressPlan):
 
     def __init__(self, call: Call, letters: Letters, block: Block) -> None:
         super().__init__(call)
-        self._fields.pop(compare.NUMBER, None)  # of which every call has its own
+        self.fields.pop(compare.NUMBER, None)  # of which every call has its own
         self._letters = letters
         self._kernel = letters.kernel
         self._block = block
         self._words = block.words.data
-        self._digest = compare.digest({"operation": self._operation, **self._fields})
+        self._digest = compare.digest({"operation": self._operation, **self.fields})
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
         """Carry out the call that has made the plan; raises what `Call.met` does."""

@@ -5,11 +5,12 @@
 | `check` | the strictest of any rank: who compares would take the others' data for a comparison |
 | `cuda_aware` | "on" if it is on all ranks |
 | `links` | what rank 0 finds in settings and file: by them "auto" picks the algorithm |
+| `timeline` | rank 0's: all begin one together |
 
 Every rank fills a page, and the largest of all ranks' bytes is what they share:
 
     byte    0                    1                           2 ..
-            level of checking    1: device memory staged     rank 0's links as JSON; 0 elsewhere
+            level of checking    1: device memory staged     rank 0's links ... as JSON; 0 elsewhere
 
 An MPI library that is not built for device memory reads its addresses as the host's, and crashes.
 Some say no although the transport below them could (UCX with an Open MPI that was built without
@@ -86,16 +87,18 @@ def settle(own: Settings, transport: Transport) -> Settings:
     text = page[_TEXT:].tobytes().rstrip(b"\0")
     if not text.startswith(b"["):
         raise ValueError(text.decode(errors="replace"))
-    machine, sources = json.loads(text)
+    machine, sources, timeline = json.loads(text)
     known = Links(Machine(*(Link(*numbers) for numbers in machine)), tuple(sources))
     cuda_aware: Literal["on", "off"] = "off" if page[_STAGED] else "on"
-    return dataclasses.replace(own, check=check, cuda_aware=cuda_aware, links=known)
+    return dataclasses.replace(
+        own, check=check, cuda_aware=cuda_aware, links=known, timeline=timeline
+    )
 
 
 def _links(own: Settings) -> str:
     """Return what rank 0 finds, as JSON, or else in words why it finds nothing."""
     try:
-        return json.dumps(tuned.found(own, os.environ))
+        return json.dumps([*tuned.found(own, os.environ), own.timeline])
     except ValueError as error:
         return str(error)
     except Exception as error:

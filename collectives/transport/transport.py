@@ -7,6 +7,7 @@ memory until it is complete, also when a wait ends with an error.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -202,6 +203,8 @@ class Transport(Ranks, ABC):
             PeerFailure: a rank is dead, whether or not this one waits for it.
             MismatchError: a rank sent another number of bytes.
         """
+        waits = deadline.waits
+        began = 0 if waits is None else time.monotonic_ns()
         try:
             # One after the other: each poll moves all messages that are under way.
             for message in messages:
@@ -215,6 +218,8 @@ class Transport(Ranks, ABC):
             if meaning is error:
                 raise
             raise meaning from error
+        if waits is not None:
+            waits.waited(began, messages)
 
     def _wait_long(self, messages: Sequence[Message], deadline: Deadline) -> None:
         """Wait while leaving the core to others, and look after the other ranks."""

@@ -25,6 +25,7 @@ __all__ = [
     "Pace",
     "Ranks",
     "Wait",
+    "Waits",
     "named",
     "this_thread",
     "until",
@@ -128,6 +129,19 @@ class Message(Protocol):
         """The ranks that this waits for; where it is all of them, some."""
 
 
+class Waits(Protocol):
+    """Is told for what a call waited, and how long."""
+
+    def waited(self, began: int, messages: Sequence[Message]) -> None:
+        """Note a wait that ends now; it began at so many ns of the monotonic clock."""
+
+    def exchanged(self, began: int) -> None:
+        """Note the same of an exchange among all ranks."""
+
+    def chose(self, algorithm: str) -> None:
+        """Note by which algorithm the call goes."""
+
+
 class Known(NamedTuple):
     """What takes no message: it has come, or nothing but a look elsewhere will tell."""
 
@@ -191,7 +205,12 @@ class Deadline:
         limit: seconds from now.
         warn_after: seconds from now after which a wait is reported once.
         whereabouts: says which ranks have not come and what they last did, as far as is known.
+
+    Attributes:
+        waits: is told of them; None where nobody wants to know.
     """
+
+    waits: Waits | None = None
 
     def __init__(
         self,

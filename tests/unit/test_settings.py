@@ -25,13 +25,14 @@ def test_every_variable_is_read():
             "UNISONO_SHARED_MEMORY": "off",
             "UNISONO_STORES": "plain",
             "UNISONO_RECORDER_DIR": "records",
+            "UNISONO_TIMELINE": "timeline",
             "UNISONO_ABORT_ON_EXCEPTION": "0",
             "UNISONO_MPI_SETTINGS": "0",
             "UNISONO_CUDA_AWARE": "on",
         }
     )
     expected = settings.Settings(
-        1.5, 7.0, "sample", None, "plain", "records", False, False, cuda_aware="on"
+        1.5, 7.0, "sample", None, "plain", "records", "timeline", False, False, cuda_aware="on"
     )
     assert read == expected
 

@@ -1,0 +1,243 @@
+"""What the timelines of ranks say, read from their files, and by which clock.
+
+The files (`collectives.timeline`) have times of their nodes' clocks, and comparisons of these with
+rank 0's (`collectives.operations.timelines`). One comparison gives what to add, two of them also
+how fast one clock goes by the other. A job that was killed has only the first. So its last calls
+have to serve: no rank leaves an all-reduce before the last one has entered, and a clock by which
+one did is wrong by as much.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from collectives.errors import some
+from collectives.operations.watch import KINDS
+from collectives.timeline import FIRST_LINE, LAST_LINE
+
+__all__ = ["Call", "Clock", "Rank", "Ranks", "Stretch", "events", "read", "stretches"]
+
+# Which calls no rank leaves before all have entered, whatever settings and algorithm.
+_FOR_ALL = {
+    "allgather", "allreduce", "alltoall", "barrier", "grouped_allreduce", "planned allreduce",
+    "stop_timeline",
+}  # fmt: skip
+
+# How many of the last calls tell how wrong a clock has become.
+_LAST_CALLS = 1000
+
+_NAME = re.compile(r"rank-(\d+)\.json")
+
+
+class Clock(NamedTuple):
+    """A comparison of a rank's clock with rank 0's; in ns."""
+
+    at: int
+    offset: int
+    error: int
+
+
+class Call(NamedTuple):
+    """A call of one rank; times in us."""
+
+    name: str
+    began: float
+    ended: float
+    at: str
+
+
+class Rank:
+    """What a rank's file says.
+
+    Attributes:
+        facts: about the process.
+        clocks: comparisons.
+        calls: of all ranks of a group, by group and key.
+        received: what came from other ranks: from whom, and the call.
+        spans: began, ended and name of the user's spans, in us.
+        totals: us of each kind of part.
+        number_of_calls: all of them; the next one the us that they took.
+        first, last: times in the file, in us.
+        damaged: lines that cannot be read.
+        left_out: stretches that are not in the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = {}
+        self.clocks: list[Clock] = []
+        self.calls: dict[tuple[str, str], Call] = {}
+        self.received: list[tuple[int, Call]] = []
+        self.spans: list[tuple[float, float, str]] = []
+        self.totals = dict.fromkeys(KINDS, 0.0)
+        self.number_of_calls = 0
+        self.in_calls = 0.0
+        self.first, self.last = float("inf"), float("-inf")
+        self.damaged = self.left_out = 0
+
+    def at(self, time: float) -> float:
+        """Return a time of this rank's clock as one of rank 0's; both in us."""
+        first, last = self.clocks[0], self.clocks[-1]
+        offset = float(first.offset)
+        if last.at > first.at:
+            rate = (last.offset - first.offset) / (last.at - first.at)
+            offset += rate * (1000 * time - first.at)
+        return time + offset / 1000
+
+
+Ranks = Mapping[int, Rank]
+
+
+def events(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield what a file says, whether or not it has an end; None for a line that is damaged."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            text = line.strip().rstrip(",")
+            if text in ("", FIRST_LINE.strip(), LAST_LINE.strip(), "]"):
+                continue
+            try:
+                event = json.loads(text)
+            except json.JSONDecodeError:
+                event = None
+            yield event if isinstance(event, dict) else None
+
+
+def read(directory: Path) -> tuple[Ranks, list[str]]:
+    """Read the ranks' files of the newest job in a directory.
+
+    Returns:
+        What they say, by rank, and remarks.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = [path for path in directory.glob("rank-*.json") if _NAME.fullmatch(path.name)]
+    ranks = {rank.facts["rank"]: rank for rank in map(_read, found) if rank.clocks and rank.facts}
+    if not ranks:
+        raise ValueError(f"timeline: no files rank-N.json of a timeline in {directory}")
+    newest = max(ranks.values(), key=lambda rank: str(rank.facts["date"])).facts
+    older = sorted(number for number, r in ranks.items() if r.facts["job"] != newest["job"])
+    ranks = {number: ranks[number] for number in sorted(set(ranks) - set(older))}
+    remarks = []
+    if older:
+        remarks.append(f"left out, as of another job: {_ranks(older)}")
+    if missing := sorted(set(range(newest["size"])) - set(ranks)):
+        remarks.append(f"no files of {_ranks(missing)}")
+    if damaged := sorted(number for number, rank in ranks.items() if rank.damaged):
+        remarks.append(f"cut short or damaged: {_ranks(damaged)}")
+    if left_out := sorted(number for number, rank in ranks.items() if rank.left_out):
+        total = sum(rank.left_out for rank in ranks.values())
+        remarks.append(f"{total} lines left out by {_ranks(left_out)}, whose disk was slow")
+    _correct(ranks)
+    return ranks, remarks
+
+
+class Stretch(NamedTuple):
+    """A call, a part of one, or a user's span; times in us."""
+
+    kind: str
+    name: str
+    began: float
+    ended: float
+    args: Mapping[str, Any]
+
+
+def stretches(rank: Rank) -> Iterator[Stretch]:
+    """Yield what a rank's file says to have ended."""
+    begun: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in events(rank.path):
+        if event is None or event.get("ph") not in ("B", "E", "X"):
+            continue
+        whole = event
+        if event["ph"] == "B":
+            begun[event["tid"]].append(event)
+            continue
+        ended = event["ts"]
+        if event["ph"] == "X":
+            ended += event["dur"]
+        elif begun[event["tid"]]:
+            whole = begun[event["tid"]].pop()
+        else:
+            continue
+        name = sys.intern(whole["name"])
+        yield Stretch(whole.get("cat", ""), name, whole["ts"], ended, event["args"])
+
+
+def _read(path: Path) -> Rank:
+    rank = Rank(path)
+    for event in events(path):
+        if event is None:
+            rank.damaged += 1
+        elif event.get("ph") == "M":
+            _take_facts(rank, event)
+        elif "ts" in event:
+            rank.first = min(rank.first, event["ts"])
+    for one in stretches(rank):
+        _take(rank, one)
+    return rank
+
+
+def _take_facts(rank: Rank, event: dict[str, Any]) -> None:
+    args = event["args"]
+    if event["name"] == "unisono":
+        rank.facts = args
+    elif event["name"] == "unisono_clock":
+        rank.clocks.append(Clock(args["at"], args["offset"], args["error"]))
+    elif event["name"] == "left_out":
+        rank.left_out += args["lines"]
+
+
+def _take(rank: Rank, one: Stretch) -> None:
+    rank.last = max(rank.last, one.ended)
+    if one.kind == "span":
+        rank.spans.append((one.began, one.ended, one.name))
+    if one.kind != "call":
+        return
+    args = one.args
+    rank.number_of_calls += 1
+    rank.in_calls += one.ended - one.began
+    for kind in KINDS:
+        rank.totals[kind] += args.get(f"{kind} us", 0.0)
+    call = Call(one.name, one.began, one.ended, sys.intern(args["at"]))
+    if "source" in args:
+        rank.received.append((args["source"], call))
+    elif "dest" not in args:
+        group, key = sys.intern(args["group"]), args["key"]
+        while (group, key) in rank.calls:  # of an earlier group of this name
+            key += "'"
+        rank.calls[group, key] = call
+
+
+def _correct(ranks: Ranks) -> None:
+    """Correct clocks that were compared once, by the calls with the lowest rank of another node."""
+    reference = next(iter(ranks.values()))
+    wrong: dict[int, float] = defaultdict(float)  # of each node, in us
+    late: dict[int, tuple[float, float]] = {}
+    for rank in ranks.values():
+        if rank.facts["node"] == reference.facts["node"] or len(rank.clocks) > 1:
+            continue
+        both = [key for key, call in rank.calls.items() if call.name in _FOR_ALL]
+        both = [key for key in both if key in reference.calls][-_LAST_CALLS:]
+        least, most = late.get(rank.facts["node"], (float("-inf"), float("inf")))
+        for key in both:
+            ours, theirs = rank.calls[key], reference.calls[key]
+            least = max(least, reference.at(theirs.began) - rank.at(ours.ended))
+            most = min(most, reference.at(theirs.ended) - rank.at(ours.began))
+        late[rank.facts["node"]] = least, most
+    for node, (least, most) in late.items():
+        wrong[node] = max(least, 0.0) + min(most, 0.0)
+    for rank in ranks.values():
+        if us := wrong[rank.facts["node"]]:
+            end = round(1000 * rank.last)
+            offset, error = rank.clocks[0].offset + round(1000 * us), round(1000 * abs(us))
+            rank.clocks.append(Clock(max(end, rank.clocks[0].at + 1), offset, error))
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return some([f"rank {number}" for number in numbers])
