@@ -337,8 +337,24 @@ def of_horovod() -> dict:
         ),
         "`hvd.allreduce_(x)`": lambda: in_place(cc.allreduce, mine, op=cc.SUM),
         "`hvd.allreduce_async(x)`, `synchronize(handle)`, `poll(handle)`": request,
-        "`hvd.grouped_allreduce`, `allgather`, `broadcast`, `alltoall`, `reducescatter`, "
-        "`barrier`": lambda: (grouped(), everything(), broadcast(), all_to_all(mine), shares()),
+        "`hvd.allreduce(x, prescale_factor=a, postscale_factor=b)`": lambda: equal(
+            cc.allreduce(mine, op=cc.SUM, prescale=2, postscale=0.25), total / 2
+        ),
+        "`hvd.allreduce(integers)`": lambda: equal(
+            cc.allreduce(3 * comm.rank, op=cc.INTEGER_MEAN), 1
+        ),
+        "`hvd.grouped_allreduce`, `grouped_allgather`, `grouped_reducescatter`": lambda: (
+            grouped(),
+            equal(cc.grouped_allgather([[comm.rank]])[0], [0, 1]),
+            equal(cc.grouped_reduce_scatter([mine], op=cc.SUM)[0].size, 2),
+        ),
+        "`hvd.allgather`, `broadcast`, `alltoall`, `reducescatter`, `barrier`": lambda: (
+            everything(),
+            broadcast(),
+            all_to_all(mine),
+            equal(cc.alltoall(mine, splits=[1, 3], received=True)[1], [1 + 2 * comm.rank] * 2),
+            shares(),
+        ),
         "`hvd.broadcast(x, root_rank=0)`": beginning_alike,
         "`hvd.broadcast_object`, `allgather_object`": objects,
         "`hvd.ProcessSet([0, 2])`": groups,
@@ -386,10 +402,18 @@ def of_mpi4py() -> dict:
             comm.reduce(mine, 0, op=cc.MAX), np.arange(4.0) + 10
         ),
         "`MPI.SUM MIN MAX PROD`": lambda: equal(comm.allreduce(2.0, op=cc.PRODUCT), 4.0),
-        "`MPI.LAND LOR`": lambda: equal(
-            [comm.allreduce(comm.rank == 0, op=op) for op in (cc.MIN, cc.MAX)], [False, True]
+        "`MPI.LAND LOR LXOR`, `BAND BOR BXOR`": lambda: equal(
+            [
+                comm.allreduce(2 * comm.rank, op=op)
+                for op in (cc.LOGICAL_AND, cc.LOGICAL_OR, cc.LOGICAL_XOR)
+                + (cc.BITWISE_AND, cc.BITWISE_OR, cc.BITWISE_XOR)
+            ],
+            [0, 1, 1, 0, 2, 2],
         ),
-        "`MPI.BAND BOR BXOR MAXLOC MINLOC`, `Op.Create`": missing("BAND", "MAXLOC"),
+        "`allreduce((number, rank), MPI.MINLOC)`, `MAXLOC`": lambda: equal(
+            comm.allreduce((-comm.rank, comm.rank), op=cc.MINLOC), [-1, 1]
+        ),
+        "`Op.Create`": None,
         "`Bcast(x, 0)`": broadcast,
         "`bcast(obj, 0)`, `allgather(obj)`": objects,
         "`gather(obj)`, `scatter(objs)`": some_objects,
@@ -419,7 +443,13 @@ def of_mpi4py() -> dict:
         "`Create_group`, `Dup`": groups,
         "`Barrier()`": barrier,
         "`Win.Allocate_shared`": lambda: equal(comm.shared_empty(3, "float32"), np.zeros(3)),
-        "`Allreduce_init`, `Start`": lambda: equal(comm.plan_allreduce(mine.copy())(), total / 2),
+        "`Allreduce_init`, `Bcast_init`, `Allgather_init`, `Reduce_scatter_init`, "
+        "`Start`": lambda: (
+            equal(comm.plan_allreduce(mine.copy())(), total / 2),
+            equal(comm.plan_broadcast(mine.copy(), 0)(), np.arange(4.0)),
+            equal(comm.plan_allgather(np.full(1, comm.rank))(), [0, 1]),
+            equal(comm.plan_reduce_scatter(np.ones(2), op=cc.SUM)(), [2]),
+        ),
         "one-sided operations, files, `Spawn`, Cartesian topologies": None,
         "`Abort()`": None,
     }
