@@ -170,7 +170,7 @@ class ThreadTransport(Transport):
         return ThreadTransport(group, self.rank)
 
     def post(self, head, dest):
-        send = _Send(self.group, head, self.name([dest]))
+        send = _Send(self.group, head, self.name([dest]), dest)
         with self.group.lock:
             self.group.boxes[("head", self.rank, dest)].append(send)
             self.group.event(dest)

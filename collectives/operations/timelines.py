@@ -119,7 +119,9 @@ def start(group: Group, directory: str) -> None:
             )
         place = Path(os.fspath(directory)).absolute()
         place.mkdir(parents=True, exist_ok=True)
-        own = timeline.start(place / f"rank-{group.rank}.json", group.rank)
+        world = list(group.transport.world or range(group.size))
+        rank = world[group.rank]
+        own = timeline.start(place / f"rank-{rank}.json", rank)
         unless_agreed.callback(timeline.stop)
         call.describe()
         call.agree()
@@ -127,7 +129,7 @@ def start(group: Group, directory: str) -> None:
         unless_agreed.pop_all()
     own.note("process_labels", {"labels": f"{socket.gethostname()}, node {group.node_rank}"})
     facts = {
-        "rank": group.rank, "size": group.size, "node": group.node_rank, "job": clock.job,
+        "rank": rank, "ranks": world, "node": group.node_rank, "job": clock.job,
         "host": socket.gethostname(), "process": os.getpid(), "version": __version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }  # fmt: skip

@@ -191,9 +191,10 @@ class Watch:
 
     def _guessed(self, call: Stretch, fields: Mapping[str, object]) -> list[Part]:
         """Return of what a call was made of which nothing else is known."""
-        if "source" in fields:  # by `recv`
-            source = self._members.world[int(str(fields["source"]))]
-            return [(call.began, call.ended, NETWORK, source)]
+        if "source" in fields:  # by `recv`, perhaps from any
+            source = fields["source"]
+            rank = self._members.world[source] if isinstance(source, int) else _NOBODY
+            return [(call.began, call.ended, NETWORK, rank)]
         if self._in_memory or "dest" in fields or len(self._members.world) == 1:
             return []
         return [(call.began, call.ended, WAIT, _NOBODY)]
@@ -220,6 +221,8 @@ class Watch:
         }
         if "shape" in given and "dtype" in given:
             fields["bytes"] = math.prod(given["shape"]) * np.dtype(given["dtype"]).itemsize
+        if isinstance(given.get("source"), int):
+            fields["from"] = self._members.world[given["source"]]
         is_of_two = "source" in fields or "dest" in fields
         if not is_of_two and fields.get("algorithm", "auto") == "auto":
             usual = "node" if self._in_memory else "letters"

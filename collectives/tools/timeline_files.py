@@ -127,7 +127,7 @@ def read(directory: Path) -> tuple[Ranks, list[str]]:
     remarks = []
     if older:
         remarks.append(f"left out, as of another job: {_ranks(older)}")
-    if missing := sorted(set(range(newest["size"])) - set(ranks)):
+    if missing := sorted(set(newest["ranks"]) - set(ranks)):
         remarks.append(f"no files of {_ranks(missing)}")
     if damaged := sorted(number for number, rank in ranks.items() if rank.damaged):
         remarks.append(f"cut short or damaged: {_ranks(damaged)}")
@@ -205,9 +205,9 @@ def _take(rank: Rank, one: Stretch) -> None:
     for kind in KINDS:
         rank.totals[kind] += args.get(f"{kind} us", 0.0)
     call = Call(one.name, one.began, one.ended, sys.intern(args["at"]))
-    if "source" in args:
-        rank.received.append((args["source"], call))
-    elif "dest" not in args:
+    if isinstance(args.get("from"), int):
+        rank.received.append((args["from"], call))
+    elif "dest" not in args and "source" not in args:
         group, key = sys.intern(args["group"]), args["key"]
         while (group, key) in rank.calls:  # of an earlier group of this name
             key += "'"

@@ -197,13 +197,16 @@ def test_an_array_of_another_rank_is_network(shown):
     def calls(comm):
         if comm.rank == 0:
             comm.send(np.ones(3), 1)
+            comm.send(np.ones(3), 1)
         else:
             comm.recv(0)
+            comm.recv()  # from any
 
     ranks, _ = shown(2, calls)
-    (sent,), (received,) = ranks[0].named("send"), ranks[1].named("recv")
+    (sent, _), (received, of_any) = ranks[0].named("send"), ranks[1].named("recv")
     assert sent["args"]["dest"] == 1
-    assert received["args"]["source"] == 0
+    assert received["args"]["from"] == 0
+    assert "from" not in of_any["args"]
     assert "network" in ranks[1].inside(received)
 
 

@@ -20,7 +20,8 @@ class File:
     def __init__(self, rank, size, node=0, job=1, date="2026-01-01T00:00:00Z"):
         self.rank = rank
         self.lines = ["["]
-        facts = {"rank": rank, "size": size, "node": node, "job": job, "date": date}
+        ranks = list(range(size))
+        facts = {"rank": rank, "ranks": ranks, "node": node, "job": job, "date": date}
         self.add(ph="M", name="unisono", args=facts)
 
     def add(self, **event):
@@ -93,7 +94,9 @@ def test_who_receives_waits_for_who_sends(tmp_path):
     for file in files:
         file.clock(0, 0)
     files[0].slice("send", 9, 10, group="world:0", key="call 0", at="a.py:1", dest=1)
-    files[1].slice("recv", 0, 10, group="world:0", key="call 0", at="a.py:2", source=0)
+    files[1].slice(
+        "recv", 0, 10, group="world:0", key="call 0", at="a.py:2", source=0, **{"from": 0}
+    )
     write(tmp_path, *files)
     ranks, _ = read(tmp_path)
     assert [(late.rank, late.waited) for late in late_ranks(ranks)] == [
