@@ -54,6 +54,7 @@ from strategies.horovod.optimizer import DistributedOptimizer
 from strategies.horovod.process_sets import Bound, ProcessSet, global_process_set
 from strategies.horovod.questions import *  # noqa: F403  # listed there
 from strategies.horovod.sessions import *  # noqa: F403
+from strategies.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -64,6 +65,7 @@ __all__ = [
     "Max",
     "Min",
     "ProcessSet",
+    "SyncBatchNorm",
     "Product",
     "Sum",
     "allgather",

@@ -195,7 +195,9 @@ def test_gradients_can_be_clipped_between_synchronize_and_step(world):
             with optimizer.skip_synchronize():
                 optimizer.step()
             pairs = zip(model.parameters(), before, strict=True)
-            assert sum((p - b).square().sum() for p, b in pairs).sqrt().item() == pytest.approx(1e-4, rel=1e-2)
+            assert sum((p - b).square().sum() for p, b in pairs).sqrt().item() == pytest.approx(
+                1e-4, rel=1e-2
+            )
         optimizer.close()
 
     everyone(world, check)
