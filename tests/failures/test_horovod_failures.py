@@ -52,3 +52,51 @@ def test_a_rank_that_never_comes(what):
     found = {line[:6] for line in result.stdout.splitlines() if re.match(EXPECTED[what], line)}
     wanted = {"rank 0", "rank 1", "rank 2"} if what == "late" else {"rank 0", "rank 2"}
     assert found >= wanted - ({"rank 2"} if what == "killed" else set()), result
+
+
+WHOLE = """
+import numpy as np
+import strategies.horovod.numpy as hvd
+for words in ("call hvd.init()",):
+    try:
+        hvd.rank()
+    except ValueError as error:
+        assert words in str(error), error
+    try:
+        hvd.allreduce(1.0)
+    except ValueError as error:
+        assert words in str(error), error
+for turn in range(2):  # begins again
+    hvd.init(process_sets=[hvd.ProcessSet([1])])
+    hvd.init()
+    assert hvd.is_initialized() and hvd.is_homogeneous() and hvd.mpi_built()
+    assert not hvd.nccl_built() and hvd.mpi_threads_supported()
+    assert (hvd.rank(), hvd.size()) == (hvd.local_rank(), hvd.local_size())
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1], 1: [1]}
+    assert hvd.global_process_set.ranks == [0, 1]
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum, name="x").tolist() == [2, 2]
+    left = hvd.allreduce_async(np.ones(2), name="nobody waits")
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+for name in hvd.elastic.__all__:
+    try:
+        getattr(hvd.elastic, name)(None)
+    except NotImplementedError as error:
+        assert f"hvd.elastic.{name}: " in str(error) and "CheckpointManager" in str(error)
+    else:
+        raise AssertionError(name)
+hvd.init([hvd.init() or 0])  # harmless: it has begun
+assert hvd.size() == 2
+hvd.allreduce_async(np.ones(2), name="at the end")  # which nobody waits for
+print("as expected")
+"""
+
+
+def test_from_init_to_the_end_of_the_program():
+    result = mpirun(2, "-c", WHOLE, timeout=40)
+    assert result.status == 0, result
+    assert result.stdout.split("\n").count("as expected") == 2, result
+    assert "Traceback" not in result.stderr
