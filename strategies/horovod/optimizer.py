@@ -76,7 +76,7 @@ def DistributedOptimizer(
         backward_passes_per_step=backward_passes_per_step,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
-        overlap=backward_passes_per_step == 1 and hasattr(optimizer, "param_groups"),
+        overlap=hasattr(optimizer, "param_groups"),
     )
 
 
