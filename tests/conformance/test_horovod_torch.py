@@ -150,6 +150,10 @@ def test_the_optimizer_equals_one_process_with_all_rows(world, options):
         one = train(alone, torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9), joined)
         for values, wanted in zip(own, one, strict=True):
             np.testing.assert_allclose(values, wanted, rtol=1e-9, atol=1e-12)
+        own = train(model, optimizer, [[batch_of(comm.rank, step)] for step in range(6, 200)])
+        for values in own:
+            everyones = comm.allgather(values[np.newaxis])
+            np.testing.assert_array_equal(everyones, np.broadcast_to(values, everyones.shape))
         optimizer.close()
 
     everyone(world, check)
