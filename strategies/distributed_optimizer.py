@@ -116,7 +116,8 @@ def DistributedOptimizer(
             are the same: if gradients have changed until `step`, or are those of another number of
             examples than in the last step, on any rank, all are reduced again. Only changes that
             PyTorch does not count, through `.grad.data` or `.grad.numpy()`, are not seen and get
-            lost, unless `synchronize` was called before.
+            lost, unless `synchronize` was called before. Of several passes the last one overlaps,
+            where `step` is called once for all of them.
         compare: what ranks compare in the first step, before anything changes. "all": the bits of
             the parameters, the class and the settings of the optimizer, such as its learning rate,
             and its state. "parameters": these alone, where settings differ on purpose. "nothing".

@@ -45,6 +45,7 @@ FLOORS = {
         {"averaging"},
         {"jax", "strategy", "torch"},
         {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous"},
+        {"horovod"},
         {"__init__"},
     ],
 }

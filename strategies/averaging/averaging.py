@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 # What the first exchange adds up. Behind these stand, for each leaf, the number of ranks with a
 # gradient, and then the number of ranks with a sparse one. Two sums tell whether all ranks have
 # the same number: P times the sum of squares is then the square of the sum.
-_REFUSED, _CHANGED, _RETRY, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _HEAD = range(8)
+_REFUSED, _CHANGED, _RETRY, _APART, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _HEAD = range(9)
 
 # Bytes of a bucket that is to be reduced during the backward pass: smaller ones begin earlier.
 # `benchmarks/overlap.py`, 34 MB between 2 machines at 1 Gbit/s, ms per step: 2 MiB 435, 4 MiB 430,
@@ -143,7 +143,8 @@ class Averaging:
         self._compare(leaves, new)
         scale = self._scale(status, contribution)
         results = self._combine(contribution.gradients, status, scale, reduced)
-        if self.rule.overlap and self._buckets is not None:
+        # Where passes were added up before, their sum is known in the step only, on any rank.
+        if self.rule.overlap and self._buckets is not None and not status[_APART]:
             self.overlap = Overlap(self._buckets, self._bucketed, scale, contribution)
         return results
 
@@ -203,10 +204,15 @@ class Averaging:
         With `retry`, what was reduced meanwhile on this rank is not what the step needs.
         """
         status, n = self._status, len(self._leaves)
-        gradients, _, examples, _, error = contribution
+        gradients, examples, error = (
+            contribution.gradients,
+            contribution.examples,
+            contribution.error,
+        )
         status[:] = 0
         status[_REFUSED] = error is not None
         status[_RETRY] = retry
+        status[_APART] = not contribution.at_once
         status[_EXAMPLES] = examples or 0
         status[_WEIGHTED] = examples is not None
         status[_STEPS], status[_SQUARES] = self._steps, self._steps**2

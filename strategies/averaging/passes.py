@@ -20,6 +20,7 @@ class Contribution(NamedTuple):
         examples: rows of all passes; None if they were not told.
         passes: how many backward passes were added up.
         error: why there are no gradients; it is raised on all ranks.
+        at_once: whether all passes came together, so that the gradients are the optimizer's own.
     """
 
     gradients: Sequence[Any]
@@ -27,6 +28,7 @@ class Contribution(NamedTuple):
     examples: float | None = None
     passes: int = 1
     error: Exception | None = None
+    at_once: bool = True
 
 
 class Passes:
@@ -76,7 +78,7 @@ class Passes:
             weight = self._examples or 1
             # Sums over examples would not fit a bucket of 16 bits, means do.
             given = [sums.over(total, weight) for total in self._sums]
-        whole = Contribution(given, weight, self._examples, self.count, self._error)
+        whole = Contribution(given, weight, self._examples, self.count, self._error, alone)
         self.clear()
         return whole
 

@@ -34,7 +34,7 @@ class Rule:
 
     def check(self) -> None:
         """Raise `TypeError` or `ValueError` where a field is of no use."""
-        passes, factor = self.backward_passes_per_step, self.gradient_predivide_factor
+        factor = self.gradient_predivide_factor
         if self.op not in (cc.MEAN, cc.SUM):
             _refuse(f"gradients are added, expected MEAN or SUM, got {self.op}")
         if not isinstance(self.compression, cc.Compression):
@@ -43,7 +43,7 @@ class Rule:
                 f"{OPERATION}: expected NONE, FP16, BF16 or INT8 as compression, got {kind}"
             )
         choice(OPERATION, "compare", self.compare, Compare)
-        integer(OPERATION, "backward_passes_per_step", passes)
+        integer(OPERATION, "backward_passes_per_step", self.backward_passes_per_step)
         if self.compare_every is not None:
             integer(OPERATION, "compare_every", self.compare_every)
         if not 0 < factor < math.inf:
@@ -52,11 +52,6 @@ class Rule:
             _refuse(f"gradient_predivide_factor is for MEAN, got {self.op.value}")
         if self.clip_global_norm is not None and not 0 < self.clip_global_norm < math.inf:
             _refuse(f"expected clip_global_norm > 0, got {self.clip_global_norm}")
-        if self.overlap and passes > 1:
-            _refuse(
-                f"with overlap every backward pass is a step, expected backward_passes_per_step=1, "
-                f"got {passes}"
-            )
         if self.overlap and self.compression.residuals is not None:
             _refuse(
                 f"with overlap a gradient may be sent twice, expected compression without "

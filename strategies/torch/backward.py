@@ -83,8 +83,10 @@ class Backward:
         self._hooks.clear()
 
     def _ready(self, position: int, parameter: torch.Tensor) -> None:
-        self._counts[position] = self._counts.get(position, 0) + 1
+        count = self._counts[position] = self._counts.get(position, 0) + 1
         overlap = self._averaging.overlap
+        if count < self._averaging.rule.backward_passes_per_step:
+            return
         if overlap is not None and overlap.expects(position):
             gradient = _moved(overlap, position, parameter)
             assert gradient is not None

@@ -14,6 +14,8 @@ A step or `synchronize` after a backward pass goes to the right, without one it 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import collectives as cc
+from strategies import agreement
 from strategies.averaging.averaging import Averaging, Leaf
 from strategies.averaging.passes import Contribution, Passes
 from strategies.averaging.rule import Rule
@@ -151,6 +154,33 @@ class TorchOptimizer(_Optimizer):
             time.
         """
         return self._gather(examples)
+
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block around `step`, for programs written for Horovod.
+
+        It does nothing: gradients that `synchronize` has averaged are not averaged again.
+        """
+        return contextlib.nullcontext()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Add up so many passes before each update from now on; *collective*.
+
+        Raises:
+            ValueError: it is not an integer >= 1; or passes have been added up already, or there
+                was one since the last step.
+            MismatchError: ranks differ in the number; on all ranks.
+        """
+
+        def prepare() -> tuple[Rule, list[str]]:
+            if self._backward.passes or self._held is not _Held.OWN:
+                raise ValueError("set_backward_passes_per_step: expected this right after a step")
+            rule = dataclasses.replace(self._rule, backward_passes_per_step=passes)
+            rule.check()
+            return rule, [f"backward_passes_per_step {passes}"]
+
+        self._rule = agreement.compare(self.comm, "set_backward_passes_per_step", prepare)
+        self._averaging.rule = self._rule
+        self._passes = Passes(passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step.

@@ -231,6 +231,46 @@ def test_numbers_of_examples_may_change_and_be_zero(twins):
     assert all(torch.isfinite(p).all() for p in twins.models[1].parameters())
 
 
+@overlapped(backward_passes_per_step=3)
+def test_the_last_of_several_passes_overlaps(twins):
+    reduced = []
+    for step in range(STEPS):
+
+        def one(model, optimizer, step=step):
+            optimizer.zero_grad(set_to_none=bool(step % 2))
+            seen = []
+            for turn in range(3):
+                twins.comm.ready.clear()
+                backward(model, batch(twins.comm, 3 * step + turn))
+                seen.append(sorted(twins.comm.ready))
+            optimizer.step()
+            return seen
+
+        reduced.append(twins.each(one))
+        twins.check()
+    whole = list(range(2 * LAYERS))
+    assert reduced == [[[], [], []]] + [[[], [], whole]] * (STEPS - 1)
+
+
+@overlapped(backward_passes_per_step=2, average_aggregated_gradients=True)
+def test_a_step_after_each_of_several_passes_reduces_nothing_twice(twins):
+    for step in range(STEPS):
+        together = step in (2, 3)
+
+        def one(model, optimizer, step=step, together=together):
+            twins.comm.ready.clear()
+            for turn in range(2):
+                backward(model, batch(twins.comm, 2 * step + turn))
+                if turn or not together:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return bool(twins.comm.ready)
+
+        # Step 3 follows one like it; step 4 finds out that it is none.
+        assert twins.each(one) == (step in (3, 4))
+        twins.check()
+
+
 ZEROS = {
     "new memory": lambda optimizer: optimizer.zero_grad(),
     "zeroed": lambda optimizer: optimizer.zero_grad(set_to_none=False),
@@ -431,7 +471,6 @@ def test_buckets_are_released_between_backward_and_step(world):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backward_passes_per_step": 2}, "every backward pass is a step"),
         ({"compression": cc.BF16.with_feedback()}, "may be sent twice"),
     ],
 )

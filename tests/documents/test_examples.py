@@ -50,6 +50,13 @@ def test_the_main_job_learns_the_digits(tmp_path, size):
     assert len(result.stderr.splitlines()) == len(progress), result.stderr
 
 
+def test_a_script_for_horovod_runs_with_another_import():
+    needs("torch", "sklearn")
+    result = mpirun(2, ROOT / "examples" / "horovod_digits.py", timeout=100)
+    assert result.status == 0, result
+    assert accuracy_of(result.stdout) >= 0.97
+
+
 LIBRARIES = pytest.mark.parametrize(
     ("library", "packages"), [("torch", ["torch"]), ("jax", ["jax", "optax"])]
 )

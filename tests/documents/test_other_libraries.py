@@ -57,6 +57,8 @@ def test_uneven_data_gives_the_step_of_one_process(tmp_path):
     # 7 rows, 2 at once: the second rank has fewer of them, and no batch in the last step.
     begin = PROGRAMS[0][: PROGRAMS[0].index("for epoch")].replace("1000", "7")
     uneven = PROGRAMS[1].replace("batch_size=50", "batch_size=1")
+    uneven = uneven.replace("comm=comm)\nloader", "comm=comm, shuffle=False)\nloader")
+    assert "shuffle=False" in uneven
     alone = """
 model.load_state_dict(first)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -80,13 +82,14 @@ def test_batch_normalisation_is_that_of_all_rows(tmp_path):
 import torch
 import collectives as cc
 comm = cc.init()
+model = torch.nn.BatchNorm1d(3).double()
 {PROGRAMS[2]}
 torch.manual_seed(0)
 whole = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
 one = torch.nn.BatchNorm1d(3).double()
 (one(whole) ** 3).sum().backward()
 part = whole.detach()[comm.rank :: comm.size].clone().requires_grad_()
-ours = SyncBatchNorm(3).double()
+ours = model
 (ours(part) ** 3).sum().backward()
 assert torch.allclose(part.grad, whole.grad[comm.rank :: comm.size])
 assert torch.allclose(ours.running_mean, one.running_mean)

@@ -1,0 +1,513 @@
+"""Named operations on arrays of any library: as Horovod's, for every door the same.
+
+Each has a form that returns a `Handle` at once; `synchronize` waits for it. Ranks may make calls in
+any order: those of one `name` belong together, and calls without a name in the order in which they
+are made. Arrays must not change until a call is done.
+
+An error in the arguments is raised at once on the rank that has made it, and as a `MismatchError`
+by the same call of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from strategies.horovod.compression import Compression, Compressor
+from strategies.horovod.execution import Pending
+from strategies.horovod.meanings import (
+    Adasum,
+    Average,
+    Call,
+    Max,
+    Min,
+    Product,
+    Sum,
+    exchange,
+    joining,
+    reduction,
+    scaled,
+    scattering,
+    sending,
+)
+from strategies.horovod.process_sets import Bound, ProcessSet, global_process_set
+from strategies.horovod.words import Description, Key
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Call",
+    "Handle",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "joining",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "scaled",
+    "start",
+    "synchronize",
+]
+
+
+class Handle:
+    """A call under way; made by the operations that end in `_async`.
+
+    Args:
+        bound: among whom.
+        pending: the call.
+        finish: makes what is returned of its results.
+    """
+
+    def __init__(
+        self, bound: Bound, pending: Pending, finish: Callable[[Sequence[Any]], Any]
+    ) -> None:
+        self._bound, self._pending, self._finish = bound, pending, finish
+        self._result: Any = None
+        self.settled = False  # whether somebody has seen that it is done
+
+    def done(self) -> bool:
+        """Tell whether `wait` would return, or raise, at once."""
+        self.settled = self.settled or self._pending.done
+        return self._pending.done
+
+    def wait(self) -> Any:
+        """Wait until it is done; returns the result, or raises what has gone wrong."""
+        pending = self._pending
+        if not pending.done:
+            assert self._bound.engine is not None
+            self._bound.engine.wait(pending)
+        self.settled = True
+        if pending.error is not None:
+            raise pending.error
+        if self._finish is not _nothing:
+            self._result, self._finish = self._finish(pending.results), _nothing
+            pending.results = ()
+        return self._result
+
+
+def _nothing(results: Sequence[Any]) -> None:
+    """Stand for what was called already."""
+
+
+def start(
+    operation: str,
+    process_set: ProcessSet,
+    name: str | None,
+    prepare: Callable[[Bound], Call],
+    *,
+    alone: bool = True,
+) -> Handle:
+    """Check a call, and let it begin; or tell the others that this rank has refused it.
+
+    Args:
+        operation: for errors.
+        process_set: among whom.
+        name: by which ranks find each other's calls.
+        prepare: checks the arguments, and says what they mean.
+        alone: whether nobody waits for it at once.
+
+    Raises:
+        TypeError, ValueError: of `prepare`; or the name is in use.
+    """
+    bound = process_set.bound(operation)
+    engine = bound.engine
+    assert engine is not None
+    key = Key(None, next(engine.unnamed)) if name is None else Key(str(name))
+    try:
+        if key.name is not None:
+            earlier = engine.handles.get(key.name)
+            if earlier is not None and not earlier.settled:
+                raise ValueError(
+                    f"{operation}: the name is in use, expected synchronize of the earlier call "
+                    f"first, got {key.name!r} twice"
+                )
+        call = prepare(bound)
+    except (TypeError, ValueError) as error:
+        refused = Description(operation, refused=f"{type(error).__name__}: {error}")
+        engine.submit(Pending(key, refused), alone=True)
+        raise
+    pending = Pending(key, call.description, call.arrays, call.targets, call.splits)
+    handle = Handle(bound, pending, call.finish)
+    if key.name is not None:
+        engine.handles[key.name] = handle
+    engine.submit(pending, alone=alone)
+    return handle
+
+
+def poll(handle: Handle) -> bool:
+    """Tell whether `synchronize` would return at once."""
+    return _handle(handle).done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait until a call is done; returns its result. A second time it returns the same.
+
+    Raises:
+        TypeError: this is not a handle.
+        MismatchError: the ranks do not mean the same call, or another rank has refused it.
+        CollectiveTimeout: some ranks have not made the call; the error names them.
+        PeerFailure: a rank has died.
+    """
+    return _handle(handle).wait()
+
+
+def _handle(handle: Any) -> Handle:
+    if not isinstance(handle, Handle):
+        raise TypeError(f"synchronize: expected a handle, got {type(handle).__name__}")
+    return handle
+
+
+# All-reduce.
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce the arrays of all ranks; returns a new array.
+
+    Args:
+        tensor: shape (...); the same shape and dtype on all ranks.
+        average: as `op=Average`, or `op=Sum` if False.
+        name: by which ranks find each other's calls.
+        compression: how it travels.
+        op: Average, the default; of integers it is rounded towards zero. Sum, Min, Max, Product.
+        prescale_factor: what arrays are multiplied by before.
+        postscale_factor: what the result is multiplied by.
+        process_set: among whom.
+    """
+    how = reduction([tensor], average, op, prescale_factor, postscale_factor, compression, one=True)
+    return start("allreduce", process_set, name, how, alone=False).wait()
+
+
+def allreduce_async(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `allreduce`."""
+    how = reduction([tensor], average, op, prescale_factor, postscale_factor, one=True)
+    return start("allreduce", process_set, name, how)
+
+
+def allreduce_(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce the arrays of all ranks in place."""
+    how = reduction([tensor], average, op, prescale_factor, postscale_factor, in_place=True)
+    start("allreduce", process_set, name, how, alone=False).wait()
+    return tensor
+
+
+def allreduce_async_(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `allreduce_`."""
+    how = reduction(
+        [tensor], average, op, prescale_factor, postscale_factor, in_place=True, one=True
+    )
+    return start("allreduce", process_set, name, how)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Reduce several arrays by one call; returns new ones."""
+    how = reduction(tensors, average, op, prescale_factor, postscale_factor, compression)
+    return list(start("allreduce", process_set, name, how, alone=False).wait())
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `grouped_allreduce`."""
+    how = reduction(tensors, average, op, prescale_factor, postscale_factor)
+    return start("allreduce", process_set, name, how)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Reduce several arrays in place by one call."""
+    how = reduction(tensors, average, op, prescale_factor, postscale_factor, in_place=True)
+    start("allreduce", process_set, name, how, alone=False).wait()
+    return list(tensors)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `grouped_allreduce_`."""
+    how = reduction(tensors, average, op, prescale_factor, postscale_factor, in_place=True)
+    return start("allreduce", process_set, name, how)
+
+
+# Reduce-scatter.
+
+
+def reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce the arrays of all ranks, and keep a share of the rows.
+
+    The first ranks get one row more where the rows cannot be shared evenly.
+    """
+    how = scattering([tensor], op, prescale_factor, postscale_factor, compression, one=True)
+    return start("reducescatter", process_set, name, how, alone=False).wait()
+
+
+def reducescatter_async(
+    tensor: Any,
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start `reducescatter`."""
+    how = scattering([tensor], op, prescale_factor, postscale_factor, one=True)
+    return start("reducescatter", process_set, name, how)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """Make several reduce-scatters by one call."""
+    how = scattering(tensors, op, prescale_factor, postscale_factor, compression)
+    return list(start("reducescatter", process_set, name, how, alone=False).wait())
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start `grouped_reducescatter`."""
+    how = scattering(tensors, op, prescale_factor, postscale_factor)
+    return start("reducescatter", process_set, name, how)
+
+
+# Rows.
+
+
+def allgather(
+    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Join the arrays of all ranks along their first axis, which may differ in length."""
+    how = joining([tensor], one=True)
+    return start("allgather", process_set, name, how, alone=False).wait()
+
+
+def allgather_async(
+    tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start `allgather`."""
+    return start("allgather", process_set, name, joining([tensor], one=True))
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Join several arrays by one call."""
+    joined = start("allgather", process_set, name, joining(tensors), alone=False).wait()
+    return list(joined)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `grouped_allgather`."""
+    return start("allgather", process_set, name, joining(tensors))
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Give every rank some rows, and join what all ranks give to this one.
+
+    Args:
+        tensor: shape (n, ...).
+        splits: how many rows for every rank; they add up to n. None: the same for all.
+        name: as for `allreduce`.
+        process_set: as for `allreduce`.
+
+    Returns:
+        The rows; with `splits` a pair of these, and of how many each rank has given.
+    """
+    how = exchange(tensor, splits)
+    return start("alltoall", process_set, name, how, alone=False).wait()
+
+
+def alltoall_async(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `alltoall`."""
+    return start("alltoall", process_set, name, exchange(tensor, splits))
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the array of one rank, whose number is that of the world, in a new one."""
+    how = sending(tensor, root_rank)
+    return start("broadcast", process_set, name, how, alone=False).wait()
+
+
+def broadcast_async(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `broadcast`."""
+    return start("broadcast", process_set, name, sending(tensor, root_rank))
+
+
+def broadcast_(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Overwrite an array by that of one rank."""
+    how = sending(tensor, root_rank, in_place=True)
+    start("broadcast", process_set, name, how, alone=False).wait()
+    return tensor
+
+
+def broadcast_async_(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `broadcast_`."""
+    return start("broadcast", process_set, name, sending(tensor, root_rank, in_place=True))
+
+
+# All at once.
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks are here."""
+    what = Call(Description("barrier"), (), lambda results: None)
+    start("barrier", process_set, None, lambda bound: what, alone=False).wait()
+
+
+def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
+    """Say that this rank has no more data, and wait until all ranks do.
+
+    Meanwhile it takes part in what the others do: an all-reduce is then one over the ranks that
+    still have data, whatever its op; an Average divides by their number. It gives no rows to an
+    allgather. An alltoall or a reducescatter, and a broadcast from it, is an error on all ranks.
+
+    Args:
+        device: not looked at.
+        process_set: among whom.
+
+    Returns:
+        The rank that has called this last; the same on all ranks.
+    """
+    bound = process_set.bound("join")
+    assert bound.engine is not None
+    return bound.ranks[bound.engine.join()]

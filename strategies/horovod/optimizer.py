@@ -1,0 +1,86 @@
+"""`DistributedOptimizer` with Horovod's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from strategies import distributed_optimizer
+from strategies.checks import integer
+from strategies.horovod.compression import Compression, Compressor
+from strategies.horovod.operations import Adasum, Average
+from strategies.horovod.process_sets import ProcessSet, global_process_set
+
+__all__ = ["DistributedOptimizer"]
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    named_parameters: Iterable[tuple[str, Any]] | None = None,
+    compression: Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Wrap an optimizer so that its steps apply the gradients of all ranks.
+
+    It is `strategies.DistributedOptimizer`, whose methods and errors it has. Gradients of PyTorch
+    are reduced while the backward pass computes others, as far as MPI lets threads send messages.
+
+    *Collective*: all ranks, with the same arguments.
+
+    Args:
+        optimizer: of PyTorch, of Optax, or one of `strategies.optimizers`.
+        named_parameters: of PyTorch, such as `model.named_parameters()`.
+        compression: how gradients travel.
+        backward_passes_per_step: how many passes are added up before a step.
+        op: Average or Sum.
+        gradient_predivide_factor: f: gradients are divided by f before they are added up, and
+            multiplied by f/size after it.
+        num_groups: as `groups`.
+        groups: checked, and of no other use: the ranks agree on buckets without names, so that
+            nothing is won by making fewer of them.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: among whom.
+
+    Raises:
+        TypeError, ValueError, MismatchError: as `strategies.DistributedOptimizer`; on all ranks.
+    """
+    say = "DistributedOptimizer"
+    bound = process_set.bound(say)
+    if op == Adasum:
+        raise ValueError(
+            f"{say}: Adasum is not supported, expected Average or Sum; see "
+            "docs/migrate-from-horovod.md"
+        )
+    if not isinstance(compression, Compressor):
+        raise TypeError(
+            f"{say}: expected Compression.none, fp16, bf16 or int8 as compression, got "
+            f"{type(compression).__name__}"
+        )
+    integer(say, "num_groups", num_groups, least=0)
+    if isinstance(groups, int) or groups is None:
+        integer(say, "groups", groups or 0, least=0)
+    else:
+        _check_groups([list(group) for group in groups])
+    return distributed_optimizer.DistributedOptimizer(
+        optimizer,
+        named_parameters=named_parameters,
+        comm=bound.comm,
+        op=op,
+        compression=compression.codec,
+        backward_passes_per_step=backward_passes_per_step,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        overlap=hasattr(optimizer, "param_groups"),
+    )
+
+
+def _check_groups(groups: Sequence[Sequence[Any]]) -> None:
+    members = [id(parameter) for group in groups for parameter in group]
+    if len(set(members)) != len(members):
+        raise ValueError("DistributedOptimizer: a parameter is in two groups")

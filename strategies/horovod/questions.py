@@ -1,0 +1,48 @@
+"""What Horovod's programs ask about how it was built: there is MPI, and nothing to build."""
+
+from __future__ import annotations
+
+import collectives as cc
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+]
+
+
+def mpi_threads_supported() -> bool:
+    """Tell whether several threads may send messages."""
+    try:
+        cc.init().transport.check_threads("mpi_threads_supported")
+    except cc.LaunchError:
+        return False
+    return True
+
+
+def mpi_built() -> bool:
+    """Tell that MPI can be used."""
+    return True
+
+
+mpi_enabled = mpi_built
+
+
+def gloo_built() -> bool:
+    """Tell that Gloo is not used."""
+    return False
+
+
+def nccl_built() -> int:
+    """Tell that NCCL is not used."""
+    return 0
+
+
+gloo_enabled = ddl_built = ccl_built = cuda_built = rocm_built = gloo_built

@@ -1,0 +1,270 @@
+"""From `init` to `shutdown`: who takes part, and which process sets there are."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import collectives as cc
+from strategies import agreement
+from strategies.horovod.engine import Engine
+from strategies.horovod.process_sets import (
+    NOT_INITIALIZED,
+    Bound,
+    ProcessSet,
+    global_process_set,
+)
+
+__all__ = [
+    "Session",
+    "add_process_set",
+    "cross_rank",
+    "cross_size",
+    "get_process_set_ids_and_ranks",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "remove_process_set",
+    "shutdown",
+    "size",
+]
+
+
+class Session:
+    """The ranks of one `init`.
+
+    Args:
+        comm: all of them; not closed by this.
+        process_sets: which there are from the beginning.
+
+    Attributes:
+        world: the process set of all ranks.
+        sets: all of them by number.
+    """
+
+    def __init__(self, comm: cc.Communicator, process_sets: Iterable[ProcessSet] = ()) -> None:
+        self.comm = comm
+        self.sets: dict[int, ProcessSet] = {}
+        self.world = ProcessSet(range(comm.size))
+        self._comms: list[cc.Communicator] = []
+        self._numbers = 0  # given so far
+        private = self._kept(comm.split(0, comm.rank))
+        assert private is not None
+        self._bind(self.world, comm, Engine(private))
+        for process_set in process_sets:
+            self.add(process_set)
+
+    def add(self, ranks: ProcessSet | Sequence[int]) -> ProcessSet:
+        """Add a process set; *collective*: all ranks, also those that are no members.
+
+        Raises:
+            ValueError: a rank does not exist, or there is such a set; on all ranks.
+            MismatchError: ranks differ in the set; on all ranks.
+        """
+        say = "add_process_set"
+
+        def prepare() -> tuple[ProcessSet, list[str]]:
+            made = ranks if isinstance(ranks, ProcessSet) else ProcessSet(ranks)
+            if not made.ranks or not 0 <= made.ranks[0] <= made.ranks[-1] < self.comm.size:
+                raise ValueError(
+                    f"{say}: expected ranks 0 .. {self.comm.size - 1}, got {made.ranks}"
+                )
+            same = [known for known in self.sets.values() if known.ranks == made.ranks]
+            if same:
+                raise ValueError(f"{say}: there is such a process set: {same[0]}")
+            return made, [f"ranks {made.ranks}"]
+
+        made = agreement.compare(self.comm, say, prepare)
+        own = self._kept(self.comm.group(made.ranks))
+        private = self._kept(self.comm.group(made.ranks))
+        self._bind(made, own, None if private is None else Engine(private))
+        return made
+
+    def remove(self, process_set: ProcessSet) -> bool:
+        """Remove a process set; *collective*. Tells whether there was such a set.
+
+        Raises:
+            ValueError: it is that of all ranks.
+        """
+        if process_set is self.world or process_set is global_process_set:
+            raise ValueError("remove_process_set: the set of all ranks stays")
+        number = process_set.process_set_id
+        if number is None or self.sets.get(number) is not process_set:
+            return False
+        self._release(self.sets.pop(number))
+        self.comm.barrier()
+        return True
+
+    def close(self) -> None:
+        """Wait for all ranks, and end; *collective*. Calls that are not carried out fail."""
+        for number in sorted(self.sets, reverse=True):  # all ranks' own at last
+            self._release(self.sets.pop(number))
+        for comm in self._comms:
+            comm.close()
+
+    def stop(self) -> None:
+        """End the threads, as the program does; waits for nobody."""
+        for process_set in self.sets.values():
+            bound = process_set._bound
+            if bound is not None and bound.engine is not None:
+                bound.engine.stop()
+
+    def _kept(self, comm: cc.Communicator | None) -> cc.Communicator | None:
+        if comm is not None:
+            self._comms.append(comm)
+        return comm
+
+    def _bind(
+        self, process_set: ProcessSet, comm: cc.Communicator | None, engine: Engine | None
+    ) -> None:
+        ranks = tuple(process_set.ranks)
+        process_set.bind(Bound(self, self._numbers, ranks, comm, engine))
+        self.sets[self._numbers] = process_set
+        self._numbers += 1
+
+    def _release(self, process_set: ProcessSet) -> None:
+        bound = process_set._bound
+        process_set.bind(None)
+        if bound is not None and bound.engine is not None:
+            bound.engine.leave()
+
+
+_session: Session | None = None
+
+
+def init(
+    comm: cc.Communicator | Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+) -> None:
+    """Begin; *collective*. Harmless if it was called before.
+
+    Args:
+        comm: who takes part: all ranks of the job, a communicator, or a list of ranks, of which
+            the others are worlds of their own.
+        process_sets: which there are from the beginning; more can be added at any time, whether
+            this is "dynamic" or not.
+
+    Raises:
+        TypeError: `comm` is none of these.
+    """
+    global _session
+    if _session is not None:
+        return
+    sets = () if process_sets is None or isinstance(process_sets, str) else process_sets
+    world = _members(comm)
+    _session = Session(world, sets)
+    global_process_set.bind(_session.world._bound)
+
+
+def _members(comm: Any) -> cc.Communicator:
+    if isinstance(comm, cc.Communicator):
+        return comm
+    whole = cc.init()
+    if comm is None or list(comm) == list(range(whole.size)):
+        return whole
+    if not all(isinstance(rank, int) for rank in comm):
+        raise TypeError(f"init: expected a communicator or ranks, got {type(comm).__name__}")
+    own = whole.split(0 if whole.rank in comm else whole.rank + 1)
+    assert own is not None
+    return own
+
+
+def _current() -> Session:
+    """Return what `init` has begun.
+
+    Raises:
+        ValueError: it was not called.
+    """
+    if _session is None:
+        raise ValueError(NOT_INITIALIZED)
+    return _session
+
+
+def shutdown() -> None:
+    """Wait for all ranks, and end; *collective*, harmless before `init`. `init` may follow.
+
+    Calls of other ranks that are not carried out fail there, with an error that says which rank has
+    called this.
+    """
+    global _session
+    if _session is not None:
+        ended, _session = _session, None
+        ended.close()
+        global_process_set.bind(None)
+
+
+@atexit.register
+def _stop() -> None:
+    if _session is not None:
+        _session.stop()
+
+
+def is_initialized() -> bool:
+    """Tell whether `init` was called."""
+    return _session is not None
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return _current().comm.size
+
+
+def rank() -> int:
+    """Return the number of this rank."""
+    return _current().comm.rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this node."""
+    return _current().comm.local_size
+
+
+def local_rank() -> int:
+    """Return the number of this rank among those of its node."""
+    return _current().comm.local_rank
+
+
+def cross_size() -> int:
+    """Return how many nodes have a rank of this `local_rank`."""
+    return len(_peers())
+
+
+def cross_rank() -> int:
+    """Return the number of this rank among those of its `local_rank`."""
+    return _peers().index(_current().comm.rank)
+
+
+def is_homogeneous() -> bool:
+    """Tell whether every node has the same number of ranks."""
+    leaders = _current().comm.leaders
+    return len({leaders.count(leader) for leader in leaders}) == 1
+
+
+def _peers() -> list[int]:
+    """Return the ranks that have this one's number on their nodes."""
+    comm = _current().comm
+    seen: dict[int, int] = {}
+    places = []
+    for leader in comm.leaders:
+        places.append(seen.get(leader, 0))
+        seen[leader] = places[-1] + 1
+    return [rank for rank, place in enumerate(places) if place == comm.local_rank]
+
+
+def add_process_set(ranks: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Add a process set; *collective*: all ranks, in the same order. See `Session.add`."""
+    return _current().add(ranks)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set; *collective*. See `Session.remove`."""
+    return _current().remove(process_set)
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """Return the ranks of all process sets by their numbers."""
+    return {number: list(known.ranks) for number, known in _current().sets.items()}

@@ -1,0 +1,284 @@
+"""Horovod's names for PyTorch: `import strategies.horovod.torch as hvd`.
+
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+Operations that return new tensors go back in autograd; `autograd` says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from strategies.averaging.metrics import metric_average
+from strategies.horovod import autograd, elastic, operations, questions, sessions
+from strategies.horovod.compression import Compression, Compressor
+from strategies.horovod.objects import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from strategies.horovod.operations import (
+    Adasum,
+    Average,
+    Handle,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather_async,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall_async,
+    barrier,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather_async,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter_async,
+    join,
+    poll,
+    reducescatter_async,
+    synchronize,
+)
+from strategies.horovod.optimizer import DistributedOptimizer
+from strategies.horovod.process_sets import Bound, ProcessSet, global_process_set
+from strategies.horovod.questions import *  # noqa: F403  # listed there
+from strategies.horovod.sessions import *  # noqa: F403
+from strategies.torch.sync_batch_norm import SyncBatchNorm
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Handle",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "SyncBatchNorm",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "elastic",
+    "global_process_set",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "metric_average",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+__all__ += questions.__all__ + sessions.__all__
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce the tensors of all ranks; as `operations.allreduce`, with a gradient."""
+    if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
+        return sparse_allreduce_async(tensor, name, _op(average, op), process_set)()
+    return grouped_allreduce(
+        [tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set
+    )[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce several tensors by one call, with gradients."""
+    if average is not None and op is not None:  # which is refused
+        return list(
+            operations.grouped_allreduce(tensors, average, name, op=op, process_set=process_set)
+        )
+    how = _op(average, op)
+    factors = prescale_factor, postscale_factor
+
+    def run(given: Sequence[torch.Tensor]) -> Any:
+        return autograd.allreduce(given, name, how, factors, process_set)
+
+    return _compressed(run, tensors, compression)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduce the tensors of all ranks, and keep a share of the rows, with a gradient."""
+    return grouped_reducescatter(
+        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
+    )[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Make several reduce-scatters by one call, with gradients."""
+    factors = prescale_factor, postscale_factor
+
+    def run(given: Sequence[torch.Tensor]) -> Any:
+        return autograd.reducescatter(given, name, op, factors, process_set)
+
+    return _compressed(run, tensors, compression)
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Join the tensors of all ranks along their first axis, with a gradient."""
+    return grouped_allgather([tensor], name, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Join several tensors by one call, with gradients."""
+    return autograd.differentiable(
+        lambda given: autograd.allgather(given, name, process_set), _tensors(tensors)
+    )
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return the tensor of one rank in a new one, with a gradient."""
+    return autograd.differentiable(
+        lambda given: autograd.broadcast(given[0], root_rank, name, process_set),
+        _tensors([tensor]),
+    )[0]
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Exchange rows with all ranks, as `operations.alltoall`, with a gradient."""
+    rows, received = autograd.differentiable(
+        lambda given: autograd.alltoall(given[0], splits, name, process_set), _tensors([tensor])
+    )
+    return rows if splits is None else (rows, received)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Start to add up, or to average, the sparse tensors of all ranks.
+
+    Args:
+        tensor: of the layout COO; the same shape and dtype on all ranks.
+        name: by which ranks find each other's calls.
+        op: Average or Sum.
+        process_set: among whom.
+
+    Returns:
+        A function that waits, and returns the sum or the mean, coalesced.
+    """
+
+    def prepare(bound: Bound) -> operations.Call:
+        if op not in (operations.Average, operations.Sum):
+            raise ValueError(f"sparse_allreduce: expected Average or Sum as op, got {op!r}")
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_sparse:
+            raise TypeError("sparse_allreduce: expected a sparse tensor of the layout COO")
+        whole = tensor.detach().coalesce()
+        call = operations.joining([whole.indices().t().contiguous(), whole.values()])(bound)
+        what = call.description
+        return call._replace(
+            description=what._replace(op=f"{op.value} of shape {tuple(tensor.shape)}"),
+            finish=lambda results: _sparse(results, len(bound.ranks)),
+        )
+
+    def _sparse(results: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        indices, values = results
+        values = values / size if op is Average else values
+        joined = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+        return joined.coalesce()
+
+    handle = operations.start("sparse_allreduce", process_set, name, prepare)
+    return handle.wait
+
+
+def _op(average: bool | None, op: Any) -> Any:
+    usual = operations.Sum if average is False else Average
+    return usual if op is None else op
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [x if isinstance(x, torch.Tensor) else torch.as_tensor(x) for x in values]
+
+
+def _compressed(run: Any, values: Iterable[Any], compression: Compressor) -> list[torch.Tensor]:
+    """Call an operation on compressed tensors, as autograd sees it."""
+    pairs = [compression.compress(x) for x in _tensors(values)]
+    results = autograd.differentiable(run, [x for x, _ in pairs])
+    return [
+        compression.decompress(x, context) for x, (_, context) in zip(results, pairs, strict=True)
+    ]

@@ -1,0 +1,228 @@
+"""Horovod's names for PyTorch: gradients, sparse tensors, the optimizer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import collectives as cc
+from requirements import installed
+
+torch = installed("torch")
+hvd = pytest.importorskip("strategies.horovod.torch") if torch else None
+
+
+def everyone(world, check):
+    """Call `check(comm, process_set)` on every rank."""
+
+    def run(comm):
+        made = hvd.Session(comm)
+        check(comm, made.world)
+        made.close()
+
+    world.run(run)
+
+
+def rows_of(rank, *shape):
+    made = torch.Generator().manual_seed(rank)
+    return torch.randn(*shape, generator=made, dtype=torch.float64)
+
+
+FORWARD = {
+    "average": lambda x, s: hvd.allreduce(x, name="a", prescale_factor=2.0, process_set=s),
+    "sum": lambda x, s: hvd.allreduce(x, op=hvd.Sum, postscale_factor=3.0, process_set=s),
+    "min": lambda x, s: hvd.allreduce(x, op=hvd.Min, process_set=s),
+    "max": lambda x, s: hvd.allreduce(
+        x, op=hvd.Max, prescale_factor=2.0, postscale_factor=3.0, process_set=s
+    ),
+    "product": lambda x, s: hvd.allreduce(x, op=hvd.Product, process_set=s),
+    "group": lambda x, s: torch.cat(hvd.grouped_allreduce([x, 2 * x], process_set=s)),
+    "fp16": lambda x, s: hvd.allreduce(x * 0, compression=hvd.Compression.fp16, process_set=s),
+    "rows": lambda x, s: hvd.allgather(x[: 1 + (s.rank() or 0)], name="rows", process_set=s),
+    "broadcast": lambda x, s: hvd.broadcast(x, s.size() - 1, process_set=s),
+    "alltoall": lambda x, s: hvd.alltoall(x, process_set=s),
+    "splits": lambda x, s: hvd.alltoall(
+        x, splits=torch.tensor([len(x)] + [0] * (s.size() - 1)), process_set=s
+    )[0],
+    "shares": lambda x, s: hvd.reducescatter(x, process_set=s),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_gradients_are_those_of_the_sum_of_all_losses(world, name):
+    forward = FORWARD[name]
+
+    def check(comm, ranks):
+        x = rows_of(comm.rank, 2 * comm.size, 3).requires_grad_()
+        y = forward(x, ranks)
+        weights = rows_of(100 + comm.rank, *y.shape)
+        (y * weights).sum().backward()
+
+        def total(position, by):
+            """The sum of all losses, with one number of the last rank's changed."""
+            changed = x.detach().clone()
+            if comm.rank == comm.size - 1:
+                changed[position] += by
+            with torch.no_grad():
+                own = (forward(changed, ranks) * weights).sum()
+            return comm.allreduce(own.item(), op=cc.SUM)
+
+        for position in ((0, 1), (1, 2)):
+            # Central differences: the error is of order 1e-8 by rounding, and by the step's square.
+            slope = (total(position, 1e-6) - total(position, -1e-6)) / 2e-6
+            if comm.rank == comm.size - 1:
+                assert x.grad[position].item() == pytest.approx(slope, abs=1e-6)
+
+    everyone(world, check)
+
+
+def test_bfloat16_is_added_in_32_bits(world):
+    def check(comm, ranks):
+        x = torch.full((5,), 1.0 if comm.rank else 256.0, dtype=torch.bfloat16)
+        result = hvd.allreduce(x, op=hvd.Sum, process_set=ranks)
+        exact = torch.tensor(256.0 + comm.size - 1).to(torch.bfloat16)
+        assert result.dtype == torch.bfloat16
+        assert (result == exact).all()
+        hvd.allreduce_(x, op=hvd.Sum, process_set=ranks)
+        assert (x == exact).all()
+
+    everyone(world, check)
+
+
+def test_sparse_tensors(world):
+    def check(comm, ranks):
+        size = comm.size
+        own = torch.sparse_coo_tensor(
+            [[comm.rank, size]], [[1.0, 2.0], [3.0, 4.0]], (size + 1, 2), check_invariants=False
+        )
+        wait = hvd.sparse_allreduce_async(own, "rows", hvd.Sum, ranks)
+        mean = hvd.allreduce(own, process_set=ranks)
+        wanted = [[1.0, 2.0]] * size + [[3.0 * size, 4.0 * size]]
+        assert wait().to_dense().tolist() == wanted
+        np.testing.assert_allclose(mean.to_dense().numpy(), np.array(wanted) / size, rtol=1e-6)
+        with pytest.raises(TypeError, match="expected a sparse tensor"):
+            hvd.sparse_allreduce_async(torch.ones(2), process_set=ranks)
+
+    everyone(world, check)
+
+
+def network():
+    layers = torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+    model = torch.nn.Sequential(*layers).double()
+    for i, p in enumerate(model.parameters()):  # ranks are threads, which share torch's generator
+        p.data = rows_of(50 + i, *p.shape)
+    return model
+
+
+def batch_of(rank, step, rows=4):
+    return rows_of(1000 * step + rank, rows, 6), rows_of(7000 * step + rank, rows, 2)
+
+
+def train(model, optimizer, batches):
+    for parts in batches:
+        optimizer.zero_grad()
+        for x, y in parts:
+            (model(x) - y).square().mean().backward()
+        optimizer.step()
+    return [p.detach().numpy() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"gradient_predivide_factor": 4.0}])
+def test_the_optimizer_equals_one_process_with_all_rows(world, options):
+    def check(comm, ranks):
+        model = network()
+        for p in model.parameters():
+            p.data.mul_(1 + comm.rank)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        hvd.broadcast_parameters(model.state_dict(), 0, process_set=ranks)
+        hvd.broadcast_optimizer_state(optimizer, 0, process_set=ranks)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), process_set=ranks, **options
+        )
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        own = train(model, optimizer, [[batch_of(comm.rank, step)] for step in range(6)])
+        for values in own:
+            everyones = comm.allgather(values[np.newaxis])
+            np.testing.assert_array_equal(everyones, np.broadcast_to(values, everyones.shape))
+        alone = network()
+        ranks_of_steps = [[batch_of(r, step) for r in range(comm.size)] for step in range(6)]
+        joined = [[tuple(map(torch.cat, zip(*p, strict=True)))] for p in ranks_of_steps]
+        one = train(alone, torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9), joined)
+        for values, wanted in zip(own, one, strict=True):
+            np.testing.assert_allclose(values, wanted, rtol=1e-9, atol=1e-12)
+        own = train(model, optimizer, [[batch_of(comm.rank, step)] for step in range(6, 200)])
+        for values in own:
+            everyones = comm.allgather(values[np.newaxis])
+            np.testing.assert_array_equal(everyones, np.broadcast_to(values, everyones.shape))
+        optimizer.close()
+
+    everyone(world, check)
+
+
+def test_several_passes_and_another_number_of_them(world):
+    def check(comm, ranks):
+        model = network()
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = hvd.DistributedOptimizer(
+            plain, model.named_parameters(), backward_passes_per_step=2, op=hvd.Sum,
+            process_set=ranks,
+        )  # fmt: skip
+        train(model, optimizer, [[batch_of(comm.rank, k) for k in (1, 2)]])
+        optimizer.set_backward_passes_per_step(1)
+        own = train(model, optimizer, [[batch_of(comm.rank, 3)]])
+        with pytest.raises(ValueError, match="expected an integer >= 1, got 0"):
+            optimizer.set_backward_passes_per_step(0)
+        alone = network()
+        steps = [[batch_of(r, k) for k in (1, 2) for r in range(comm.size)]]
+        steps += [[batch_of(r, 3) for r in range(comm.size)]]
+        one = train(alone, torch.optim.SGD(alone.parameters(), 0.1), steps)
+        for values, wanted in zip(own, one, strict=True):
+            np.testing.assert_allclose(values, wanted, rtol=1e-9, atol=1e-12)
+        optimizer.close()
+
+    everyone(world, check)
+
+
+def test_gradients_can_be_clipped_between_synchronize_and_step(world):
+    def check(comm, ranks):
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), process_set=ranks
+        )
+        for step in range(2):
+            x, y = batch_of(comm.rank, step)
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            before = [p.detach().clone() for p in model.parameters()]
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            pairs = zip(model.parameters(), before, strict=True)
+            assert sum((p - b).square().sum() for p, b in pairs).sqrt().item() == pytest.approx(
+                1e-4, rel=1e-2
+            )
+        optimizer.close()
+
+    everyone(world, check)
+
+
+def test_wrong_options_of_the_optimizer(world):
+    def check(comm, ranks):
+        model = network()
+        named = list(model.named_parameters())
+        for options, words in (
+            ({"op": hvd.Adasum}, "Adasum is not supported"),
+            ({"op": hvd.Max}, "expected MEAN or SUM"),
+            ({"compression": "fp16"}, "expected Compression.none"),
+            ({"num_groups": -1}, "num_groups"),
+            ({"groups": [[named[0][1]], [named[0][1]]]}, "in two groups"),
+            ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
+            ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "is for MEAN"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=words):
+                hvd.DistributedOptimizer(
+                    torch.optim.SGD(model.parameters(), 0.1), named, process_set=ranks, **options
+                )
+
+    everyone(world, check)

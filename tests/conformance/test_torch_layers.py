@@ -1,0 +1,167 @@
+"""Layers, rows and metrics of PyTorch over all ranks: as if one process had all rows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+import collectives as cc
+from requirements import installed
+from strategies.averaging.metrics import metric_average
+
+torch = installed("torch")
+if torch:
+    from strategies.torch import ShardedSampler, SyncBatchNorm
+
+
+def rows_of(rank, rows, *shape, mean=0.0):
+    made = torch.Generator().manual_seed(10 * rank + 1)
+    return torch.randn(rows, *shape, generator=made, dtype=torch.float64) + mean
+
+
+COUNTS = {"even": lambda r: 3, "uneven": lambda r: 2 * r + 2, "empty": lambda r: 0 if r else 4}
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("shape", [(5,), (5, 2), (5, 2, 3)])
+def test_sync_batch_norm_equals_batch_norm_of_all_rows(world, counts, shape):
+    def check(comm):
+        plain = {1: torch.nn.BatchNorm1d, 2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm2d}
+        alone = plain[len(shape)](5, momentum=None if len(shape) == 2 else 0.3).double()
+        alone.weight.data = rows_of(77, 1, 5)[0]
+        alone.bias.data = rows_of(78, 1, 5)[0]
+        ours = SyncBatchNorm(5, momentum=alone.momentum, comm=comm).double()
+        ours.load_state_dict(alone.state_dict())
+        count = COUNTS[counts]
+        for step in range(3):
+            everyones = [rows_of(100 * step + r, count(r), *shape) for r in range(comm.size)]
+            weights = [rows_of(100 * step + 50 + r, count(r), *shape) for r in range(comm.size)]
+            x = everyones[comm.rank].clone().requires_grad_()
+            whole = torch.cat(everyones).requires_grad_()
+            y = ours(x)
+            (y * weights[comm.rank]).sum().backward()
+            wanted = alone(whole)
+            (wanted * torch.cat(weights)).sum().backward()
+            begin = sum(count(r) for r in range(comm.rank))
+            part = slice(begin, begin + len(x))
+            close = {"rtol": 1e-9, "atol": 1e-11}  # float64, sums of some 50 numbers
+            torch.testing.assert_close(y, wanted[part], **close)
+            torch.testing.assert_close(x.grad, whole.grad[part], **close)
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(getattr(ours, name), getattr(alone, name), **close)
+        for own, one in ((ours.weight, alone.weight), (ours.bias, alone.bias)):
+            torch.testing.assert_close(comm.allreduce(own.grad, op=cc.SUM), one.grad, **close)
+        ours.eval()
+        alone.eval()
+        torch.testing.assert_close(ours(whole), alone(whole), **close)
+
+    world.run(check)
+
+
+def test_sync_batch_norm_of_large_means_and_16_bits(world):
+    def check(comm):
+        layer = SyncBatchNorm(2, comm=comm)
+        x = rows_of(comm.rank, 64, 2, mean=1e4).float()
+        y = layer(x)
+        # Of E[x^2] - E[x]^2 nothing would be left in float32.
+        every = comm.allgather(y.detach())
+        assert every.var(0, unbiased=False).sub(1).abs().max() < 1e-2
+        assert layer(x.to(torch.bfloat16)).dtype == torch.bfloat16
+
+    world.run(check)
+
+
+def test_sync_batch_norm_in_the_place_of_others(world):
+    def check(comm):
+        model = torch.nn.Sequential(
+            torch.nn.Linear(3, 4), torch.nn.Sequential(torch.nn.BatchNorm1d(4, affine=False))
+        )
+        made = SyncBatchNorm.convert(model, comm=comm)
+        assert made is model
+        assert isinstance(model[1][0], SyncBatchNorm)
+        assert isinstance(SyncBatchNorm.convert(torch.nn.BatchNorm1d(4)), SyncBatchNorm)
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(ValueError, match="expected an input of shape"):
+            model[1](torch.ones(4))
+
+    world.run(check)
+
+
+def test_one_number_of_all_ranks_has_no_variance(world):
+    def check(comm):
+        layer = SyncBatchNorm(2, comm=comm)
+        with pytest.raises(ValueError, match="expected more than 1 number per channel"):
+            layer(torch.ones(1 if comm.rank == 0 else 0, 2))
+        assert layer(torch.ones(0, 2)).shape == (0, 2)
+
+    world.run(check)
+
+
+def joined(comm, rows):
+    return list(itertools.chain(*comm.allgather_object(list(rows))))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_row_comes_once_per_epoch(world, shuffle):
+    def check(comm):
+        sampler = ShardedSampler(11, comm=comm, shuffle=shuffle, seed=4)
+        orders = []
+        for epoch in range(3):
+            assert sampler.epoch == epoch
+            length = len(sampler)
+            loader = torch.utils.data.DataLoader(torch.arange(11), batch_size=2, sampler=sampler)
+            own = [row for batch in loader for row in batch.tolist()]
+            assert len(own) == length
+            assert abs(length - 11 / comm.size) < 1
+            orders.append(joined(comm, own))
+            assert sorted(orders[-1]) == list(range(11))
+        assert (orders[0] != orders[1]) == shuffle
+        sampler.set_epoch(0)
+        assert joined(comm, sampler) == orders[0]
+
+    world.run(check)
+
+
+def test_an_epoch_goes_on_with_another_number_of_ranks(world):
+    def check(comm):
+        sampler = ShardedSampler(17, comm=comm, seed=2)
+        list(sampler)
+        rows = iter(sampler)
+        ahead = [next(rows) for _ in range(3)]  # of which two are used
+        state = json.loads(json.dumps(sampler.state(used=2)))
+        used = joined(comm, ahead[:2])
+        some = comm.split(0 if comm.rank < max(1, comm.size - 1) else None)
+        if some is not None:
+            later = ShardedSampler(17, comm=some, seed=2, state=state)
+            assert later.epoch == 1
+            rest = joined(some, later)
+            assert sorted(used + rest) == list(range(17))
+            assert sorted(joined(some, later)) == list(range(17))
+            with pytest.raises(ValueError, match="the state belongs to other input"):
+                ShardedSampler(18, comm=some, seed=2, state=state)
+            some.close()
+
+    world.run(check)
+
+
+def test_metrics_are_averaged_over_rows(world):
+    def check(comm):
+        own = {"loss": float(comm.rank), "accuracy": np.float32(0.5)}
+        rows = [r % 3 for r in range(comm.size)]
+        rows[0] = 2
+        found = metric_average(own, rows[comm.rank], comm=comm)
+        wanted = sum(r * n for r, n in enumerate(rows)) / sum(rows)
+        assert found == pytest.approx({"loss": wanted, "accuracy": 0.5})
+        assert len(set(comm.allgather_object(found["loss"]))) == 1
+        assert metric_average(torch.tensor(float(comm.rank)), comm=comm) == (comm.size - 1) / 2
+        assert metric_average(float("nan") if comm.rank else 1.0, not comm.rank, comm=comm) == 1
+        with pytest.raises(ValueError, match="no rank has an example"):
+            metric_average(1.0, 0, comm=comm)
+        if comm.size > 1:
+            with pytest.raises(cc.MismatchError, match="metric_average: ranks differ"):
+                metric_average({"a" if comm.rank else "b": 1.0}, comm=comm)
+
+    world.run(check)
