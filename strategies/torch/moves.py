@@ -1,0 +1,252 @@
+"""What the operations of torch.distributed do with tensors, by those of a communicator."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed import ReduceOp
+
+import collectives as cc
+from strategies.torch.tensors import Array, has_arithmetic, lend
+
+__all__ = [
+    "Reduction",
+    "allgather",
+    "allgather_each",
+    "allreduce",
+    "alltoall",
+    "alltoall_rows",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_each",
+    "reduction",
+    "scatter",
+]
+
+Tensors = Sequence[torch.Tensor]
+Pairs = Sequence[tuple[Tensors, torch.Tensor]]
+
+
+class Reduction(NamedTuple):
+    """How numbers are combined.
+
+    Attributes:
+        op: of a communicator; None for what has none.
+        together: combines the numbers of all ranks, stacked, where there is no op.
+        factor: by which all numbers are multiplied before.
+    """
+
+    op: Any
+    together: Any = None
+    factor: Any = None
+
+
+_REDUCTIONS = {
+    ReduceOp.SUM: Reduction(cc.SUM),
+    ReduceOp.AVG: Reduction(cc.MEAN),
+    ReduceOp.PRODUCT: Reduction(cc.PRODUCT),
+    ReduceOp.MIN: Reduction(cc.MIN),
+    ReduceOp.MAX: Reduction(cc.MAX),
+    ReduceOp.BAND: Reduction(None, np.bitwise_and),
+    ReduceOp.BOR: Reduction(None, np.bitwise_or),
+    ReduceOp.BXOR: Reduction(None, np.bitwise_xor),
+}
+
+# Truth values have no sum: any, and all.
+_OF_BOOL = {cc.SUM: cc.MAX, cc.PRODUCT: cc.MIN}
+
+
+def reduction(op: Any) -> Reduction:
+    """Return what a `ReduceOp` means."""
+    known = _REDUCTIONS.get(op.op)
+    if known is None:  # PREMUL_SUM
+        factor = op.factor
+        factor = factor.item() if isinstance(factor, torch.Tensor) else factor
+        return Reduction(cc.SUM, factor=factor)
+    return known
+
+
+def allreduce(comm: cc.Communicator, tensors: Tensors, how: Reduction, limit: float) -> None:
+    """Reduce tensors in place."""
+    for tensor in tensors:
+        array, write = _lend(comm, tensor, adds=True)
+        _reduce(comm, array, how, limit, out=array)
+        if write is not None:
+            write()
+
+
+def broadcast(comm: cc.Communicator, tensor: torch.Tensor, root: int, limit: float) -> None:
+    """Replace a tensor by the root's."""
+    array, write = _lend(comm, tensor)
+    comm.broadcast(array, root, out=array, timeout=limit)
+    if write is not None and comm.rank != root:
+        write()
+
+
+def reduce(
+    comm: cc.Communicator, tensor: torch.Tensor, root: int, how: Reduction, limit: float
+) -> None:
+    """Replace the root's tensor by the reduction of all."""
+    array, write = _lend(comm, tensor, adds=True)
+    if how.together is None:
+        op, sent = _prepared(array, how)
+        comm.reduce(sent, root, op=op, out=array if comm.rank == root else None, timeout=limit)
+    else:
+        everyones = comm.gather(array[np.newaxis], root, timeout=limit)
+        if comm.rank == root:
+            how.together.reduce(everyones, axis=0, out=array)
+    if write is not None and comm.rank == root:
+        write()
+
+
+def allgather(comm: cc.Communicator, outputs: Tensors, tensor: torch.Tensor, limit: float) -> None:
+    """Fill the outputs with the elements of all ranks, one after the other."""
+    array, _ = _lend(comm, tensor)
+    _fill("allgather", outputs, comm.allgather(array.reshape(-1), timeout=limit))
+
+
+def allgather_each(comm: cc.Communicator, pairs: Pairs, limit: float) -> None:
+    """Do this for several tensors and their outputs."""
+    for outputs, tensor in pairs:
+        allgather(comm, outputs, tensor, limit)
+
+
+def gather(
+    comm: cc.Communicator, outputs: Tensors, tensor: torch.Tensor, root: int, limit: float
+) -> None:
+    """Fill the root's outputs with the elements of all ranks, one after the other."""
+    array, _ = _lend(comm, tensor)
+    joined = comm.gather(array.reshape(-1), root, timeout=limit)
+    if joined is not None:
+        _fill("gather", outputs, joined)
+
+
+def scatter(
+    comm: cc.Communicator, output: torch.Tensor, parts: Tensors, root: int, limit: float
+) -> None:
+    """Fill the output with one of the root's parts."""
+    joined, sizes = None, None
+    if comm.rank == root:
+        arrays = [_lend(comm, part)[0].reshape(-1) for part in parts]
+        joined, sizes = np.concatenate(arrays), [array.size for array in arrays]
+    _fill("scatter", [output], comm.scatter(joined, root, splits=sizes, timeout=limit))
+
+
+def reduce_scatter(
+    comm: cc.Communicator, output: torch.Tensor, parts: Tensors, how: Reduction, limit: float
+) -> None:
+    """Fill the output with this rank's part of the reduction; one part is cut into equal ones."""
+    arrays = [_lend(comm, part, adds=True)[0].reshape(-1) for part in parts]
+    joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    if len(arrays) == 1 or len({array.size for array in arrays}) == 1:
+        sizes = [joined.size // comm.size] * comm.size
+    else:
+        sizes = [array.size for array in arrays]
+    if sum(sizes) != joined.size:
+        raise ValueError(
+            f"reduce_scatter: expected elements for {comm.size} equal parts, got {joined.size}"
+        )
+    if how.together is None and len(set(sizes)) == 1:
+        op, sent = _prepared(joined, how)
+        rows = sent.reshape(comm.size, -1) if sent.size else sent
+        own = comm.reduce_scatter(rows, op=op, timeout=limit).reshape(-1)
+    else:
+        first = sum(sizes[: comm.rank])
+        own = _reduce(comm, joined, how, limit)[first : first + sizes[comm.rank]]
+    _fill("reduce_scatter", [output], own)
+
+
+def reduce_scatter_each(
+    comm: cc.Communicator,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    how: Reduction,
+    limit: float,
+) -> None:
+    """Do this for several tensors and their outputs."""
+    for output, tensor in pairs:
+        reduce_scatter(comm, output, [tensor], how, limit)
+
+
+def alltoall(comm: cc.Communicator, outputs: Tensors, inputs: Tensors, limit: float) -> None:
+    """Give every rank one of the inputs, and fill the outputs with what all give."""
+    arrays = [_lend(comm, tensor)[0].reshape(-1) for tensor in inputs]
+    sizes = [array.size for array in arrays]
+    joined = comm.alltoall(np.concatenate(arrays), splits=sizes, timeout=limit)
+    _fill("alltoall", outputs, joined)
+
+
+def alltoall_rows(
+    comm: cc.Communicator, output: torch.Tensor, tensor: torch.Tensor,
+    output_sizes: Sequence[int], input_sizes: Sequence[int], limit: float,
+) -> None:  # fmt: skip
+    """Give every rank some rows of a tensor, and fill the output with what all give."""
+    array, _ = _lend(comm, tensor)
+    rows = len(array) if array.ndim else 1
+    sizes = list(input_sizes) or [rows // comm.size] * comm.size
+    row = math.prod(array.shape[1:])
+    joined = comm.alltoall(array.reshape(rows, row), splits=sizes, timeout=limit)
+    if output_sizes and sum(output_sizes) != len(joined):
+        raise ValueError(
+            f"all_to_all_single: other rows came than the output sizes say, expected "
+            f"{sum(output_sizes)}, got {len(joined)} (rank {comm.rank} of {comm.size})"
+        )
+    _fill("all_to_all_single", [output], joined)
+
+
+def _lend(
+    comm: cc.Communicator, tensor: torch.Tensor, *, adds: bool = False
+) -> tuple[Array, Callable[[], Any] | None]:
+    """Return a tensor's elements and what writes them back, or let all ranks refuse it."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        comm.allreduce(tensor)  # raises, and the others hear of it
+    if adds and not has_arithmetic(tensor.dtype):
+        comm.allreduce(tensor.detach())
+    return lend(tensor)
+
+
+def _prepared(array: Array, how: Reduction) -> tuple[Any, Array]:
+    """Return the op for an array of such numbers, and what is to be combined."""
+    op = _OF_BOOL.get(how.op, how.op) if array.dtype.kind == "b" else how.op
+    if how.factor is None:
+        return op, array
+    return op, array * np.asarray(how.factor, array.dtype)
+
+
+def _reduce(
+    comm: cc.Communicator, array: Array, how: Reduction, limit: float, out: Array | None = None
+) -> Array:
+    """Return the reduction of the arrays of all ranks."""
+    if how.together is None:
+        op, sent = _prepared(array, how)
+        reduced: Array = comm.allreduce(sent, op=op, out=out, timeout=limit)
+        return reduced
+    everyones = comm.allgather(array[np.newaxis], timeout=limit)
+    return np.asarray(how.together.reduce(everyones, axis=0, out=out))
+
+
+def _fill(operation: str, outputs: Tensors, elements: Array) -> None:
+    """Write elements into tensors, one after the other."""
+    elements = elements.reshape(-1)
+    ends = list(itertools.accumulate(output.numel() for output in outputs))
+    if ends[-1:] != [elements.size]:
+        raise ValueError(
+            f"{operation}: the outputs do not fit, expected {elements.size} elements in all, got "
+            f"{ends[-1] if ends else 0}"
+        )
+    for output, end in zip(outputs, ends, strict=True):
+        array, write = lend(output)
+        if array.dtype != elements.dtype:
+            raise ValueError(
+                f"{operation}: an output has another dtype, expected {elements.dtype}, got "
+                f"{array.dtype}"
+            )
+        array.reshape(-1)[...] = elements[end - array.size : end]
+        if write is not None:
+            write()
