@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 import collectives as cc
-from strategies.torch.tensors import Array, has_arithmetic, lend
+from strategies.torch.tensors import Array, has_arithmetic, lend, shown
 
 __all__ = [
     "Reduction",
@@ -109,7 +109,10 @@ def reduce(
 def allgather(comm: cc.Communicator, outputs: Tensors, tensor: torch.Tensor, limit: float) -> None:
     """Fill the outputs with the elements of all ranks, one after the other."""
     array, _ = _lend(comm, tensor)
-    _fill("allgather", outputs, comm.allgather(array.reshape(-1), timeout=limit))
+    own = _memory(outputs)
+    joined = comm.allgather(array.reshape(-1), out=own, timeout=limit)
+    if own is None:
+        _fill("allgather", outputs, joined)
 
 
 def allgather_each(comm: cc.Communicator, pairs: Pairs, limit: float) -> None:
@@ -136,7 +139,10 @@ def scatter(
     if comm.rank == root:
         arrays = [_lend(comm, part)[0].reshape(-1) for part in parts]
         joined, sizes = np.concatenate(arrays), [array.size for array in arrays]
-    _fill("scatter", [output], comm.scatter(joined, root, splits=sizes, timeout=limit))
+    own = _memory([output])
+    received = comm.scatter(joined, root, out=own, splits=sizes, timeout=limit)
+    if own is None:
+        _fill("scatter", [output], received)
 
 
 def reduce_scatter(
@@ -145,22 +151,21 @@ def reduce_scatter(
     """Fill the output with this rank's part of the reduction; one part is cut into equal ones."""
     arrays = [_lend(comm, part, adds=True)[0].reshape(-1) for part in parts]
     joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    if len(arrays) == 1 or len({array.size for array in arrays}) == 1:
-        sizes = [joined.size // comm.size] * comm.size
-    else:
-        sizes = [array.size for array in arrays]
-    if sum(sizes) != joined.size:
+    sizes = [array.size for array in arrays] if len(arrays) > 1 else None
+    if sizes is None and joined.size % comm.size:
         raise ValueError(
             f"reduce_scatter: expected elements for {comm.size} equal parts, got {joined.size}"
         )
-    if how.together is None and len(set(sizes)) == 1:
+    own = _memory([output])
+    if how.together is None:
         op, sent = _prepared(joined, how)
-        rows = sent.reshape(comm.size, -1) if sent.size else sent
-        own = comm.reduce_scatter(rows, op=op, timeout=limit).reshape(-1)
+        share = comm.reduce_scatter(sent, op=op, out=own, counts=sizes, timeout=limit)
     else:
-        first = sum(sizes[: comm.rank])
-        own = _reduce(comm, joined, how, limit)[first : first + sizes[comm.rank]]
-    _fill("reduce_scatter", [output], own)
+        counts = sizes or [joined.size // comm.size] * comm.size
+        first = sum(counts[: comm.rank])
+        share, own = _reduce(comm, joined, how, limit)[first : first + counts[comm.rank]], None
+    if own is None:
+        _fill("reduce_scatter", [output], share)
 
 
 def reduce_scatter_each(
@@ -191,11 +196,13 @@ def alltoall_rows(
     rows = len(array) if array.ndim else 1
     sizes = list(input_sizes) or [rows // comm.size] * comm.size
     row = math.prod(array.shape[1:])
-    joined = comm.alltoall(array.reshape(rows, row), splits=sizes, timeout=limit)
-    if output_sizes and sum(output_sizes) != len(joined):
+    joined, received = comm.alltoall(
+        array.reshape(rows, row), splits=sizes, received=True, timeout=limit
+    )
+    if output_sizes and list(output_sizes) != received.tolist():
         raise ValueError(
             f"all_to_all_single: other rows came than the output sizes say, expected "
-            f"{sum(output_sizes)}, got {len(joined)} (rank {comm.rank} of {comm.size})"
+            f"{list(output_sizes)}, got {received.tolist()} (rank {comm.rank} of {comm.size})"
         )
     _fill("all_to_all_single", [output], joined)
 
@@ -229,6 +236,14 @@ def _reduce(
         return reduced
     everyones = comm.allgather(array[np.newaxis], timeout=limit)
     return np.asarray(how.together.reduce(everyones, axis=0, out=out))
+
+
+def _memory(outputs: Tensors) -> Array | None:
+    """Return the memory of a single output where an operation can write, else None."""
+    output = outputs[0]
+    if len(outputs) == 1 and output.is_cpu and output.is_contiguous():
+        return shown(output).reshape(-1)
+    return None
 
 
 def _fill(operation: str, outputs: Tensors, elements: Array) -> None:

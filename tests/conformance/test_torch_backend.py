@@ -15,7 +15,7 @@ dist = torch.distributed
 
 import torch.distributed._functional_collectives as functional  # noqa: E402
 import torch.distributed.nn  # noqa: E402
-from torch.distributed.distributed_c10d import _make_nccl_premul_sum as premul_sum  # noqa: E402
+from torch.distributed import _make_nccl_premul_sum as premul_sum  # noqa: E402
 
 import unisono_torch  # noqa: E402
 
