@@ -9,13 +9,15 @@ the group's line (`strategies.torch.line`)::
     all_reduce(t)                  here, complete when it returns
     all_reduce(t, async_op=True)   in line: returns a `Work` at once
     a bucket of DDP                here, where all ranks share a node: there it would only take the
-                                   core from the backward pass; else in line, beside it
+                                   core from the backward pass (and `strategies.torch.buckets`
+                                   saves the copies); else in line, beside it
 
 All groups, also the world's, have communicators of their own.
 """
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,6 +29,7 @@ from torch import distributed
 
 import collectives as cc
 from strategies.torch import moves
+from strategies.torch.buckets import Buckets
 from strategies.torch.line import Line
 from strategies.torch.moves import reduction
 from strategies.torch.work import DONE, Done, Pending
@@ -95,6 +98,7 @@ class UnisonoGroup(distributed.ProcessGroup):
         self._store = store
         self._limit = limit
         self._line = Line()
+        self._buckets = Buckets(comm) if comm.size > 1 and comm.num_nodes == 1 else None
         self._name = self._description = ""
         try:
             comm.transport.check_threads("asynchronous operation")
@@ -146,6 +150,9 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Reduce a tensor over all ranks, in place."""
+        # Of DDP's reducer, which C++ calls, the engine of autograd is the caller.
+        if sys._getframe(1).f_globals.get("__name__") == "torch.autograd.graph":
+            return self._reduce_bucket(tensors[0], reduction(opts.reduceOp))
         run = partial(moves.allreduce, self.comm, tensors, reduction(opts.reduceOp), self._limit)
         return self._start("allreduce", run, opts, tensors)
 
@@ -254,6 +261,10 @@ class UnisonoGroup(distributed.ProcessGroup):
         """Return when every rank has called this."""
         return self._start("barrier", partial(self.comm.barrier, timeout=self._limit), opts, ())
 
+    def average(self, bucket: torch.Tensor, compression: cc.Compression) -> distributed.Work:
+        """Average a bucket of DDP over all ranks, in place."""
+        return self._reduce_bucket(bucket, moves.MEAN, compression)
+
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
@@ -284,9 +295,20 @@ class UnisonoGroup(distributed.ProcessGroup):
         if not opts.asyncOp:
             self._line.now(run)
             return DONE
-        if self._threads and not (
-            self.comm.num_nodes == 1 and torch._C._current_graph_task_id() != -1
-        ):
+        if self._threads:
             return Pending(self._line.later(run), operation, results)
         self._line.now(run)
         return Done(results)
+
+    def _reduce_bucket(
+        self, tensor: torch.Tensor, how: moves.Reduction, codec: cc.Compression = cc.NONE
+    ) -> distributed.Work:
+        """Reduce a bucket of DDP."""
+        if self._buckets is not None:
+            self._line.now(partial(self._buckets.allreduce, tensor, how, self._limit, codec))
+            return Done([tensor])
+        run = partial(moves.allreduce, self.comm, [tensor], how, self._limit, codec)
+        if not self._threads:
+            self._line.now(run)
+            return Done([tensor])
+        return Pending(self._line.later(run), "allreduce", [tensor])

@@ -15,6 +15,7 @@ import collectives as cc
 from strategies.torch.tensors import Array, has_arithmetic, lend, shown
 
 __all__ = [
+    "MEAN",
     "Reduction",
     "allgather",
     "allgather_each",
@@ -59,6 +60,8 @@ _REDUCTIONS = {
     ReduceOp.BXOR: Reduction(None, np.bitwise_xor),
 }
 
+MEAN = Reduction(cc.MEAN)
+
 # Truth values have no sum: any, and all.
 _OF_BOOL = {cc.SUM: cc.MAX, cc.PRODUCT: cc.MIN}
 
@@ -73,11 +76,17 @@ def reduction(op: Any) -> Reduction:
     return known
 
 
-def allreduce(comm: cc.Communicator, tensors: Tensors, how: Reduction, limit: float) -> None:
+def allreduce(
+    comm: cc.Communicator,
+    tensors: Tensors,
+    how: Reduction,
+    limit: float,
+    codec: cc.Compression = cc.NONE,
+) -> None:
     """Reduce tensors in place."""
     for tensor in tensors:
         array, write = _lend(comm, tensor, adds=True)
-        _reduce(comm, array, how, limit, out=array)
+        _reduce(comm, array, how, limit, out=array, codec=codec)
         if write is not None:
             write()
 
@@ -227,12 +236,13 @@ def _prepared(array: Array, how: Reduction) -> tuple[Any, Array]:
 
 
 def _reduce(
-    comm: cc.Communicator, array: Array, how: Reduction, limit: float, out: Array | None = None
-) -> Array:
+    comm: cc.Communicator, array: Array, how: Reduction, limit: float,
+    out: Array | None = None, codec: cc.Compression = cc.NONE,
+) -> Array:  # fmt: skip
     """Return the reduction of the arrays of all ranks."""
     if how.together is None:
         op, sent = _prepared(array, how)
-        reduced: Array = comm.allreduce(sent, op=op, out=out, timeout=limit)
+        reduced: Array = comm.allreduce(sent, op=op, out=out, compression=codec, timeout=limit)
         return reduced
     everyones = comm.allgather(array[np.newaxis], timeout=limit)
     return np.asarray(how.together.reduce(everyones, axis=0, out=out))
