@@ -28,11 +28,11 @@ import torch
 from torch import distributed
 
 import collectives as cc
-from strategies.torch import moves
+from strategies.torch import messages, moves
 from strategies.torch.buckets import Buckets
 from strategies.torch.line import Line
 from strategies.torch.moves import reduction
-from strategies.torch.work import DONE, Done, Pending
+from strategies.torch.work import DONE, Done, Pending, translated
 
 __all__ = ["UnisonoGroup", "create"]
 
@@ -257,6 +257,22 @@ class UnisonoGroup(distributed.ProcessGroup):
         run = partial(moves.alltoall_rows, self.comm, output, tensor, *sizes, self._limit)
         return self._start("all_to_all_single", run, opts, [output])
 
+    def send(self, tensors: Tensors, dest: int, tag: int = 0) -> distributed.Work:
+        """Start sending a tensor to another rank."""
+        self._check_open("send")
+        message = messages.send(self.comm, tensors[0], dest, tag, self._limit)
+        return Pending(message, "send", tensors)
+
+    def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> distributed.Work:
+        """Start receiving a tensor from another rank."""
+        self._check_open("recv")
+        message = messages.receive(self.comm, tensors[0], source, tag, self._limit)
+        return Pending(message, "recv", tensors)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> distributed.Work:
+        """Start receiving a tensor from whichever rank sends one."""
+        return self.recv(tensors, None, tag)
+
     def barrier(self, opts: Any = _DEFAULT) -> distributed.Work:
         """Return when every rank has called this."""
         return self._start("barrier", partial(self.comm.barrier, timeout=self._limit), opts, ())
@@ -287,6 +303,17 @@ class UnisonoGroup(distributed.ProcessGroup):
     def abort(self) -> None:
         """Close the group without waiting for other ranks."""
         self._line.close(0.0)
+
+    def _check_open(self, operation: str) -> None:
+        """Refuse what would go on after an error, or the end of the group.
+
+        Raises:
+            DistBackendError: this is so.
+        """
+        try:
+            self.comm.check_usable(operation)
+        except cc.CollectiveError as error:
+            raise translated(error) from error.__cause__
 
     def _start(
         self, operation: str, run: Callable[[], Any], opts: Any, results: Tensors

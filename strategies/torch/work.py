@@ -116,8 +116,13 @@ DONE = Done()
 class Job(Protocol):
     """An operation that another thread carries out, or MPI."""
 
-    error: BaseException | None
-    source: int
+    @property
+    def error(self) -> BaseException | None:
+        """What it has raised, once it is over."""
+
+    @property
+    def source(self) -> int:
+        """The rank that a message came from; else -1."""
 
     def done(self) -> bool:
         """Tell whether it is over, one way or the other."""

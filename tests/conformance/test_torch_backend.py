@@ -188,6 +188,46 @@ def objects(group, rank, size):
 
 
 @call
+def send_and_receive(group, rank, size):
+    right, left = (rank + 1) % size, (rank - 1) % size
+    if size == 1:
+        return []
+    made = [torch.zeros(3), torch.zeros(200_000), torch.zeros(2, 2)]
+    sent = [dist.isend(numbers(rank, *x.shape), right, group, tag=i) for i, x in enumerate(made)]
+    received = [dist.irecv(x, left, group, tag=i) for i, x in reversed(list(enumerate(made)))]
+    for work in (*received, *sent):
+        work.wait()
+    one, other = torch.zeros(4), torch.zeros(5)
+    pairs = [(dist.isend, numbers(rank, 4), right), (dist.irecv, one, left),
+             (dist.isend, numbers(rank, 5), left), (dist.irecv, other, right)]  # fmt: skip
+    for work in dist.batch_isend_irecv([dist.P2POp(f, x, r, group) for f, x, r in pairs]):
+        work.wait()
+    return [*made, one, other]
+
+
+@call
+def receive_from_any(group, rank, size):
+    if rank > 0:
+        dist.send(numbers(rank, 4), 0, group, tag=3)
+        return []
+    made = {}
+    for _ in range(size - 1):
+        x = torch.zeros(4)
+        made[dist.recv(x, group=group, tag=3)] = x
+    return [x for _, x in sorted(made.items())]
+
+
+@call
+def objects_from_rank_to_rank(group, rank, size):
+    told = [None, None]
+    if size > 1 and rank == 1:
+        dist.send_object_list(["text", {"a": 1}], 0, group)
+    if size > 1 and rank == 0:
+        dist.recv_object_list(told, 1, group)
+    return told
+
+
+@call
 def barrier(group, rank, size):
     dist.barrier(group=group)
     return []
