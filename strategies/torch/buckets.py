@@ -8,6 +8,9 @@ first backward pass. The second time that a bucket comes, the memory below it is
 
 From then on nothing is copied. PyTorch exchanges memory only by a private method: where that is
 missing, or does something else, buckets stay where they are, and are reduced there.
+
+The ranks move a bucket together, or not at all: in DDP's `join` a rank that has no more data takes
+part with buckets that are new each time. The others find out by a `MismatchError`, and stay.
 """
 
 from __future__ import annotations
@@ -48,8 +51,9 @@ class Buckets:
     def __init__(self, comm: cc.Communicator) -> None:
         self._comm = comm
         self._regions: list[_Region] = []
-        # Storage -> where its memory is; None until it comes a second time.
-        self._seen: weakref.WeakKeyDictionary[Any, _Region | None] = weakref.WeakKeyDictionary()
+        # Storages that have come; those that have come twice, and were moved if all ranks could.
+        self._once: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._twice: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def allreduce(
         self, tensor: torch.Tensor, how: Reduction, limit: float, codec: cc.Compression
@@ -61,28 +65,37 @@ class Buckets:
 
     def _look_at(self, tensor: torch.Tensor, limit: float) -> None:
         storage = tensor.untyped_storage()
-        if storage not in self._seen:
-            self._seen[storage] = None
-        elif self._seen[storage] is None:
-            nbytes = storage.nbytes()
-            whole = tensor.nbytes == nbytes and tensor.is_contiguous()
-            if whole and nbytes:
-                self._seen[storage] = region = self._region(nbytes, limit)
-                shared = torch.from_numpy(region.memory)
-                shared.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
-                storage._swap_data_ptr_(shared.untyped_storage())
-                weakref.finalize(storage, region.free)
+        if storage in self._twice:
+            return
+        if storage not in self._once:
+            self._once.add(storage)
+            return
+        self._twice.add(storage)
+        nbytes = storage.nbytes()
+        if nbytes and tensor.nbytes == nbytes and tensor.is_contiguous():
+            try:
+                region = self._region(nbytes, limit)
+            except cc.MismatchError as error:
+                if not moves.differs_in_memory(error):
+                    raise
+                return
+            shared = torch.from_numpy(region.memory)
+            shared.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+            storage._swap_data_ptr_(shared.untyped_storage())
+            weakref.finalize(storage, region.free)
 
     def _region(self, nbytes: int, limit: float) -> _Region:
         """Return shared memory that no rank uses any more, or new."""
-        known = [region for region in self._regions if region.memory.nbytes == nbytes]
-        if known:
-            free = np.array([region.is_free for region in known])
-            free = self._comm.allreduce(free, op=cc.MIN, timeout=limit)
-            if free.any():
-                region = known[int(free.argmax())]
-                region.is_free = False
-                return region
+        usable = [
+            number
+            for number, region in enumerate(self._regions)
+            if region.is_free and region.memory.nbytes == nbytes
+        ]
+        everyones = self._comm.allgather_object(usable, timeout=limit)
+        for number in usable:
+            if all(number in numbers for numbers in everyones):
+                self._regions[number].is_free = False
+                return self._regions[number]
         made = _Region(self._comm.shared_empty(nbytes, np.uint8, timeout=limit))
         self._regions.append(made)
         return made

@@ -1,7 +1,6 @@
 """DDP of PyTorch over this backend: a communication hook; going on after an error."""
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`: DDP looks at those of a hook.
 from typing import Any, NamedTuple
 
 import torch

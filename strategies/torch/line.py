@@ -31,6 +31,9 @@ from strategies.torch.work import translated
 
 __all__ = ["Line", "Operation"]
 
+# By which name errors call it; as in `strategies.distributed_optimizer`.
+_KNOWN_AS = {"Line": "torch.distributed, in the background"}
+
 # Seconds that the end of the program waits for what is in line.
 _DRAIN = 5.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ __all__ = [
     "alltoall",
     "alltoall_rows",
     "broadcast",
+    "differs_in_memory",
     "gather",
     "reduce",
     "reduce_scatter",
@@ -86,9 +88,27 @@ def allreduce(
     """Reduce tensors in place."""
     for tensor in tensors:
         array, write = _lend(comm, tensor, adds=True)
-        _reduce(comm, array, how, limit, out=array, codec=codec)
+        try:
+            _reduce(comm, array, how, limit, out=array, codec=codec)
+        except cc.MismatchError as error:
+            if not differs_in_memory(error):
+                raise
+            array[...] = _reduce(comm, array.copy(), how, limit, codec=codec)
         if write is not None:
             write()
+
+
+def differs_in_memory(error: cc.MismatchError) -> bool:
+    """Tell whether ranks that reduce the same bucket differ only in where it lies.
+
+    So it is in DDP's `join`, where ranks that have no more data take part with buckets that are new
+    each time, and the others' are in shared memory, or about to be moved there by a call of
+    `allgather_object` (`strategies.torch.buckets`). All ranks get the same error, so all do alike.
+    """
+    text = str(error)
+    operations = set(re.findall(r"\((\w+)\) at ", text))
+    moving = operations == {"allreduce", "allgather_object"}
+    return moving or (operations == {"allreduce"} and "memory is " in text)
 
 
 def broadcast(comm: cc.Communicator, tensor: torch.Tensor, root: int, limit: float) -> None:

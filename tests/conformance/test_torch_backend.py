@@ -7,7 +7,6 @@ import datetime
 import pytest
 
 import collectives as cc
-from conftest import UNDER_MPI
 from requirements import installed
 
 torch = installed("torch")
@@ -17,26 +16,7 @@ import torch.distributed._functional_collectives as functional  # noqa: E402
 import torch.distributed.nn  # noqa: E402
 from torch.distributed import _make_nccl_premul_sum as premul_sum  # noqa: E402
 
-import unisono_torch  # noqa: E402
-
-unisono_torch.register()  # as an installed project does
-
 LIMIT = datetime.timedelta(seconds=20)
-
-
-@pytest.fixture
-def ranks(world, monkeypatch):
-    """A process group of all ranks; (rank, number of ranks)."""
-    if not UNDER_MPI:
-        pytest.skip("torch.distributed has one world for each process")
-    if not world.shared:
-        monkeypatch.setenv("UNISONO_SHARED_MEMORY", "off")
-    cc.shutdown()
-    dist.init_process_group("unisono", timeout=LIMIT)
-    yield dist.get_rank(), dist.get_world_size()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    cc.shutdown()
 
 
 def numbers(rank, *shape, dtype=torch.float32):
@@ -269,10 +249,10 @@ def functions_with_gradients(group, rank, size):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_function_does_what_it_does_with_gloo(ranks, name):
+def test_every_function_does_what_it_does_with_gloo(torch_ranks, name):
     gloo = dist.new_group(backend="gloo", timeout=LIMIT)
-    expected = CALLS[name](gloo, *ranks)
-    found = CALLS[name](dist.group.WORLD, *ranks)
+    expected = CALLS[name](gloo, *torch_ranks)
+    found = CALLS[name](dist.group.WORLD, *torch_ranks)
     assert len(found) == len(expected)
     for x, y in zip(found, expected, strict=True):
         if isinstance(y, torch.Tensor):
@@ -284,8 +264,8 @@ def test_every_function_does_what_it_does_with_gloo(ranks, name):
     dist.barrier()  # of Gloo, whoever closes first is missed
 
 
-def test_what_gloo_does_not_do(ranks):
-    rank, size = ranks
+def test_what_gloo_does_not_do(torch_ranks):
+    rank, size = torch_ranks
     everyones = [numbers(r, 2, 3) for r in range(size)]
     mean = torch.stack(everyones).sum(0) / size
 
@@ -323,8 +303,8 @@ def test_what_gloo_does_not_do(ranks):
     assert torch.equal(x, expected)
 
 
-def test_tensors_of_any_layout_and_dtype(ranks):
-    rank, size = ranks
+def test_tensors_of_any_layout_and_dtype(torch_ranks):
+    rank, size = torch_ranks
     x = numbers(rank, 4, 4)
     dist.broadcast(x[:, 1], size - 1)
     assert torch.equal(x[:, 1], numbers(size - 1, 4, 4)[:, 1])
@@ -353,8 +333,8 @@ def test_tensors_of_any_layout_and_dtype(ranks):
     lambda: torch.zeros(2, device="meta"),
     lambda: torch.zeros(2, dtype=torch.float8_e4m3fn),
 ], ids=["sparse", "meta", "float8"])  # fmt: skip
-def test_what_cannot_be_reduced_on_one_rank_is_an_error_on_all(ranks, make):
-    rank, size = ranks
+def test_what_cannot_be_reduced_on_one_rank_is_an_error_on_all(torch_ranks, make):
+    rank, size = torch_ranks
     with pytest.raises(TypeError if rank == 0 else cc.MismatchError, match="allreduce"):
         dist.all_reduce(make() if rank == 0 else torch.zeros(2))
     x = torch.ones(1)
