@@ -41,13 +41,11 @@ class Reduction(NamedTuple):
     """How numbers are combined.
 
     Attributes:
-        op: of a communicator; None for what has none.
-        together: combines the numbers of all ranks, stacked, where there is no op.
+        op: of a communicator.
         factor: by which all numbers are multiplied before.
     """
 
     op: Any
-    together: Any = None
     factor: Any = None
 
 
@@ -57,9 +55,9 @@ _REDUCTIONS = {
     ReduceOp.PRODUCT: Reduction(cc.PRODUCT),
     ReduceOp.MIN: Reduction(cc.MIN),
     ReduceOp.MAX: Reduction(cc.MAX),
-    ReduceOp.BAND: Reduction(None, np.bitwise_and),
-    ReduceOp.BOR: Reduction(None, np.bitwise_or),
-    ReduceOp.BXOR: Reduction(None, np.bitwise_xor),
+    ReduceOp.BAND: Reduction(cc.BITWISE_AND),
+    ReduceOp.BOR: Reduction(cc.BITWISE_OR),
+    ReduceOp.BXOR: Reduction(cc.BITWISE_XOR),
 }
 
 MEAN = Reduction(cc.MEAN)
@@ -124,13 +122,8 @@ def reduce(
 ) -> None:
     """Replace the root's tensor by the reduction of all."""
     array, write = _lend(comm, tensor, adds=True)
-    if how.together is None:
-        op, sent = _prepared(array, how)
-        comm.reduce(sent, root, op=op, out=array if comm.rank == root else None, timeout=limit)
-    else:
-        everyones = comm.gather(array[np.newaxis], root, timeout=limit)
-        if comm.rank == root:
-            how.together.reduce(everyones, axis=0, out=array)
+    op, sent = _prepared(array, how)
+    comm.reduce(sent, root, op=op, out=array if comm.rank == root else None, timeout=limit)
     if write is not None and comm.rank == root:
         write()
 
@@ -186,13 +179,8 @@ def reduce_scatter(
             f"reduce_scatter: expected elements for {comm.size} equal parts, got {joined.size}"
         )
     own = _memory([output])
-    if how.together is None:
-        op, sent = _prepared(joined, how)
-        share = comm.reduce_scatter(sent, op=op, out=own, counts=sizes, timeout=limit)
-    else:
-        counts = sizes or [joined.size // comm.size] * comm.size
-        first = sum(counts[: comm.rank])
-        share, own = _reduce(comm, joined, how, limit)[first : first + counts[comm.rank]], None
+    op, sent = _prepared(joined, how)
+    share = comm.reduce_scatter(sent, op=op, out=own, counts=sizes, timeout=limit)
     if own is None:
         _fill("reduce_scatter", [output], share)
 
@@ -260,12 +248,9 @@ def _reduce(
     out: Array | None = None, codec: cc.Compression = cc.NONE,
 ) -> Array:  # fmt: skip
     """Return the reduction of the arrays of all ranks."""
-    if how.together is None:
-        op, sent = _prepared(array, how)
-        reduced: Array = comm.allreduce(sent, op=op, out=out, compression=codec, timeout=limit)
-        return reduced
-    everyones = comm.allgather(array[np.newaxis], timeout=limit)
-    return np.asarray(how.together.reduce(everyones, axis=0, out=out))
+    op, sent = _prepared(array, how)
+    reduced: Array = comm.allreduce(sent, op=op, out=out, compression=codec, timeout=limit)
+    return reduced
 
 
 def _memory(outputs: Tensors) -> Array | None:
