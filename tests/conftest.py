@@ -119,6 +119,30 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("world", "algorithm"), pairs, ids=ids)
 
 
+@pytest.fixture
+def torch_ranks(world, monkeypatch):
+    """The process group of torch.distributed, over all ranks: (rank, number of ranks)."""
+    if not UNDER_MPI:
+        pytest.skip("torch.distributed has one world for each process")
+    import datetime
+
+    from torch import distributed
+
+    import collectives as cc
+    import unisono_torch
+
+    unisono_torch.register()  # as an installed project does
+    monkeypatch.setenv("UNISONO_TIMEOUT", "20")
+    if not world.shared:
+        monkeypatch.setenv("UNISONO_SHARED_MEMORY", "off")
+    cc.shutdown()
+    distributed.init_process_group("unisono", timeout=datetime.timedelta(seconds=20))
+    yield distributed.get_rank(), distributed.get_world_size()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    cc.shutdown()
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("unisono")
     group.addoption("--long", action="store_true", help="long proofs at their full length")

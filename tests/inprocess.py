@@ -55,6 +55,7 @@ class ThreadGroup:
         self.boxes = defaultdict(deque)  # (source, dest) -> messages in order
         self.splits = defaultdict(dict)  # number of the split -> rank -> (color, key)
         self.parts = {}  # (number of the split, color) -> ThreadGroup
+        self.members = defaultdict(list)  # ranks and tag -> groups, and who of them has come
 
     def event(self, rank):
         self.events[rank] += 1
@@ -164,9 +165,21 @@ class ThreadTransport(Transport):
             )
         return ThreadTransport(part, members.index(self.rank))
 
-    def lane(self):
+    def members(self, ranks, tag):
         with self.group.lock:
-            group = self.group.parts.setdefault("lane", ThreadGroup(self.size, self.group.mode))
+            made = self.group.members[tuple(ranks), tag]
+            if not made or self.rank in made[-1][1]:  # a later one with the same tag
+                made.append((ThreadGroup(len(ranks), self.group.mode), set()))
+            group, came = made[0]
+            came.add(self.rank)
+            if len(came) == len(ranks):
+                made.pop(0)
+        return ThreadTransport(group, ranks.index(self.rank))
+
+    def lane(self, number=None):
+        with self.group.lock:
+            name = ("lane", number)
+            group = self.group.parts.setdefault(name, ThreadGroup(self.size, self.group.mode))
         return ThreadTransport(group, self.rank)
 
     def post(self, head, dest):

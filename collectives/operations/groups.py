@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from collectives.errors import LaunchError
+from collectives.errors import LaunchError, MismatchError
 from collectives.operations.broadcast import barrier
 from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.operations.rows import allgather
+from collectives.transport.transport import Deadline
 
 __all__ = ["background", "check_threads", "duplicate", "group", "split"]
 
 G = TypeVar("G", bound=Group)
+
+# MPI promises tags up to 32,767, and transports need a few.
+LARGEST_TAG = (1 << 14) - 1
 
 
 def split(group: G, color: int | None, key: int = 0) -> G | None:
@@ -60,30 +65,91 @@ def split(group: G, color: int | None, key: int = 0) -> G | None:
     return type(group)(part, leaders, group.settings, name)
 
 
-def group(whole: G, ranks: Sequence[int]) -> G | None:
+def group(whole: G, ranks: Sequence[int], *, tag: int | None = None) -> G | None:
     """Make a communicator of some ranks, numbered in the order given.
 
-    *Collective*: all ranks of this communicator, also those that are not listed.
+    *Collective*: all ranks of this communicator, also those that are not listed; with a `tag` only
+    those that are listed.
 
     Args:
         ranks: each at most once.
+        tag: an integer from 0 to 16,383, the same on all ranks of the new group, and another one
+            than that of any group that is made of this communicator at the same time.
 
     Returns:
         The new group's communicator, None on ranks that are not listed.
 
     Raises:
-        ValueError: a rank does not exist, or is listed twice.
+        ValueError: a rank does not exist, or is listed twice; there is no such tag, or this rank,
+            which gives one, is not listed.
+        MismatchError: listed ranks list others; on all that list the first of these.
+        CollectiveTimeout: some rank did not come in time.
     """
+    if tag is not None:
+        return _of_members(whole, ranks, operator.index(tag))
     with enter(whole, "group") as call:
-        listed = [operator.index(r) for r in ranks]
-        if len(set(listed)) != len(listed) or not set(listed) <= set(range(whole.size)):
-            raise ValueError(
-                f"group: expected ranks 0 .. {whole.size - 1}, each at most once, got {listed}"
-            )
+        listed = _listed(whole, ranks)
         call.describe(ranks=tuple(listed))
         call.agree()
     member = whole.rank in listed
     return split(whole, 0 if member else None, listed.index(whole.rank) if member else 0)
+
+
+def _listed(whole: Group, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks that shall be a group."""
+    listed = [operator.index(r) for r in ranks]
+    if len(set(listed)) != len(listed) or not set(listed) <= set(range(whole.size)):
+        raise ValueError(
+            f"group: expected ranks 0 .. {whole.size - 1}, each at most once, got {listed}"
+        )
+    return listed
+
+
+def _of_members(whole: G, ranks: Sequence[int], tag: int) -> G:
+    """Make a group that the other ranks know nothing of."""
+    whole.check_usable("group")
+    listed = _listed(whole, ranks)
+    if whole.rank not in listed:
+        raise ValueError(
+            f"group: with a tag only the ranks that are listed call this, got {listed} "
+            f"({whole.transport.where})"
+        )
+    if not 0 <= tag <= LARGEST_TAG:
+        raise ValueError(f"group: no such tag, expected 0 .. {LARGEST_TAG}, got {tag}")
+    deadline = whole.deadline("group")
+    _meet(whole, listed, tag, deadline)
+    part = whole.transport.members(listed, tag)
+    world = whole.transport.world
+    if world is not None or listed != list(range(whole.size)):
+        part.world = [r if world is None else world[r] for r in listed]
+    leaders = [whole.leaders[r] for r in listed]
+    name = f"{whole.recorder.name}.{'-'.join(map(str, listed[:4]))}.{tag}"
+    return type(whole)(part, leaders, whole.settings, name)
+
+
+def _meet(whole: Group, listed: list[int], tag: int, deadline: Deadline) -> None:
+    """Wait until all members have come, which MPI would do without a limit, and compare the lists.
+
+    Each tells the first one a hash of its list, and is told whether all are alike.
+    """
+    lane = whole.transport.lane(tag)
+    first, *others = listed
+    own = np.array([zlib.crc32(repr(listed).encode())])
+    if whole.rank != first:
+        alike = np.zeros(1, np.int64)
+        lane.send(own, first, deadline)
+        lane.receive(alike, first, deadline)
+    else:
+        theirs = np.zeros((len(others), 1), np.int64)
+        pairs = zip(theirs, others, strict=True)
+        lane.wait([lane.start_receive(hashed, r) for hashed, r in pairs], deadline)
+        alike = np.array([np.all(theirs == own)], np.int64)
+        lane.wait([lane.start_send(alike, r) for r in others], deadline)
+    if not alike[0]:
+        raise MismatchError(
+            f"group: ranks with tag {tag} list other ranks than this one, which lists {listed} "
+            f"({whole.transport.where})"
+        )
 
 
 def background(group: G) -> G:

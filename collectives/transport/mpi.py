@@ -11,7 +11,7 @@ import copy
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -33,6 +33,7 @@ _NAME_WITHIN = 1.0
 _ASK_EVERY = 0.005
 
 _TAG, _LANE_TAG, _HEAD_TAG = 1, 4, 5  # apart: a lane may be used by another thread
+_FIRST_NUMBERED = 1 << 14  # the tag of lane number 0
 
 
 def _functions() -> tuple[int, int, int] | None:
@@ -147,12 +148,26 @@ class MpiTransport(Transport):
                 "MPI4PY_RC_THREAD_LEVEL at multiple"
             )
 
-    def lane(self) -> MpiTransport:
+    def members(self, ranks: Sequence[int], tag: int) -> MpiTransport:
+        """Make a transport over MPI for some ranks, which alone call this."""
+        try:
+            everyone = self.mpi.Get_group()
+            chosen = everyone.Incl(ranks)
+            part = cast("MPI.Intracomm", self.mpi).Create_group(chosen, tag)
+            chosen.Free()
+            everyone.Free()
+            transport = MpiTransport(part)
+            part.Free()
+        except RuntimeError as error:
+            raise self._explain(error, "group") from error
+        return transport
+
+    def lane(self, number: int | None = None) -> MpiTransport:
         """Return messages over the same communicator with another tag."""
         from mpi4py import MPI
 
         lane = copy.copy(self)  # shares the endpoint
-        lane._tag = _LANE_TAG
+        lane._tag = _LANE_TAG if number is None else _FIRST_NUMBERED + number
         lane.status = MPI.Status()  # another thread may complete messages of the lane
         return lane
 

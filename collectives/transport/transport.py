@@ -99,10 +99,17 @@ class Transport(Ranks, ABC):
     def split(self, color: int | None, key: int) -> Transport | None:
         """Make a transport for the ranks that name the same color, ordered by key, then rank."""
 
-    def lane(self) -> Transport:
+    def members(self, ranks: Sequence[int], tag: int) -> Transport:
+        """Make a transport for some ranks, in this order, which alone call this, with one tag."""
+        raise NotImplementedError(f"members: {type(self).__name__} is only a part of a transport")
+
+    def lane(self, number: int | None = None) -> Transport:
         """Return messages among the same ranks that never meet those of this; sends nothing.
 
         It is the same transport under another tag, and closes with it.
+
+        Args:
+            number: of the lane, up to 16,383; None for the one of `send` and `recv`.
         """
         raise NotImplementedError(f"lane: {type(self).__name__} is only a part of a transport")
 

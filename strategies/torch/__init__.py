@@ -1,24 +1,27 @@
-"""Unisono under PyTorch: its optimizers, wrapped, and what else a training loop needs of it.
+"""Unisono under PyTorch: its optimizers, wrapped, a backend of torch.distributed, and what else a
+training loop needs.
 
-`SyncBatchNorm`, `ShardedSampler` and `metric_average` are here; PyTorch is imported with the first.
+Importing this makes "unisono" a backend of torch.distributed; where the project is installed,
+importing PyTorch does so, too.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+import torch  # noqa: F401  (before it is told of the backend)
 
-_HOMES = {
-    "ShardedSampler": "strategies.torch.sampler",
-    "SyncBatchNorm": "strategies.torch.sync_batch_norm",
-    "metric_average": "strategies.averaging.metrics",
-}
+import unisono_torch
+from strategies.averaging.metrics import metric_average
+from strategies.torch.ddp import DdpOptions, ddp_hook, recover
+from strategies.torch.sampler import ShardedSampler
+from strategies.torch.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["ShardedSampler", "SyncBatchNorm", "metric_average"]  # noqa: F822  # below
+unisono_torch.register()
 
-
-def __getattr__(name: str) -> Any:
-    """Import what is asked for."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__all__ = [
+    "DdpOptions",
+    "ShardedSampler",
+    "SyncBatchNorm",
+    "ddp_hook",
+    "metric_average",
+    "recover",
+]

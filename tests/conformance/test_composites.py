@@ -258,3 +258,25 @@ def test_a_group_numbers_its_ranks_in_the_order_given(world):
             assert even.allgather(comm.rank).tolist() == list(range(0, comm.size, 2))
 
     world.run(check)
+
+
+def test_a_group_with_a_tag_is_made_by_its_ranks_alone(world):
+    def check(comm):
+        for tag in (7, 8):
+            halves = [list(range(comm.size))[::-2], list(range(comm.size))[::-1][1::2]]
+            mine = next(half for half in halves if comm.rank in half)
+            for _ in range(2 if mine is halves[0] else 1):  # of which the others know nothing
+                group = comm.group(mine, tag=tag)
+                assert group.allgather(comm.rank).tolist() == mine
+                group.close()
+        with pytest.raises(ValueError, match="no such tag"):
+            comm.group([comm.rank], tag=1 << 14)
+        if comm.size > 1:
+            with pytest.raises(ValueError, match="only the ranks that are listed"):
+                comm.group([(comm.rank + 1) % comm.size], tag=0)
+        if comm.size > 2:
+            with pytest.raises(cc.MismatchError, match="list other ranks"):
+                comm.group(range(comm.size) if comm.rank else [0, *range(comm.size)[:0:-1]], tag=1)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)

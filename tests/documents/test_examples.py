@@ -182,3 +182,11 @@ def test_info_describes_the_world():
     table = run([sys.executable, "-m", "collectives", "info"], timeout=60).stdout
     assert "mpi library" in table
     assert "ranks            1" in table
+
+
+def test_ddp_by_the_name_of_the_backend_recognises_digits():
+    needs("torch", "sklearn")
+    result = mpirun(2, "examples/torch_ddp_digits.py", timeout=100)
+    assert result.status == 0, result.stderr
+    accuracy = re.search(r"accuracy on the held-out digits: (\S+)", result.stdout)
+    assert float(accuracy[1]) >= 0.97

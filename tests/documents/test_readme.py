@@ -50,7 +50,8 @@ def test_the_project_is_no_module_and_says_what_to_import():
 def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path):
     checkout = tmp_path / "checkout"
     checkout.mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "unisono.py"):
+    modules = ("unisono.py", "unisono_torch.py")
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", *modules):
         shutil.copy(ROOT / name, checkout)
     for name in ("collectives", "strategies"):
         shutil.copytree(ROOT / name, checkout / name)

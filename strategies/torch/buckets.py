@@ -1,0 +1,113 @@
+"""Buckets of DDP, moved to where all ranks of the node reduce them in place.
+
+DDP makes buckets of its own, and gives each to `allreduce` again and again, but for the one of the
+first backward pass. The second time that a bucket comes, the memory below it is exchanged::
+
+    before    bucket -> storage -> private memory     its views, such as `.grad`, know the storage
+    after     bucket -> storage -> shared memory      private memory is given back
+
+From then on nothing is copied. PyTorch exchanges memory only by a private method: where that is
+missing, or does something else, buckets stay where they are, and are reduced there.
+
+The ranks move a bucket together, or not at all: in DDP's `join` a rank that has no more data takes
+part with buckets that are new each time. The others find out by a `MismatchError`, and stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+import collectives as cc
+from strategies.torch import moves
+from strategies.torch.moves import Reduction
+from strategies.torch.tensors import Array
+
+__all__ = ["Buckets"]
+
+
+class _Region:
+    """Shared memory for one bucket, and for another one of its size when that is gone."""
+
+    def __init__(self, memory: Array) -> None:
+        self.memory = memory
+        self.is_free = False
+
+    def free(self) -> None:
+        self.is_free = True
+
+
+class Buckets:
+    """The buckets that come to one process group.
+
+    Args:
+        comm: its ranks, which share a node.
+    """
+
+    def __init__(self, comm: cc.Communicator) -> None:
+        self._comm = comm
+        self._regions: list[_Region] = []
+        # Storages that have come; those that have come twice, and were moved if all ranks could.
+        self._once: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._twice: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def allreduce(
+        self, tensor: torch.Tensor, how: Reduction, limit: float, codec: cc.Compression
+    ) -> None:
+        """Reduce a bucket in place, and move it if it has come before; *collective*."""
+        if _can_swap():
+            self._look_at(tensor, limit)
+        moves.allreduce(self._comm, [tensor], how, limit, codec)
+
+    def _look_at(self, tensor: torch.Tensor, limit: float) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._twice:
+            return
+        if storage not in self._once:
+            self._once.add(storage)
+            return
+        self._twice.add(storage)
+        nbytes = storage.nbytes()
+        if nbytes and tensor.nbytes == nbytes and tensor.is_contiguous():
+            try:
+                region = self._region(nbytes, limit)
+            except cc.MismatchError as error:
+                if not moves.differs_in_memory(error):
+                    raise
+                return
+            shared = torch.from_numpy(region.memory)
+            shared.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+            storage._swap_data_ptr_(shared.untyped_storage())
+            weakref.finalize(storage, region.free)
+
+    def _region(self, nbytes: int, limit: float) -> _Region:
+        """Return shared memory that no rank uses any more, or new."""
+        usable = [
+            number
+            for number, region in enumerate(self._regions)
+            if region.is_free and region.memory.nbytes == nbytes
+        ]
+        everyones = self._comm.allgather_object(usable, timeout=limit)
+        for number in usable:
+            if all(number in numbers for numbers in everyones):
+                self._regions[number].is_free = False
+                return self._regions[number]
+        made = _Region(self._comm.shared_empty(nbytes, np.uint8, timeout=limit))
+        self._regions.append(made)
+        return made
+
+
+@functools.cache
+def _can_swap() -> bool:
+    """Tell whether this PyTorch exchanges the memory below two storages."""
+    try:
+        one, other = torch.ones(4), torch.zeros(4)
+        view = one[1:]
+        one.untyped_storage()._swap_data_ptr_(other.untyped_storage())
+        return bool(view.tolist() == [0, 0, 0] and other.tolist() == [1, 1, 1, 1])
+    except (AttributeError, RuntimeError, TypeError):
+        return False

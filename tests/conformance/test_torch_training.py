@@ -1,0 +1,214 @@
+"""What trains by torch.distributed, over the backend: as one process on the joined batches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+import collectives as cc
+from requirements import installed
+
+torch = installed("torch")
+dist, nn = torch.distributed, torch.nn
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402, N817
+
+import strategies.torch as ours  # noqa: E402
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 2)
+    )
+
+
+def batch_of(rank, step, rows=4):
+    made = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(rows, 6, generator=made), torch.randn(rows, 2, generator=made)
+
+
+def loss_of(model, x, y):
+    return (model(x) - y).square().mean()
+
+
+def alone(size, steps, make=lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9)):
+    """The model that one process trains on the joined batches of all ranks."""
+    model = network()
+    optimizer = make(model.parameters())
+    for step in range(steps):
+        x, y = map(torch.cat, zip(*(batch_of(r, step) for r in range(size)), strict=True))
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return model
+
+
+def train(model, rank, steps, optimizer):
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *batch_of(rank, step)).backward()
+        optimizer.step()
+
+
+def assert_alike(model, expected=None, tolerance=1e-5):
+    """The same bits on all ranks, and near the expected values: some 100 roundings each step."""
+    for i, parameter in enumerate(model.parameters()):
+        everyones = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, parameter.detach())
+        assert all(torch.equal(x, everyones[0]) for x in everyones)
+        if expected is not None:
+            other = list(expected.parameters())[i]
+            torch.testing.assert_close(parameter, other, rtol=tolerance, atol=tolerance)
+
+
+HOOKS = {
+    "none": None,
+    "ours": (None, ours.ddp_hook),
+    "ours with 16 bits": (ours.DdpOptions(compression=cc.FP16), ours.ddp_hook),
+    "allreduce": (None, default_hooks.allreduce_hook),
+    "fp16": (None, default_hooks.fp16_compress_hook),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ddp_trains_as_one_process(torch_ranks, hook, options):
+    rank, size = torch_ranks
+    model = DDP(network(seed=rank), **options)
+    model.module.load_state_dict(network().state_dict())
+    if HOOKS[hook] is not None:
+        model.register_comm_hook(*HOOKS[hook])
+    train(model, rank, 8, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    assert_alike(model, alone(size, 8), 1e-5 if "16" not in hook else 0.02)
+
+
+def test_ddp_stays_alike_for_200_steps(torch_ranks):
+    rank, size = torch_ranks
+    model = DDP(nn.Sequential(network(), nn.BatchNorm1d(2)))
+    train(model, rank, 200, torch.optim.Adam(model.parameters(), 0.01))
+    assert_alike(model)
+
+
+def test_ddp_does_what_else_it_offers(torch_ranks):
+    rank, size = torch_ranks
+    model = DDP(network(), find_unused_parameters=True)
+    with model.no_sync():
+        loss_of(model, *batch_of(rank, 0)).backward()
+    loss_of(model, *batch_of(rank, 1)).backward()
+    one = network()
+    for r in range(size):
+        for step in range(2):
+            (loss_of(one, *batch_of(r, step)) / size).backward()
+    for parameter, other in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+    powers = DDP(network())
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1)
+    powers.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(powers, rank, 4, torch.optim.SGD(powers.parameters(), 0.1))
+    assert_alike(powers)
+    uneven = DDP(network())
+    with uneven.join():
+        for step in range(4 + 3 * rank):
+            loss_of(uneven, *batch_of(rank, step)).backward()
+
+
+def test_a_model_goes_on_after_an_error_and_on_another_group(torch_ranks):
+    rank, size = torch_ranks
+    if size == 1:
+        return
+    model = DDP(network())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    train(model, rank, 4, optimizer)
+    loss = loss_of(model, *batch_of(rank, 0))
+    if rank == 0:
+        with pytest.raises(cc.MismatchError, match="broadcast"):
+            dist.broadcast(torch.zeros(1), 0)
+        ours.recover(model)
+    else:
+        with pytest.raises(cc.MismatchError, match="broadcast"):
+            loss.backward()
+        ours.recover(model, dist.group.WORLD)
+    train(model, rank, 2, optimizer)
+    assert_alike(model)
+
+
+def test_fsdp_trains_as_one_process(torch_ranks):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    rank, size = torch_ranks
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+        model = network()
+        for part in (model[0], model[2], model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (size,)), mp_policy=policy)
+        train(model, rank, 4, torch.optim.Adam(model.parameters(), 0.01))
+        expected = alone(size, 4, lambda ps: torch.optim.Adam(ps, 0.01))
+        tolerance = 1e-4 if policy.param_dtype is None else 0.05
+        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+            whole = parameter.full_tensor()
+            torch.testing.assert_close(whole, other, rtol=tolerance, atol=tolerance)
+        assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor() > 0
+
+
+def test_optimizer_states_in_parts(torch_ranks):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    rank, size = torch_ranks
+    model = DDP(network())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    train(model, rank, 4, optimizer)
+    assert_alike(model, alone(size, 4, lambda ps: torch.optim.Adam(ps, 0.01)), 1e-4)
+    optimizer.consolidate_state_dict()
+
+
+def test_distributed_tensors_and_tensor_parallel(torch_ranks):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    rank, size = torch_ranks
+    mesh = init_device_mesh("cpu", (size,))
+    x = torch.arange(36.0).reshape(12, 3)
+    parts = distribute_tensor(x, mesh, [Shard(0)])
+    assert torch.equal(parts.full_tensor(), x)
+    assert torch.equal(parts.redistribute(mesh, [Replicate()]).to_local(), x)
+    assert parts.sum().full_tensor() == x.sum()
+    one = network()
+    model = copy.deepcopy(one)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    torch.testing.assert_close(model(x[:4, :1].expand(4, 6)), one(x[:4, :1].expand(4, 6)))
+
+
+def test_checkpoints(torch_ranks, tmp_path):
+    from torch.distributed import checkpoint
+
+    place = [str(tmp_path)]
+    dist.broadcast_object_list(place)
+    state = {"w": torch.arange(5.0), "step": torch.tensor(3)}
+    saving = checkpoint.async_save(
+        state, checkpoint_id=f"{place[0]}/later", process_group=dist.new_group()
+    )
+    checkpoint.save(state, checkpoint_id=f"{place[0]}/now")
+    saving.result()
+    for name in ("now", "later"):
+        found = {"w": torch.zeros(5), "step": torch.tensor(0)}
+        checkpoint.load(found, checkpoint_id=f"{place[0]}/{name}")
+        assert torch.equal(found["w"], state["w"])
+        assert found["step"] == 3
+    dist.barrier()

@@ -1,0 +1,175 @@
+"""Operations of torch.distributed that are under way: works, futures, threads, groups, errors."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+
+import pytest
+
+import collectives as cc
+from requirements import installed
+
+torch = installed("torch")
+dist = torch.distributed
+
+
+def ones(rank, n=4):
+    return torch.full((n,), float(rank + 1))
+
+
+def total(size):
+    return size * (size + 1) / 2
+
+
+def test_works_in_any_mixture(torch_ranks):
+    rank, size = torch_ranks
+    first, second, third = ones(rank), ones(rank), ones(rank, 300_000)
+    works = [dist.all_reduce(x, async_op=True) for x in (first, second, third)]
+    dist.all_reduce(fourth := ones(rank))  # stands in line behind them
+    assert all(work.is_completed() for work in works)
+    assert [x[0].item() for x in (first, second, third, fourth)] == [total(size)] * 4
+    works.append(dist.broadcast(first, 0, async_op=True))
+    for work in reversed(works):
+        assert work.wait()
+        assert work.wait(datetime.timedelta(seconds=5))
+        assert work.is_success()
+        assert work.exception() is None
+        assert work.result()[0].numel() in (4, 300_000)
+        work.synchronize()
+        work.block_current_stream()
+
+
+def test_a_rank_that_goes_on_meets_what_others_do_before(torch_ranks):
+    rank, size = torch_ranks
+    if size == 1:
+        return
+    x = ones(rank)
+    if rank == 0:  # would wait for each other, if an operation held up its caller
+        work = dist.all_reduce(x, async_op=True)
+        dist.send(ones(7), 1)
+        work.wait()
+    else:
+        if rank == 1:
+            dist.recv(y := torch.zeros(4), 0)
+            assert y[0] == 8
+        dist.all_reduce(x)
+    assert x[0] == total(size)
+
+
+def test_futures_and_what_follows_from_them(torch_ranks):
+    rank, size = torch_ranks
+
+    def again(future):
+        (x,) = future.value()
+        work = dist.all_reduce(x, async_op=True)  # in the line's own thread
+        return work.get_future().wait()[0] + 1
+
+    x = ones(rank)
+    future = dist.all_reduce(x, async_op=True).get_future().then(again)
+    assert future.wait()[0].item() == total(size) * size + 1
+    work = dist.all_reduce(x := ones(rank), async_op=True)
+    work.wait()
+    assert work.get_future().wait()[0] is x
+
+
+def test_groups_of_some_ranks(torch_ranks):
+    rank, size = torch_ranks
+    alone = [dist.new_group([r]) for r in range(size)]
+    turned = dist.new_group(list(range(size))[::-1])
+    assert alone[(rank + 1) % size] == dist.GroupMember.NON_GROUP_MEMBER or size == 1
+    dist.all_reduce(x := ones(rank), group=alone[rank])
+    assert x[0] == rank + 1
+    dist.broadcast(x, 0, group=turned)  # by the number in the world
+    assert x[0] == 1
+    if rank != 0 or size == 1:
+        of_others = dist.new_group(list(range(size > 1, size)), use_local_synchronization=True)
+        dist.all_reduce(x := ones(rank), group=of_others)
+        assert x[0] == total(size) - (size > 1)
+    dist.barrier()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, size))
+    dist.all_reduce(x := ones(rank), group=mesh.get_group(1))
+    assert x[0] == total(size)
+    dist.destroy_process_group(turned)
+    with pytest.raises(dist.DistBackendError, match="not usable|destroyed"):
+        turned.barrier()
+    work = dist.all_reduce(x := ones(rank), async_op=True)
+    assert work.wait()
+
+
+def test_two_threads_with_a_group_each(torch_ranks):
+    rank, size = torch_ranks
+    groups = [dist.new_group(), dist.new_group()]
+    results = [[], []]
+
+    def work(number):
+        for step in range(50):
+            dist.all_reduce(x := ones(rank) * (number + step), group=groups[number])
+            results[number].append(x[0].item())
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == [[total(size) * (n + step) for step in range(50)] for n in (0, 1)]
+
+
+def test_a_second_init_and_what_is_left_of_the_first(torch_ranks):
+    rank, size = torch_ranks
+    work = dist.all_reduce(x := ones(rank), async_op=True)
+    dist.destroy_process_group()  # waits for what is in line
+    assert work.is_completed()
+    assert x[0] == total(size)
+    dist.init_process_group("unisono")
+    dist.all_reduce(x := ones(rank))
+    assert x[0] == total(size)
+    with pytest.raises(ValueError, match="not those of MPI, expected rank"):
+        dist.destroy_process_group() or dist.init_process_group(
+            "unisono", rank=(rank + 1) % (size + 1), world_size=size + 1
+        )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_calls_that_differ_are_one_error_on_all(torch_ranks, asynchronous):
+    rank, size = torch_ranks
+    if size == 1:
+        return
+    x = torch.zeros(3 if rank else 4)
+
+    def call():
+        work = dist.all_reduce(x, async_op=asynchronous)
+        return work and work.wait()
+
+    with pytest.raises(cc.MismatchError, match="rank 0") as caught:
+        call()
+    assert isinstance(caught.value, dist.DistBackendError)
+    future = dist.all_reduce(x, async_op=True).get_future()
+    with pytest.raises(RuntimeError, match="allreduce"):
+        future.wait()
+    work = dist.all_reduce(x, async_op=True)
+    with pytest.raises(cc.MismatchError):
+        work.wait()
+    assert isinstance(work.exception(), cc.MismatchError)
+    assert not work.is_success()
+    dist.all_reduce(x := ones(rank))
+    assert x[0] == total(size)
+
+
+def test_a_rank_that_does_not_come_is_named(torch_ranks):
+    rank, size = torch_ranks
+    if size == 1:
+        return
+    group = dist.new_group()
+    if rank == 0:
+        with pytest.raises(cc.CollectiveTimeout, match="barrier.*rank 1"):
+            group.monitored_barrier(datetime.timedelta(seconds=0.3))
+        with pytest.raises(dist.DistBackendError, match="not usable"):
+            dist.all_reduce(ones(rank), group=group)
+    dist.barrier()
+    work = dist.irecv(torch.zeros(1), (rank + 1) % size)
+    with pytest.raises(cc.CollectiveTimeout, match="goes on"):
+        work.wait(datetime.timedelta(seconds=0.05))
+    dist.barrier()
+    dist.send(torch.zeros(1), (rank - 1) % size)
+    assert work.wait()

@@ -1,0 +1,69 @@
+"""The backend of torch.distributed where a rank is killed, and where launchers are wrong."""
+
+from __future__ import annotations
+
+import sys
+
+from launcher import mpirun, run
+from requirements import needs
+
+needs("torch")
+
+KILLED = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import strategies.torch
+dist.init_process_group("unisono")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50))
+for step in range(1000):
+    if step == 5 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        model(torch.ones(2, 50)).sum().backward()
+    except dist.DistBackendError as error:
+        assert time.monotonic() - began < 10
+        print("found:", dist.get_rank(), type(error).__name__, error, flush=True)
+        os._exit(3)
+"""
+
+
+def test_a_rank_that_is_killed_under_ddp_is_named_on_the_others():
+    options = ("--with-ft", "ulfm")  # so that the launcher does not end the others first
+    result = mpirun(3, "-c", KILLED, options=options, timeout=60, UNISONO_TIMEOUT="20")
+    found = [line for line in result.stdout.splitlines() if line.startswith("found:")]
+    assert {line.split()[1] for line in found} == {"0", "2"}, result.stdout + result.stderr
+    assert all("PeerFailure allreduce" in line and "rank 1" in line for line in found)
+
+
+def test_torchrun_is_told_what_to_run_instead():
+    program = 'import torch.distributed as d, strategies.torch; d.init_process_group("unisono")'
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    # As the first of two processes; the store of PyTorch would wait for the other one.
+    told = {**variables, "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
+    program = program.replace('"unisono")', '"unisono", store=d.HashStore(), rank=0, world_size=2)')
+    result = run([sys.executable, "-c", program], timeout=60, **told)
+    assert result.status != 0
+    assert "start with `mpirun -np N python train.py`" in result.stderr
+
+
+def test_pytorch_finds_the_backend_by_itself(tmp_path):
+    """As it does where the project is installed, whose metadata name an entry point."""
+    metadata = tmp_path / "unisono-0.dist-info"
+    metadata.mkdir()
+    metadata.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: unisono\nVersion: 0\n")
+    metadata.joinpath("entry_points.txt").write_text(
+        "[torch.backends]\nunisono = unisono_torch:register\n"
+    )
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+assert not {"collectives", "strategies", "mpi4py"} & set(sys.modules), "something heavy"
+from torch import distributed
+distributed.init_process_group("UNISONO")
+distributed.all_reduce(x := torch.ones(1))
+print("sum", x.item(), distributed.get_backend())
+"""
+    result = mpirun(2, "-c", program, tmp_path, timeout=60)
+    assert result.stdout.count("sum 2.0 unisono") == 2, result.stdout + result.stderr
