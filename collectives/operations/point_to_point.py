@@ -71,7 +71,7 @@ _NAP = 0.0005
 # Seconds within which the thread sees that it shall stop.
 _STOP = 1.0
 
-# Words of the arguments that the operations share.
+# Heads have 64 bits for it.
 _LARGEST_TAG = (1 << 63) - 1
 
 
