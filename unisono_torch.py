@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,8 +36,6 @@ def register() -> None:
         if not distributed.is_available():
             return
         distributed.Backend.register_backend("unisono", _create, extended_api=True, devices=["cpu"])
-        import sys
-
         handlers = sys.modules[rendezvous.__module__]._rendezvous_handlers
         if not isinstance(handlers["env"], _Rendezvous):
             handlers["env"] = _Rendezvous(handlers["env"])

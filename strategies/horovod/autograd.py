@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from strategies.horovod import operations
+from strategies.horovod import meanings, operations
 from strategies.horovod.operations import Average, Max, Min, Product, Sum
 from strategies.horovod.process_sets import ProcessSet
 
@@ -100,10 +100,10 @@ def _selected(
 ) -> list[torch.Tensor]:
     """Return the gradients of Min, Max and Product."""
     before, after = factors
-    scaled = [operations.scaled(tensor, before) for tensor in tensors]
+    scaled = [meanings.scaled(tensor, before) for tensor in tensors]
     if op in (Min, Max):
         shares = [
-            (operations.scaled(x, after) == y).to(y.dtype)
+            (meanings.scaled(x, after) == y).to(y.dtype)
             for x, y in zip(scaled, results, strict=True)
         ]
     else:

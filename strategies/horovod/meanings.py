@@ -1,6 +1,6 @@
 """What a named call means: its arguments checked, and described for the other ranks.
 
-Each function returns what `operations.start` calls once the call has its number: so an error of
+Each function returns what `handles.start` calls once the call has its number: so an error of
 this rank is told to the others, and nobody waits for it.
 """
 

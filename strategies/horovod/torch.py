@@ -17,6 +17,8 @@ import torch
 from strategies.averaging.metrics import metric_average
 from strategies.horovod import autograd, elastic, operations, questions, sessions
 from strategies.horovod.compression import Compression, Compressor
+from strategies.horovod.handles import start
+from strategies.horovod.meanings import Call, joining
 from strategies.horovod.objects import (
     allgather_object,
     broadcast_object,
@@ -243,13 +245,13 @@ def sparse_allreduce_async(
         A function that waits, and returns the sum or the mean, coalesced.
     """
 
-    def prepare(bound: Bound) -> operations.Call:
+    def prepare(bound: Bound) -> Call:
         if op not in (operations.Average, operations.Sum):
             raise ValueError(f"sparse_allreduce: expected Average or Sum as op, got {op!r}")
         if not isinstance(tensor, torch.Tensor) or not tensor.is_sparse:
             raise TypeError("sparse_allreduce: expected a sparse tensor of the layout COO")
         whole = tensor.detach().coalesce()
-        call = operations.joining([whole.indices().t().contiguous(), whole.values()])(bound)
+        call = joining([whole.indices().t().contiguous(), whole.values()])(bound)
         what = call.description
         return call._replace(
             description=what._replace(op=f"{op.value} of shape {tuple(tensor.shape)}"),
@@ -262,7 +264,7 @@ def sparse_allreduce_async(
         joined = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
         return joined.coalesce()
 
-    handle = operations.start("sparse_allreduce", process_set, name, prepare)
+    handle = start("sparse_allreduce", process_set, name, prepare)
     return handle.wait
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import collectives as cc
 import strategies.horovod.numpy as hvd
-from strategies.horovod.operations import Handle
+from strategies.horovod.handles import Handle
 
 FLOATS, INTEGERS = ("float16", "float32", "float64"), ("int8", "uint8", "int32", "int64")
 
