@@ -31,6 +31,8 @@ __all__ = [
     "remove_process_set",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 
@@ -201,6 +203,29 @@ def shutdown() -> None:
 def _stop() -> None:
     if _session is not None:
         _session.stop()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Let every rank write a timeline into a folder; *collective*, as `collectives.start_timeline`.
+
+    Args:
+        file_path: of the folder.
+        mark_cycles: not looked at: there are no cycles.
+
+    Raises:
+        ValueError: `init` was called by some of the processes only; or as there.
+    """
+    if _current().comm.size != cc.size():
+        raise ValueError(
+            "start_timeline: a timeline is of all processes, expected init() by all of them, got "
+            f"{_current().comm.size} of {cc.size()}; let all call collectives.start_timeline"
+        )
+    cc.start_timeline(file_path)
+
+
+def stop_timeline() -> None:
+    """End it; *collective*, harmless where there is none."""
+    cc.stop_timeline()
 
 
 def is_initialized() -> bool:

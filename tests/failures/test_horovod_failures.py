@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -55,6 +56,7 @@ def test_a_rank_that_never_comes(what):
 
 
 WHOLE = """
+import sys
 import numpy as np
 import strategies.horovod.numpy as hvd
 for words in ("call hvd.init()",):
@@ -75,9 +77,11 @@ for turn in range(2):  # begins again
     assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
     assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1], 1: [1]}
     assert hvd.global_process_set.ranks == [0, 1]
+    hvd.start_timeline(sys.argv[1] + str(turn))
     assert hvd.allreduce(np.ones(2), op=hvd.Sum, name="x").tolist() == [2, 2]
     left = hvd.allreduce_async(np.ones(2), name="nobody waits")
     hvd.barrier()
+    hvd.stop_timeline()
     hvd.shutdown()
     hvd.shutdown()
     assert not hvd.is_initialized()
@@ -95,8 +99,11 @@ print("as expected")
 """
 
 
-def test_from_init_to_the_end_of_the_program():
-    result = mpirun(2, "-c", WHOLE, timeout=40)
+def test_from_init_to_the_end_of_the_program(tmp_path):
+    result = mpirun(2, "-c", WHOLE, tmp_path / "turn", timeout=40)
     assert result.status == 0, result
+    for file in (f"turn{turn}/rank-{rank}.json" for turn in range(2) for rank in range(2)):
+        events = json.loads((tmp_path / file).read_text())
+        assert any(event.get("name") == "allreduce" for event in events), file
     assert result.stdout.split("\n").count("as expected") == 2, result
     assert "Traceback" not in result.stderr
