@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +19,12 @@ __all__ = ["Endpoint", "MpiMessage", "Owner", "is_death"]
 
 # MPI counts are ints in many builds; longer arrays go as several messages.
 _MESSAGE_BYTES = 1 << 30
+
+# Communicators that are closed, and how many of them are kept before the first is freed. MPI gives
+# the number of one that was freed to a new one: a message that nobody has received, and that comes
+# only then, would be taken for one of the new communicator, whose own is lost.
+_closed: deque[MPI.Comm] = deque()
+_MOST_CLOSED = 16
 
 # Messages that nobody waits for any more although MPI may still read or write their memory: it is
 # never released.
@@ -197,13 +204,18 @@ class Endpoint:
         return sorted(rank for rank in ranks if rank != MPI.UNDEFINED)
 
     def free(self) -> None:
-        """Free the communicator, unless messages are under way or MPI has ended."""
+        """Let go of the communicator, unless messages are under way or MPI has ended."""
         from mpi4py import MPI
 
         # With messages under way, freeing would wait for what never becomes complete.
         under_way = self.live or self.kept
         if self.mpi != MPI.COMM_NULL and not MPI.Is_finalized() and not under_way:
-            self.mpi.Free()
+            _closed.append(self.mpi)
+            self.mpi = MPI.COMM_NULL
+            while len(_closed) > _MOST_CLOSED:
+                oldest = _closed.popleft()
+                oldest.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)  # takes in what has come
+                oldest.Free()
 
     def __del__(self) -> None:
         # Messages are dropped unfinished when an error or Ctrl-C ended the operation.

@@ -11,6 +11,7 @@ import collectives as cc
 import oracle
 from collectives.operations import point_to_point
 from collectives.tools.info import library_name
+from conftest import UNDER_MPI
 from requirements import installed
 
 # None, one, the longest inside a head, the first that is not, larger than what MPI sends unasked.
@@ -224,6 +225,22 @@ def test_an_array_that_nobody_receives_is_found_out_by_the_next_call(world):
                 part.recv(1)
         comm.barrier()
         part.close()
+
+    world.run(check)
+
+
+def test_what_nobody_has_received_disturbs_no_later_group(world):
+    if not UNDER_MPI:  # which alone numbers them
+        return
+
+    def check(comm):
+        for _ in range(20):
+            with comm.split(0) as part:
+                if part.rank == 0 and part.size > 1:
+                    part.isend(np.ones(3), 1)
+            with comm.split(0) as later:  # to which MPI may give the number of the one before
+                for _ in range(5):
+                    assert later.allreduce(1, op=cc.SUM, algorithm="ring") == comm.size
 
     world.run(check)
 
