@@ -44,6 +44,11 @@ class CheckpointManager:
         self._keep = keep
         self._lock: durable.DirectoryLock | None = None
 
+    @property
+    def comm(self) -> cc.Communicator | None:
+        """The ranks; None for this process alone."""
+        return self._comm
+
     def save(
         self,
         tensors: Mapping[str, npt.ArrayLike],
