@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Saver:
         things: what to save, by name.
 
     Raises:
-        ValueError: nothing to save.
+        ValueError: nothing to save, or a thing is called "metric".
 
     Example:
         >>> import tempfile, numpy as np, strategies
@@ -53,8 +54,11 @@ class Saver:
     """
 
     def __init__(self, checkpoints: CheckpointManager, /, **things: Any) -> None:
-        if not things:
-            raise ValueError("Saver: nothing to save, expected things by name, as model=model")
+        if not things or "metric" in things:
+            raise ValueError(
+                f"Saver: expected things by name, as model=model, and none called metric, which "
+                f"is an argument of save, got {', '.join(things) or 'nothing to save'}"
+            )
         self._checkpoints = checkpoints
         self._ranks = Ranks(checkpoints.comm)
         self._things = things
@@ -63,11 +67,12 @@ class Saver:
         """Return a thing: the one that was given last, or restored since."""
         return self._things[name]
 
-    def save(self, step: int, /, **new: Any) -> Path:
+    def save(self, step: int, /, *, metric: float | None = None, **new: Any) -> Path:
         """Write a checkpoint of all things as they are now.
 
         Args:
             step: training step, >= 0.
+            metric: how good the model is, for the rule `best` of the checkpoints.
             new: by their names, those things that are no longer the same objects.
 
         Returns:
@@ -93,12 +98,16 @@ class Saver:
             return {name: kinds.hosted(array) for name, array in found.items()}, nodes
 
         tensors, nodes = self._ranks.prepared("save: collect", collected)
-        return self._checkpoints.save(tensors, step=step, metadata={_THINGS: nodes})
+        metadata = {_THINGS: nodes}
+        return self._checkpoints.save(tensors, step=step, metadata=metadata, metric=metric)
 
-    def restore(self) -> int | None:
+    def restore(self, path: str | os.PathLike[str] | None = None) -> int | None:
         """Go on from the newest complete checkpoint, if there is one.
 
         What the checkpoint holds of things that this saver was not given is passed over.
+
+        Args:
+            path: of another checkpoint, such as `checkpoints.best()`, as rank 0 sees it.
 
         Returns:
             The step of the checkpoint; None where there is none, and nothing has changed.
@@ -109,7 +118,7 @@ class Saver:
                 checkpoint is not one of `Saver`; no thing has changed.
             OpError: as `CheckpointManager.restore_or_none`; all of them on all ranks.
         """
-        found = self._checkpoints.restore_or_none()
+        found = self._checkpoints.restore_or_none(path)
         if found is None:
             return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 
 import numpy as np
@@ -95,5 +96,25 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(world):
         assert Saver(checkpoints, weights=good).restore() == 2
         assert good.all()
         checkpoints.close()
+
+    world.run(run)
+
+
+def test_an_error_in_the_background_is_one_on_all(world):
+    def run(comm):
+        folder = folder_of(comm)
+        with strategies.CheckpointManager(folder, comm, background=True) as checkpoints:
+            saver = Saver(checkpoints, weights=np.ones(2))
+            saver.save(1)
+            checkpoints.wait()
+            if comm.rank == 0:
+                shutil.rmtree(folder)
+            saver.save(2)
+            with pytest.raises(errors.NotFoundError, match="save: no such file"):
+                saver.save(3)
+            if comm.rank == 0:
+                checkpoints.close()  # the lock was a file of the folder that is gone
+            path = saver.save(4)
+        assert checkpoints.latest() == path
 
     world.run(run)

@@ -209,7 +209,9 @@ def test_jax_and_optax_resume_with_the_same_bits(tmp_path):
     def step(params, state, key):
         for _ in range(4):
             key, now = jax.random.split(key)
-            gradients = jax.tree.map(lambda x: jax.random.normal(now, x.shape, x.dtype), params)
+            gradients = jax.tree.map(
+                lambda x, now=now: jax.random.normal(now, x.shape, x.dtype), params
+            )
             updates, state = masked.update(gradients, state, params)
             params = optax.apply_updates(params, updates)
         return {"params": params, "state": state, "key": key}
