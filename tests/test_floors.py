@@ -47,6 +47,7 @@ FLOORS = {
         {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous"},
         {"horovod"},
         {"__init__"},
+        {"__main__"},
     ],
 }
 

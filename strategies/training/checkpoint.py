@@ -38,9 +38,11 @@ __all__ = [
     "best",
     "latest",
     "name_of",
+    "places",
     "prepare",
     "restore",
     "save",
+    "verify",
     "write",
 ]
 
@@ -119,16 +121,41 @@ def restore(directory: str | os.PathLike[str], *, step: int | None = None) -> Ch
     root = Path(directory)
     with durable.explained("restore", root):
         path = _choose(root, step)
-        plan = manifest.read(path)
-        entries: dict[str, dict[str, manifest.TensorEntry]] = {name: {} for name in plan.files}
-        for name, entry in plan.tensors.items():
-            entries[entry.file][name] = entry
-        places = {file: shards.verify(path / file, entries[file]) for file in entries}
+        plan, found = _verified(path)
         tensors: dict[str, npt.NDArray[Any]] = {}
-        for file in entries:
-            tensors |= shards.read(path / file, entries[file], places[file])
+        for file, (entries, starts) in found.items():
+            tensors |= shards.read(path / file, entries, starts)
     ordered = {name: tensors[name] for name in plan.tensors}
     return Checkpoint(plan.step, ordered, dict(plan.metadata), path)
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Read all of one checkpoint and compare lengths and checksums, with little memory.
+
+    Raises:
+        OpError: as `restore`.
+    """
+    with durable.explained("verify", Path(path)):
+        _verified(Path(path))
+
+
+def places(directory: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints of a directory in the order of their steps, complete or not.
+
+    Args:
+        directory: of checkpoints; or a checkpoint, which is then the only one.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    root = Path(directory)
+    with durable.explained("places", root):
+        if _is_one(root):
+            return [root]
+        candidates = _candidates(root)
+    if not candidates:
+        raise errors.NotFoundError(f"places: no checkpoint (directory: {root})")
+    return [candidates[step] for step in sorted(candidates)]
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -276,10 +303,27 @@ def _fill(part: Path, draft: Draft, *, sequence: int) -> manifest.Manifest:
     return plan
 
 
+def _is_one(root: Path) -> bool:
+    """Whether the directory is a checkpoint, by its name or its content."""
+    named = _DIRECTORY_NAME.fullmatch(root.name) is not None and root.is_dir()
+    return named or (root / manifest.NAME).exists()
+
+
+_Entries = dict[str, manifest.TensorEntry]
+
+
+def _verified(path: Path) -> tuple[manifest.Manifest, dict[str, tuple[_Entries, dict[str, int]]]]:
+    """Return the manifest, and by file its tensors and their places in bytes; all is in order."""
+    plan = manifest.read(path)
+    entries: dict[str, _Entries] = {name: {} for name in plan.files}
+    for name, entry in plan.tensors.items():
+        entries[entry.file][name] = entry
+    return plan, {file: (own, shards.verify(path / file, own)) for file, own in entries.items()}
+
+
 def _choose(root: Path, step: int | None) -> Path:
     """Find the directory of the checkpoint that is meant."""
-    named = _DIRECTORY_NAME.fullmatch(root.name) and root.is_dir()
-    if step is None and (named or (root / manifest.NAME).exists()):
+    if step is None and _is_one(root):
         return root
     candidates = _candidates(root)
     path = candidates.get(step) if step is not None else latest(root)
