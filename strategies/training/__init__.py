@@ -4,8 +4,8 @@
 and JSON, `put_back` back again. `checkpoint_manager` is for a group of ranks, `checkpoint` for one
 process: `shards` holds the arrays, `manifest` says what is complete, `durable` has the order of
 writing that survives a crash, `retention` which checkpoints stay, `background` writes them beside
-the program, `inspection` looks at them for people. So does `summaries` at the run: metrics, the loss
-curve, progress.
+the program, `inspection` looks at them. `summaries` is for people: metrics, the loss curve,
+progress.
 """
 
 from __future__ import annotations
