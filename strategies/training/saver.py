@@ -116,7 +116,9 @@ class Saver:
             NotFoundError: it does not hold one of the things.
             InvalidArgumentError: containers, shapes or dtypes are not those of the things, or the
                 checkpoint is not one of `Saver`; no thing has changed.
-            OpError: as `CheckpointManager.restore_or_none`; all of them on all ranks.
+            OpError: as `CheckpointManager.restore_or_none`.
+            Exception: what a thing's own method answers, such as that of a module with layers of
+                other sizes; things may have changed. All errors are raised on all ranks.
         """
         found = self._checkpoints.restore_or_none(path)
         if found is None:

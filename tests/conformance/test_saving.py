@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import strategies
+from requirements import installed
 from strategies import errors
 from strategies.input import ShardedInput
 from strategies.training import Saver
@@ -52,6 +53,25 @@ def test_all_ranks_go_on_where_they_were(world):
         # One description of what is equal, one for each rank of what is not.
         assert "ranks" not in found.metadata["things"]["same"]
         assert ("ranks" in found.metadata["things"]["own"]) == (comm.size > 1)
+
+    world.run(run)
+
+
+def test_random_keys_of_each_rank(world):
+    jax = installed("jax")
+
+    def run(comm):
+        checkpoints = strategies.CheckpointManager(folder_of(comm), comm)
+        keys = {"own": jax.random.key(comm.rank), "same": jax.random.key(7)}
+        Saver(checkpoints, keys=keys).save(1)
+        saver = Saver(checkpoints, keys=dict.fromkeys(keys, jax.random.key(99)))
+        saver.restore()
+        for name, key in keys.items():
+            assert (jax.random.key_data(saver["keys"][name]) == jax.random.key_data(key)).all()
+        own = [f"keys/own/rank-{rank}" for rank in range(comm.size)]
+        names = {"keys/same", *(own if comm.size > 1 else ["keys/own"])}
+        assert set(checkpoints.restore_or_none().tensors) == names
+        checkpoints.close()
 
     world.run(run)
 

@@ -196,6 +196,13 @@ def test_pytorch_resumes_with_the_same_bits(tmp_path, kind, schedule):
     assert parts["optimizer"].param_groups[1]["lr"] == whole["optimizer"].param_groups[1]["lr"]
 
 
+def test_a_module_of_other_sizes_says_so_itself(tmp_path):
+    torch = installed("torch")
+    saver_of(tmp_path, model=torch.nn.Linear(3, 2)).save(1)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        saver_of(tmp_path, model=torch.nn.Linear(4, 2)).restore()
+
+
 def test_jax_and_optax_resume_with_the_same_bits(tmp_path):
     jax, optax = installed("jax"), installed("optax")
     schedule = optax.exponential_decay(0.1, 2, 0.9)
