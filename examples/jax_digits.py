@@ -43,9 +43,9 @@ def main() -> None:
         return optax.apply_updates(params, updates), state, loss
 
     checkpoints = strategies.CheckpointManager(options.checkpoints, comm)
-    first_epoch = 0
-    if options.resume:
-        first_epoch, params, state = restore(checkpoints, params, state)
+    saver = strategies.training.Saver(checkpoints, params=params, state=state)
+    first_epoch = (saver.restore() if options.resume else None) or 0
+    params, state = saver["params"], saver["state"]
     signals: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: signals.append(number))
     stopping = False
@@ -61,7 +61,7 @@ def main() -> None:
             print(f"epoch {epoch + 1}: loss {loss:.4f}", flush=True)
         stopping = bool(comm.allreduce(bool(signals), op=cc.MAX))
         if stopping or (epoch + 1) % 10 == 0 or epoch + 1 == options.epochs:
-            save(checkpoints, params, state, epoch + 1)
+            saver.save(epoch + 1, params=params, state=state)
         if stopping:
             break
 
@@ -71,25 +71,6 @@ def main() -> None:
     checkpoints.close()
     if stopping:
         sys.exit(STOPPED_EARLY)
-
-
-def save(checkpoints, params, state, epoch: int) -> None:
-    """Write the arrays of both trees under the names of their places."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path((params, state))
-    tensors = {jax.tree_util.keystr(place): leaf for place, leaf in leaves}
-    checkpoints.save(tensors, step=epoch)
-
-
-def restore(checkpoints, params, state):
-    """Return the number of epochs done and both trees, of the newest checkpoint if there is one."""
-    found = checkpoints.restore_or_none()  # the same on all ranks
-    if found is None:
-        return 0, params, state
-
-    def stored(place, leaf):
-        return jnp.asarray(found.tensors[jax.tree_util.keystr(place)])
-
-    return found.step, *jax.tree_util.tree_map_with_path(stored, (params, state))
 
 
 def make(hidden: int, seed: int):

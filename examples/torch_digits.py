@@ -38,7 +38,8 @@ def main() -> None:
     strategies.broadcast_parameters(model)  # 3: begin alike
 
     checkpoints = strategies.CheckpointManager(options.checkpoints, comm)
-    first_epoch = restore(checkpoints, model, optimizer) if options.resume else 0
+    saver = strategies.training.Saver(checkpoints, model=model, optimizer=optimizer)
+    first_epoch = (saver.restore() if options.resume else None) or 0
     signals: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: signals.append(number))
     stopping = False
@@ -57,7 +58,7 @@ def main() -> None:
             print(f"epoch {epoch + 1}: loss {loss.item():.4f}", flush=True)
         stopping = bool(comm.allreduce(bool(signals), op=cc.MAX))
         if stopping or (epoch + 1) % 10 == 0 or epoch + 1 == options.epochs:
-            save(checkpoints, model, optimizer, epoch + 1)
+            saver.save(epoch + 1)
         if stopping:
             break
 
@@ -68,33 +69,6 @@ def main() -> None:
     checkpoints.close()
     if stopping:
         sys.exit(STOPPED_EARLY)
-
-
-def save(checkpoints, model, optimizer, epoch: int) -> None:
-    """Write the model and what the optimizer keeps for its parameters."""
-    tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    for number, slots in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer/{number}/{name}": slot for name, slot in slots.items()}
-    checkpoints.save(tensors, step=epoch)
-
-
-def restore(checkpoints, model, optimizer) -> int:
-    """Continue from the newest checkpoint, if there is one; returns the number of epochs done."""
-    found = checkpoints.restore_or_none()  # the same on all ranks
-    if found is None:
-        return 0
-    weights, slots = {}, {}
-    for name, array in found.tensors.items():
-        kind, _, rest = name.partition("/")
-        if kind == "model":
-            weights[rest] = torch.from_numpy(array)
-        else:
-            number, slot = rest.split("/")
-            slots.setdefault(int(number), {})[slot] = torch.from_numpy(array)
-    model.load_state_dict(weights)
-    groups = optimizer.state_dict()["param_groups"]  # learning rate and the like: as given now
-    optimizer.load_state_dict({"state": slots, "param_groups": groups})
-    return found.step
 
 
 def load() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:

@@ -53,7 +53,12 @@ def main() -> None:
     stop, stopping = StopRequest(), False
     output = Path(options.output_dir)
     with strategies.CheckpointManager(output / "checkpoints", comm) as checkpoints:
-        done = restore(checkpoints, variables, optimizer) if options.resume else 0
+        saver = strategies.training.Saver(
+            checkpoints, model=variables, optimizer=optimizer, epoch=0
+        )
+        if options.resume:
+            saver.restore()
+        done = saver["epoch"]
         resume_step = optimizer.step if done else None
         with Report(comm, output, options.epochs - done, resume_step) as report:
             for epoch in range(done, options.epochs):
@@ -63,7 +68,7 @@ def main() -> None:
                 stopping = bool(comm.allreduce(stop.requested, op=cc.MAX))
                 last = stopping or epoch + 1 == options.epochs
                 if last or (epoch + 1) % options.checkpoint_epochs == 0:
-                    save(checkpoints, variables, optimizer, epoch + 1)
+                    saver.save(optimizer.step, epoch=epoch + 1)
                 if last:
                     break
         accuracy = evaluate(strategy, variables, held_out_file, options.batch_size)
@@ -126,25 +131,6 @@ def evaluate(strategy, variables, file: str, batch_size: int) -> float:
             totals += strategy.run(correct, args=(pixels, labels)), len(labels)
     right, rows = strategy.reduce("sum", totals)
     return right / rows
-
-
-def save(checkpoints, variables, optimizer, epoch: int) -> None:
-    """Write the model, the optimizer and the place in the data."""
-    tensors = {f"model/{name}": variable.value for name, variable in variables.items()}
-    tensors |= {f"optimizer/{name}": np.asarray(v) for name, v in optimizer.state_dict().items()}
-    checkpoints.save(tensors, step=optimizer.step, metadata={"epoch": epoch})
-
-
-def restore(checkpoints, variables, optimizer) -> int:
-    """Continue from the newest checkpoint, if there is one; returns the number of epochs done."""
-    found = checkpoints.restore_or_none()
-    if found is None:
-        return 0
-    for name, variable in variables.items():
-        variable.assign(found.tensors[f"model/{name}"])
-    state = {name: v for name, v in found.tensors.items() if name.startswith("optimizer/")}
-    optimizer.load_state_dict({name.removeprefix("optimizer/"): v for name, v in state.items()})
-    return int(found.metadata["epoch"])
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -35,9 +35,9 @@ FLOORS = {
     ],
     "strategies": [
         {"arrays", "checks", "errors", "model_parallel", "options", "structures"},
-        {"agreement", "sparse", "training"},
+        {"agreement", "sparse"},
         {"optimizers", "ranks", "sums"},
-        {"cluster"},
+        {"cluster", "training"},
         {"remote"},
         {"accumulators", "queues", "variables"},
         {"input"},
@@ -47,6 +47,7 @@ FLOORS = {
         {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous"},
         {"horovod"},
         {"__init__"},
+        {"__main__"},
     ],
 }
 

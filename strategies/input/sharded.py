@@ -120,19 +120,29 @@ class ShardedInput(Generic[R]):
         }
 
     def state(
-        self, comm: cc.Communicator, position: Mapping[str, Any] | None = None
+        self, comm: cc.Communicator | None, position: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the position of all ranks together; *collective*.
 
         Args:
-            comm: the ranks among which the input is shared, in the same order.
+            comm: the ranks among which the input is shared, in the same order; None for one rank.
             position: this rank's, if its records are read ahead of their use; else `position()`.
 
         Returns:
             What JSON and msgpack can carry; the same on all ranks.
         """
         own = self.position() if position is None else position
-        return merge_positions(comm.allgather_object(own))
+        return merge_positions([own] if comm is None else comm.allgather_object(own))
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state says, as if this input had been made with it.
+
+        Raises:
+            ValueError: the state belongs to other files or another seed.
+        """
+        self._go_on(state)
+        self._used, self._begun = 0, None
+        self._records = self._all_epochs()
 
     def _all_epochs(self) -> Iterator[R]:
         while self._num_epochs is None or self._epoch < self._num_epochs:

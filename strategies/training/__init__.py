@@ -1,13 +1,17 @@
 """What surrounds the training loop: checkpoints, metrics and progress.
 
-`checkpoint_manager` is for a group of ranks, `checkpoint` for one process: `shards` holds the
-arrays, `manifest` says what is complete, `durable` has the order of writing that survives a crash.
-`summaries` is for people: metrics, the loss curve, progress.
+`saver` takes things as they are: `things` knows what there is, `content` turns it into named arrays
+and JSON, `put_back` back again. `checkpoint_manager` is for a group of ranks, `checkpoint` for one
+process: `shards` holds the arrays, `manifest` says what is complete, `durable` has the order of
+writing that survives a crash, `retention` which checkpoints stay, `background` writes them beside
+the program, `inspection` looks at them. `summaries` is for people: metrics, the loss curve,
+progress.
 """
 
 from __future__ import annotations
 
 from strategies.training.checkpoint import Checkpoint
+from strategies.training.saver import Saver
 from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics
 
-__all__ = ["Checkpoint", "MetricsWriter", "Progress", "loss_curve", "read_metrics"]
+__all__ = ["Checkpoint", "MetricsWriter", "Progress", "Saver", "loss_curve", "read_metrics"]

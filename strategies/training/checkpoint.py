@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +29,22 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies import errors
-from strategies.training import durable, manifest, shards
+from strategies.training import durable, manifest, retention, shards
+from strategies.training.retention import Best, Rules
 
-__all__ = ["Checkpoint", "Draft", "latest", "prepare", "restore", "save", "write"]
+__all__ = [
+    "Checkpoint",
+    "Draft",
+    "best",
+    "latest",
+    "name_of",
+    "places",
+    "prepare",
+    "restore",
+    "save",
+    "verify",
+    "write",
+]
 
 _log = logging.getLogger(__name__)
 _DIRECTORY_NAME = re.compile(r"(?:\.old-)?step-(\d{6,15})")  # 15 digits: `manifest.MAX_STEP`
@@ -84,7 +99,7 @@ def save(
         ResourceExhaustedError: the disk is full; what was there before is untouched.
         FailedPreconditionError: another writer uses the directory, or it cannot be written.
     """
-    draft = prepare(tensors, step=step, metadata=metadata, keep=keep)
+    draft = prepare(tensors, step=step, metadata=metadata, rules=Rules(keep))
     root = Path(directory)
     with durable.DirectoryLock(root):
         return write(draft, root)
@@ -106,16 +121,41 @@ def restore(directory: str | os.PathLike[str], *, step: int | None = None) -> Ch
     root = Path(directory)
     with durable.explained("restore", root):
         path = _choose(root, step)
-        plan = manifest.read(path)
-        entries: dict[str, dict[str, manifest.TensorEntry]] = {name: {} for name in plan.files}
-        for name, entry in plan.tensors.items():
-            entries[entry.file][name] = entry
-        places = {file: shards.verify(path / file, entries[file]) for file in entries}
+        plan, found = _verified(path)
         tensors: dict[str, npt.NDArray[Any]] = {}
-        for file in entries:
-            tensors |= shards.read(path / file, entries[file], places[file])
+        for file, (entries, starts) in found.items():
+            tensors |= shards.read(path / file, entries, starts)
     ordered = {name: tensors[name] for name in plan.tensors}
     return Checkpoint(plan.step, ordered, dict(plan.metadata), path)
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Read all of one checkpoint and compare lengths and checksums, with little memory.
+
+    Raises:
+        OpError: as `restore`.
+    """
+    with durable.explained("verify", Path(path)):
+        _verified(Path(path))
+
+
+def places(directory: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints of a directory in the order of their steps, complete or not.
+
+    Args:
+        directory: of checkpoints; or a checkpoint, which is then the only one.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    root = Path(directory)
+    with durable.explained("places", root):
+        if _is_one(root):
+            return [root]
+        candidates = _candidates(root)
+    if not candidates:
+        raise errors.NotFoundError(f"places: no checkpoint (directory: {root})")
+    return [candidates[step] for step in sorted(candidates)]
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -131,6 +171,23 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return newest[0] if newest else None
 
 
+def best(directory: str | os.PathLike[str], best: Best) -> Path | None:
+    """Find the complete checkpoint with the best metric; of equal ones that written first.
+
+    Args:
+        directory: of checkpoints.
+        best: "min" or "max".
+
+    Returns:
+        None where no checkpoint has a metric.
+    """
+    root = Path(directory)
+    with durable.explained("best", root):
+        found = {plan.step: (path, plan) for path, plan in _complete(root)} if root.exists() else {}
+    chosen = retention.best_of(best, [plan for _, plan in found.values()])
+    return None if chosen is None else found[chosen.step][0]
+
+
 @dataclass(frozen=True)
 class Draft:
     """A checkpoint that has been checked but not written: all of it can be stored."""
@@ -138,8 +195,9 @@ class Draft:
     arrays: dict[str, npt.NDArray[Any]]
     step: int
     metadata: dict[str, Any]
-    keep: int
+    rules: Rules
     world_size: int
+    metric: float | None
 
 
 def prepare(
@@ -147,15 +205,18 @@ def prepare(
     *,
     step: int,
     metadata: Mapping[str, Any] | None,
-    keep: int,
+    rules: Rules,
+    metric: float | None = None,
     world_size: int = 1,
 ) -> Draft:
     """Check the arguments of `save` before anything touches the disk.
 
+    A metric that is not a finite number, such as the loss of a run that diverges, counts as none.
+
     Raises:
         InvalidArgumentError: something cannot be stored.
     """
-    for name, value, low in (("step", step, 0), ("keep", keep, 1)):
+    for name, value, low in (("step", step, 0), ("keep", rules.keep, 1)):
         right = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not right or not low <= value < manifest.MAX_STEP:
             raise errors.InvalidArgumentError(
@@ -163,12 +224,30 @@ def prepare(
                 f"got {value!r}"
             )
     arrays = shards.as_arrays(tensors)
-    return Draft(arrays, int(step), manifest.json_copy(metadata), int(keep), world_size)
+    if metric is not None:
+        metric = _metric(metric)
+    copied = manifest.json_copy(metadata)
+    return Draft(arrays, int(step), copied, rules, world_size, metric)
+
+
+def _metric(given: Any) -> float | None:
+    try:
+        metric = float(given)
+    except (TypeError, ValueError) as error:
+        raise errors.InvalidArgumentError(
+            f"save: bad metric, expected a number, got {given!r}"
+        ) from error
+    return metric if math.isfinite(metric) else None
+
+
+def name_of(step: int) -> str:
+    """Return what the directory of a checkpoint is called."""
+    return f"step-{step:06d}"
 
 
 def write(draft: Draft, root: Path) -> Path:
     """Write, name and point to the checkpoint, then prune; the caller holds the lock."""
-    final = root / f"step-{draft.step:06d}"
+    final = root / name_of(draft.step)
     part, pointer = root / f".tmp-{final.name}", root / ".tmp-latest"
     with durable.explained("save", final):
         _recover(root)
@@ -182,7 +261,7 @@ def write(draft: Draft, root: Path) -> Path:
         try:
             # The pointer is written before the checkpoint gets its name, because a disk may fill
             # up here but not in a rename.
-            _fill(part, draft, sequence=sequence)
+            plan = _fill(part, draft, sequence=sequence)
             durable.write_file(pointer, f"{final.name}\n".encode())
             if os.path.lexists(final):
                 durable.rename(final, root / f".old-{final.name}")
@@ -192,12 +271,13 @@ def write(draft: Draft, root: Path) -> Path:
             with contextlib.suppress(OSError):
                 _recover(root)
             raise
-    older = sorted((plan.sequence, path) for path, plan in others if plan.step < draft.step)
-    _prune(root, [path for _, path in older[: max(0, len(older) + 1 - draft.keep)]])
+    paths = {other.step: path for path, other in others}
+    gone = retention.surplus(draft.rules, [other for _, other in others], plan)
+    _prune(root, [paths[step] for step in gone])
     return final
 
 
-def _fill(part: Path, draft: Draft, *, sequence: int) -> None:
+def _fill(part: Path, draft: Draft, *, sequence: int) -> manifest.Manifest:
     """Write everything into a new directory, durably."""
     name = "rank-00000.safetensors"
     part.mkdir()
@@ -215,15 +295,35 @@ def _fill(part: Path, draft: Draft, *, sequence: int) -> None:
         files={name: (part / name).stat().st_size},
         tensors=entries,
         metadata=draft.metadata,
+        written=time.time(),
+        metric=draft.metric,
     )
     durable.write_file(part / manifest.NAME, plan.encode())
     durable.sync(part)
+    return plan
+
+
+def _is_one(root: Path) -> bool:
+    """Whether the directory is a checkpoint, by its name or its content."""
+    named = _DIRECTORY_NAME.fullmatch(root.name) is not None and root.is_dir()
+    return named or (root / manifest.NAME).exists()
+
+
+_Entries = dict[str, manifest.TensorEntry]
+
+
+def _verified(path: Path) -> tuple[manifest.Manifest, dict[str, tuple[_Entries, dict[str, int]]]]:
+    """Return the manifest, and by file its tensors and their places in bytes; all is in order."""
+    plan = manifest.read(path)
+    entries: dict[str, _Entries] = {name: {} for name in plan.files}
+    for name, entry in plan.tensors.items():
+        entries[entry.file][name] = entry
+    return plan, {file: (own, shards.verify(path / file, own)) for file, own in entries.items()}
 
 
 def _choose(root: Path, step: int | None) -> Path:
     """Find the directory of the checkpoint that is meant."""
-    named = _DIRECTORY_NAME.fullmatch(root.name) and root.is_dir()
-    if step is None and (named or (root / manifest.NAME).exists()):
+    if step is None and _is_one(root):
         return root
     candidates = _candidates(root)
     path = candidates.get(step) if step is not None else latest(root)
@@ -245,7 +345,7 @@ def _candidates(root: Path) -> dict[int, Path]:
         match = _DIRECTORY_NAME.fullmatch(path.name)
         if not match or path.is_symlink() or not path.is_dir():
             continue
-        if path.name.endswith(f"step-{int(match[1]):06d}"):
+        if path.name.endswith(name_of(int(match[1]))):
             found[int(match[1])] = path
     return found
 

@@ -11,6 +11,8 @@
     files            file name -> length in bytes
     tensors          tensor name -> {file, shape, dtype, checksum of the tensor's bytes}
     metadata         the user's JSON object
+    written          when, in seconds since 1970, for those who keep one every so many hours
+    metric           how good the model is, a number or null
     self_checksum    checksum of all the above in canonical JSON
 
 A file is hostile until it is checked: lengths before memory is allocated, file names before they
@@ -102,6 +104,8 @@ class Manifest:
     files: Mapping[str, int]
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, Any]
+    written: float = 0.0
+    metric: float | None = None
 
     def encode(self) -> bytes:
         """Give the bytes of the file."""
@@ -228,6 +232,9 @@ def _checked(body: dict[str, Any]) -> Manifest:
         files=files,
         tensors=tensors,
         metadata=body["metadata"],
+        # Not there in what was written before these were.
+        written=_finite(body.get("written", 0.0), "written"),
+        metric=None if body.get("metric") is None else _finite(body["metric"], "metric"),
     )
 
 
@@ -247,6 +254,12 @@ def _entry(name: str, entry: dict[str, Any], files: dict[str, int]) -> TensorEnt
     if result.nbytes > files[result.file]:
         raise ValueError(f"{name}: longer than its file")
     return result
+
+
+def _finite(value: Any, what: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{what}: expected a finite number, got {str(value)[:50]}")
+    return float(value)
 
 
 def _count(value: Any, what: str, end: int = 1 << 63) -> int:

@@ -20,6 +20,7 @@ from checkpoint_samples import SHARD, assert_same_bits, leftovers, steps
 
 from strategies import errors
 from strategies.training import checkpoint, durable, shards
+from strategies.training.checkpoint_manager import CheckpointManager
 
 
 class FileLayer:
@@ -110,6 +111,16 @@ def save_new(directory, scene):
     return checkpoint.save(directory, small(1000), step=step, keep=keep)
 
 
+def save_behind(directory, scene):
+    """The same in the background: what is saved may change at once."""
+    _, keep, step = SCENES[scene]
+    with CheckpointManager(directory, keep=keep, background=True) as manager:
+        tensors = small(1000)
+        path = manager.save(tensors, step=step)
+        tensors["w"][:] = -1
+    return path
+
+
 def check_after_failure(directory, scene):
     """The newest is the old or the new one, bit-exact; the next save tidies up. Gives which."""
     old, keep, step = SCENES[scene]
@@ -132,12 +143,12 @@ def check_after_failure(directory, scene):
     return result
 
 
-def crash_everywhere(base):
+def crash_everywhere(base, save=save_new, scenes=tuple(SCENES)):
     """Save in forked children that die at each call in turn; print what was seen."""
-    for scene in SCENES:
+    for scene in scenes:
         set_up(base / "count" / scene, scene)
         with FileLayer() as layer:
-            save_new(base / "count" / scene, scene)
+            save(base / "count" / scene, scene)
         results = []
         for act in (die, die_half_way):
             for stop, (name, _) in enumerate(layer.trace):
@@ -148,7 +159,7 @@ def crash_everywhere(base):
                 child = os.fork()
                 if child == 0:
                     with FileLayer(stop, act):
-                        save_new(directory, scene)
+                        save(directory, scene)
                     os._exit(1)
                 status = os.waitpid(child, 0)[1]
                 assert os.WIFSIGNALED(status), (scene, act, stop, status)
@@ -161,13 +172,17 @@ def crash_everywhere(base):
         print(json.dumps([scene, [name for name, _ in layer.trace], results]))
 
 
-def test_killed_at_every_file_call(tmp_path):
+@pytest.mark.parametrize(
+    ("save", "scenes"), [("save_new", list(SCENES)), ("save_behind", ["next", "same step"])]
+)
+def test_killed_at_every_file_call(tmp_path, save, scenes):
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=100
-    )
+        [sys.executable, __file__, str(tmp_path), save, *scenes],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     seen = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [scene for scene, _, _ in seen] == list(SCENES)
+    assert [scene for scene, _, _ in seen] == scenes
     for scene, names, results in seen:
         assert {"mkdir", "open", "write", "save_file", "fsync", "rename"} <= set(names), scene
         assert {"old", "new"} == set(results), scene
@@ -357,4 +372,4 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplo
 
 
 if __name__ == "__main__":
-    crash_everywhere(Path(sys.argv[1]))
+    crash_everywhere(Path(sys.argv[1]), globals()[sys.argv[2]], sys.argv[3:])

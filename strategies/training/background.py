@@ -1,0 +1,45 @@
+"""One piece of work at a time, beside the program."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+__all__ = ["Background"]
+
+
+class Background:
+    """A thread that does one piece of work; whoever waits for it gets its error.
+
+    At the end of the program Python waits for the thread, so that what was begun is finished.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Begin some work; what was begun before has been waited for."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # handed over by `finish`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="unisono-checkpoint")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the work is done; harmless when there is none.
+
+        Raises:
+            BaseException: what the work raised; once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

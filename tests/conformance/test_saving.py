@@ -1,0 +1,140 @@
+"""Saving and restoring together: replicas once, generators of each rank."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+
+import numpy as np
+import pytest
+
+import strategies
+from requirements import installed
+from strategies import errors
+from strategies.input import ShardedInput
+from strategies.training import Saver
+
+
+def folder_of(comm):
+    """A new folder, the same on all ranks."""
+    return comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)
+
+
+def test_all_ranks_go_on_where_they_were(world):
+    files = {name: [f"{name}{i}" for i in range(5)] for name in "abc"}
+
+    def things(comm):
+        return {
+            "weights": np.zeros(3),
+            "own": np.random.default_rng(comm.rank),
+            "same": np.random.default_rng(7),
+            "input": ShardedInput(
+                list(files), files.get, rank=comm.rank, size=comm.size, policy="data"
+            ),
+        }
+
+    def run(comm):
+        folder, used = folder_of(comm), things(comm)
+        used["weights"][:] = 4
+        used["own"].random(comm.rank)
+        next(used["input"])
+        with strategies.CheckpointManager(folder, comm) as checkpoints:
+            path = Saver(checkpoints, **used, epoch=2).save(5)
+            assert comm.allgather_object(path) == [path] * comm.size
+            fresh = things(comm)
+            saver = Saver(checkpoints, **fresh, epoch=0)
+            assert saver.restore() == 5
+            found = checkpoints.restore_or_none()
+        assert saver["epoch"] == 2
+        assert fresh["weights"].tolist() == [4, 4, 4]
+        assert fresh["own"].random() == used["own"].random()
+        assert fresh["same"].random() == used["same"].random()
+        assert list(fresh["input"]) == list(used["input"])
+        # One description of what is equal, one for each rank of what is not.
+        assert "ranks" not in found.metadata["things"]["same"]
+        assert ("ranks" in found.metadata["things"]["own"]) == (comm.size > 1)
+
+    world.run(run)
+
+
+def test_random_keys_of_each_rank(world):
+    jax = installed("jax")
+
+    def run(comm):
+        checkpoints = strategies.CheckpointManager(folder_of(comm), comm)
+        keys = {"own": jax.random.key(comm.rank), "same": jax.random.key(7)}
+        Saver(checkpoints, keys=keys).save(1)
+        saver = Saver(checkpoints, keys=dict.fromkeys(keys, jax.random.key(99)))
+        saver.restore()
+        for name, key in keys.items():
+            assert (jax.random.key_data(saver["keys"][name]) == jax.random.key_data(key)).all()
+        own = [f"keys/own/rank-{rank}" for rank in range(comm.size)]
+        names = {"keys/same", *(own if comm.size > 1 else ["keys/own"])}
+        assert set(checkpoints.restore_or_none().tensors) == names
+        checkpoints.close()
+
+    world.run(run)
+
+
+def test_fewer_ranks_and_more(world):
+    def run(comm):
+        folder = folder_of(comm)
+        half = comm.split(0 if comm.rank < (comm.size + 1) // 2 else None)
+        rng = np.random.default_rng(comm.rank)
+        expected = rng.random(2)
+        if half is not None:
+            before = np.random.default_rng(comm.rank)
+            before.random()
+            Saver(strategies.CheckpointManager(folder, half), rng=before).save(1)
+        comm.barrier()
+        again = np.random.default_rng(comm.rank)
+        Saver(strategies.CheckpointManager(folder, comm), rng=again).restore()
+        # Generators that differ go on on the ranks that were there; one that is equal on all goes
+        # on everywhere.
+        if half is not None:
+            assert again.random() == expected[1]
+        elif (comm.size + 1) // 2 > 1:
+            assert again.random() == expected[0]
+
+    world.run(run)
+
+
+def test_what_one_rank_cannot_do_is_an_error_on_all(world):
+    def run(comm):
+        last = comm.rank == comm.size - 1
+        folder = folder_of(comm)
+        checkpoints = strategies.CheckpointManager(folder, comm)
+        bad = Saver(checkpoints, thing={1} if last else 1, rng=np.random.default_rng(comm.rank))
+        with pytest.raises(errors.InvalidArgumentError, match=r"got set \(name: thing\)"):
+            bad.save(1)
+        Saver(checkpoints, weights=np.ones(2)).save(2)
+        mine = np.zeros(3 if last else 2)
+        with pytest.raises(errors.InvalidArgumentError, match=r"expected \(3,\)"):
+            Saver(checkpoints, weights=mine).restore()
+        assert not mine.any()
+        good = np.zeros(2)
+        assert Saver(checkpoints, weights=good).restore() == 2
+        assert good.all()
+        checkpoints.close()
+
+    world.run(run)
+
+
+def test_an_error_in_the_background_is_one_on_all(world):
+    def run(comm):
+        folder = folder_of(comm)
+        with strategies.CheckpointManager(folder, comm, background=True) as checkpoints:
+            saver = Saver(checkpoints, weights=np.ones(2))
+            saver.save(1)
+            checkpoints.wait()
+            if comm.rank == 0:
+                shutil.rmtree(folder)
+            saver.save(2)
+            with pytest.raises(errors.NotFoundError, match="save: no such file"):
+                saver.save(3)
+            if comm.rank == 0:
+                checkpoints.close()  # the lock was a file of the folder that is gone
+            path = saver.save(4)
+        assert checkpoints.latest() == path
+
+    world.run(run)
