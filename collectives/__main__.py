@@ -76,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
             "explain", help="print how long each algorithm should take, and which one that picks"
         )
     )
+    _simulate_options(
+        commands.add_parser(
+            "simulate", help="run the algorithms on machines whose time is virtual; needs greenlet"
+        )
+    )
     return parser
 
 
@@ -117,6 +122,39 @@ def _explain_options(explain: argparse.ArgumentParser) -> None:
     text = "of the curve, with matplotlib"
     explain.add_argument("--plot", type=Path, metavar="FILE.png", help=text)
     explain.set_defaults(run=_explain)
+
+
+def _simulate_options(simulate: argparse.ArgumentParser) -> None:
+    from collectives import links
+
+    def gigabits(text: str) -> float:
+        return 8e-9 / links.seconds_per_byte(text)
+
+    simulate.add_argument("--op", default="allreduce", help="default %(default)s")
+    text = "of the whole array: 64M, FIRST:LAST in steps of 4, or A,B,C"
+    simulate.add_argument("--bytes", required=True, help=text)
+    simulate.add_argument("--nodes", type=int, required=True)
+    simulate.add_argument("--ranks", type=int, default=1, help="on each node (default 1)")
+    text = "of a node's line in either direction, as 100Gbit/s"
+    simulate.add_argument("--link", dest="gigabits", type=gigabits, metavar="RATE", help=text)
+    text = "of a message between nodes, as 2us"
+    simulate.add_argument("--latency", type=links.seconds, metavar="TIME", help=text)
+    simulate.add_argument(
+        "--tuned", metavar="FILE", help="what tune measured, or off (default: this cluster's file)"
+    )
+    text = "nodes below one switch (default: all, and it is never the narrow part)"
+    simulate.add_argument("--switch", type=int, metavar="NODES", help=text)
+    text = "how much more these send than their switch's line up takes (default %(default)g)"
+    simulate.add_argument("--oversubscribed", type=_seconds, default=1.0, help=text)
+    text = "standard deviation of the programs' times over their mean (default %(default)g)"
+    simulate.add_argument("--noise", type=float, default=0.0, help=text)
+    simulate.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    text = "a rank whose program is slower, as 3:10; may be said several times"
+    simulate.add_argument("--slow", type=_slow, action="append", default=[], help=text)
+    _limit(simulate, "--within", 60.0, "how long one algorithm may take to simulate")
+    text = "draw the times of all sizes, with matplotlib"
+    simulate.add_argument("--picture", type=Path, metavar="FILE.png", help=text)
+    simulate.set_defaults(run=_simulate)
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -187,6 +225,33 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _simulate(options: argparse.Namespace) -> int:
+    from collectives.simulation.cluster import Cluster
+    from collectives.tools import plot, simulate, units
+    from collectives.tools.explain import Question
+
+    try:
+        _, known = _links(options)
+        cluster = Cluster(
+            options.nodes * options.ranks, options.nodes, known.machine,
+            nodes_per_switch=options.switch, oversubscription=options.oversubscribed,
+            noise=options.noise, seed=options.seed, slow=dict(options.slow),
+        )  # fmt: skip
+        if options.picture is not None and not plot.is_possible():
+            raise ValueError("--picture needs matplotlib: pip install matplotlib")
+        found = []
+        for nbytes in units.sizes(options.bytes):
+            question = Question(options.op, nbytes)
+            found.append((nbytes, simulate.rows(question, cluster, options.within)))
+            print(simulate.table(question, found[-1][1], cluster, known), flush=True)
+        if options.picture is not None:
+            name = simulate.title(options.op, cluster)
+            plot.draw_sizes(name, simulate.drawable(found), options.picture)
+    except (ImportError, OSError, ValueError) as error:
+        return _refuse(error)
+    return 0
+
+
 def _links(options: argparse.Namespace) -> tuple[settings.Settings, links.Links]:
     """Return the settings and links that `auto` would go by, or what the options say instead."""
     from collectives import links, settings, tuned
@@ -206,6 +271,11 @@ def _links(options: argparse.Namespace) -> tuple[settings.Settings, links.Links]
 def _refuse(error: Exception) -> int:
     print(f"python -m collectives: {error}", file=sys.stderr)
     return 2
+
+
+def _slow(text: str) -> tuple[int, float]:
+    rank, _, factor = text.partition(":")
+    return int(rank), _seconds(factor)
 
 
 def _seconds(text: str) -> float:

@@ -26,7 +26,7 @@ FLOORS = {
         {"kernels", "settings", "transport"},
         {"compression", "launch", "node", "tuned"},
         {"algorithms"},
-        {"channel", "operations"},
+        {"channel", "operations", "simulation"},
         {"buckets"},
         {"communicator"},
         {"world"},
@@ -55,6 +55,7 @@ FLOORS = {
 PUBLIC = {"collectives.kernels.compiling"}
 
 MAY_IMPORT = {
+    "greenlet": {"collectives.simulation.clock"},
     "cupy": {
         "collectives.arrays.foreign",
         "strategies.cluster.gpus",  # bounds its pool

@@ -51,6 +51,8 @@ __all__ = [
     "broadcast_seconds",
     "double",
     "levels",
+    "publish_seconds",
+    "stage_seconds",
 ]
 
 # Bytes up to which one rank per node does all work on the network: a chunk for every rail would
@@ -124,7 +126,7 @@ def allreduce_seconds(nbytes: float, layout: Layout) -> float:
     fills = _fills_ring(own, rail.size)
     on_rail = (ring.allreduce_seconds if fills else halving.allreduce_seconds)(own, rail)
     combining = (layout.per_node - 1) * own * layout.machine.shared.gamma
-    return 2 * _stage_seconds(nbytes, own, layout) + combining + on_rail
+    return 2 * stage_seconds(nbytes, own, layout) + combining + on_rail
 
 
 def _over_network(transport: Transport, buffer: Array, op: Op, deadline: Deadline) -> None:
@@ -150,11 +152,16 @@ def _rail(nbytes: float, layout: Layout) -> tuple[float, Layout]:
     return nbytes / rails, Layout(layout.num_nodes, layout.num_nodes, machine)
 
 
-def _stage_seconds(nbytes: float, own: float, layout: Layout) -> float:
+def stage_seconds(nbytes: float, own: float, layout: Layout) -> float:
     """Return the time in which a node's ranks publish `own` bytes each and take in all of them."""
     link = layout.machine.shared
     meetings = 1 + own / engine.SLOT_BYTES
     return _STAGE_SECONDS + meetings * link.alpha + (own + nbytes) * link.beta
+
+
+def publish_seconds(nbytes: float, layout: Layout) -> float:
+    """Return the time in which one of a node's ranks publishes bytes for the others."""
+    return _STAGE_SECONDS + engine.publish_seconds(nbytes, layout.machine.shared)
 
 
 def double(
@@ -203,8 +210,7 @@ def broadcast_seconds(nbytes: float, layout: Layout) -> float:
     own, rail = _rail(nbytes, layout)
     fills = _fills_ring(own, rail.size)
     on_rail = (ring.broadcast_seconds if fills else tree.broadcast_seconds)(own, rail)
-    first = _STAGE_SECONDS + engine.publish_seconds(nbytes, layout.machine.shared)
-    return first + on_rail + _stage_seconds(nbytes, own, layout)
+    return publish_seconds(nbytes, layout) + on_rail + stage_seconds(nbytes, own, layout)
 
 
 def barrier(levels: Levels, deadline: Deadline) -> None:
@@ -218,7 +224,7 @@ def barrier(levels: Levels, deadline: Deadline) -> None:
 def barrier_seconds(nbytes: float, layout: Layout) -> float:
     """Return how long `barrier` should take."""
     rail = Layout(layout.num_nodes, layout.num_nodes, layout.machine)
-    return 2 * _stage_seconds(0, 0, layout) + tree.barrier_seconds(0, rail)
+    return 2 * stage_seconds(0, 0, layout) + tree.barrier_seconds(0, rail)
 
 
 def _bounds(levels: Levels, buffer: Array) -> list[int]:

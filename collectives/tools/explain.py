@@ -17,7 +17,7 @@ from collectives.operations import compare
 from collectives.settings import Settings
 from collectives.tools import units
 
-__all__ = ["Point", "Question", "curve", "drawn", "rests_on", "table"]
+__all__ = ["Point", "Question", "curve", "drawn", "picked", "rests_on", "table"]
 
 # What may travel with the comparison; the others bring rows whose numbers it has to carry.
 _TOGETHER = ("allreduce", "barrier", "broadcast", "reduce", "reduce_scatter", "scatter")
@@ -48,7 +48,7 @@ def table(question: Question, layout: Layout, known: links.Links) -> str:
         ValueError: as `selection.estimate`.
     """
     times = selection.estimate(*question, layout)
-    auto, seconds = _auto(question, layout)
+    auto, seconds = picked(question, layout)
     rows = [
         f"{question}, {layout.size} ranks on {layout.num_nodes} nodes",
         links.table(known),
@@ -117,7 +117,7 @@ def curve(question: Question, layout: Layout, most: int) -> list[Point]:
     for nodes in [*(1 << n for n in range((most - 1).bit_length())), most]:
         spread = replace(layout, size=nodes * layout.per_node, num_nodes=nodes)
         times = selection.estimate(*question, spread)
-        points.append(Point(nodes, spread.size, *_auto(question, spread), times))
+        points.append(Point(nodes, spread.size, *picked(question, spread), times))
     return points
 
 
@@ -136,7 +136,7 @@ def drawn(points: Sequence[Point]) -> str:
     return "\n".join(rows)
 
 
-def _auto(question: Question, layout: Layout) -> tuple[str, float]:
+def picked(question: Question, layout: Layout) -> tuple[str, float]:
     """Return what "auto" does, and what that should take with the comparison of the call."""
     auto = selection.automatic(*question, layout)
     seconds = selection.estimate(*question, layout)[auto]

@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collectives.tools.explain import Point
 
-__all__ = ["draw", "draw_curve", "is_possible"]
+__all__ = ["draw", "draw_curve", "draw_sizes", "is_possible"]
 
 
 def is_possible() -> bool:
@@ -80,6 +80,25 @@ def draw_curve(title: str, points: Sequence[Point], path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("nodes")
     axes.set_ylabel("estimated ms")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(title)
+    figure.savefig(path)
+
+
+def draw_sizes(title: str, curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
+    """Draw what calls of several sizes take into a file: name -> bytes and seconds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, points in curves.items():
+        axes.loglog(*zip(*((n, 1e3 * s) for n, s in points), strict=True), "o-", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("simulated ms")
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title(title)

@@ -1,0 +1,6 @@
+"""Ranks that a job does not have: the algorithms as they are, on machines whose time is virtual.
+
+`cluster` says what there is, `clock` lets all ranks take turns in one process, `lines` shares what
+leaves and enters a machine among the messages on it, `transport` is what algorithms see of that,
+`memory` what they see of buffers, `stages` stands in for the node engine, and `ranks` starts it.
+"""

@@ -1,0 +1,95 @@
+"""One call of an operation on simulated ranks, of which only the lengths are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from collectives import topology
+from collectives.algorithms import selection
+from collectives.arrays.reduction import SUM
+from collectives.simulation import ranks
+from collectives.simulation.clock import NEVER
+from collectives.simulation.cluster import Cluster
+from collectives.simulation.ranks import Access
+from collectives.transport.transport import Deadline
+
+__all__ = ["seconds"]
+
+_DTYPE = np.dtype(np.float32)
+
+
+def seconds(
+    operation: str,
+    algorithm: str,
+    nbytes: int,
+    cluster: Cluster,
+    *,
+    within: float = NEVER,
+    progress: Callable[[int, float], None] | None = None,
+) -> float:
+    """Return how long a call takes, from when all ranks begin until the last one has ended.
+
+    Args:
+        operation: a key of `selection.ALGORITHMS`.
+        algorithm: of that operation, but "native"; the root is rank 0.
+        nbytes: of the whole array, of float32; what is left over by 4 does not count.
+        cluster: the ranks.
+        within: real seconds that it may take.
+        progress: as for `Clock.run`.
+
+    Raises:
+        Stopped: it takes longer than that.
+        PeerFailure: a rank died.
+        ImportError: greenlet is not installed.
+    """
+    run = selection.ALGORITHMS[operation][algorithm].run
+    arguments = _ARGUMENTS[operation]
+    count = nbytes // _DTYPE.itemsize
+    bounds = topology.chunk_bounds(count, cluster.size)
+    lengths = np.diff(bounds).tolist()
+
+    def call(access: Access) -> None:
+        over = access.levels if algorithm == "hierarchical" else access.transport
+        run(over, *arguments(access, count, bounds, lengths), Deadline(operation, NEVER))
+
+    ended = ranks.run(cluster, call, payload=False, within=within, progress=progress)
+    error = ranks.first_error(ended)
+    if error is not None:
+        raise error
+    return max(rank.seconds for rank in ended)
+
+
+def _buffer(access: Access, count: int, bounds: list[int], lengths: list[int]) -> Any:
+    return access.memory.empty(count, _DTYPE)
+
+
+def _gather(access: Access, count: int, bounds: list[int], lengths: list[int]) -> tuple[Any, ...]:
+    return np.empty(lengths[access.transport.rank], _DTYPE), lengths, 0
+
+
+def _scatter(access: Access, count: int, bounds: list[int], lengths: list[int]) -> tuple[Any, ...]:
+    whole = np.empty(count, _DTYPE) if access.transport.rank == 0 else None
+    return whole, lengths, 0, _DTYPE
+
+
+def _alltoall(access: Access, count: int, bounds: list[int], lengths: list[int]) -> tuple[Any, ...]:
+    own = lengths[access.transport.rank]
+    return np.empty(count, _DTYPE), lengths, [own] * len(lengths)
+
+
+# What comes between the ranks and the deadline. Memory of NumPy is not touched here, so that it
+# takes none.
+_ARGUMENTS: dict[str, Callable[[Access, int, list[int], list[int]], tuple[Any, ...]]] = {
+    "allreduce": lambda *own: (_buffer(*own), SUM),
+    "reduce": lambda *own: (_buffer(*own), SUM, 0),
+    "reduce_scatter": lambda *own: (_buffer(*own), own[2], SUM),
+    "broadcast": lambda *own: (_buffer(*own), 0),
+    "gather": _gather,
+    "allgather": lambda *own: (_buffer(*own), own[2]),
+    "scatter": _scatter,
+    "alltoall": _alltoall,
+    "barrier": lambda *own: (),
+}

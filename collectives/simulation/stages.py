@@ -1,0 +1,151 @@
+"""The stages inside a node, where the node engine is: a meeting that takes as long as it says.
+
+The ranks of a node come when they come; when the last one is there, their buffers are what the
+stage makes of them, and all go on after the engine's seconds, those of the closed forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collectives.algorithms import hierarchical
+from collectives.algorithms.hierarchical import Levels
+from collectives.algorithms.layout import Layout
+from collectives.arrays import reduction
+from collectives.arrays.reduction import Op
+from collectives.simulation.clock import Clock, Rank
+from collectives.transport.transport import Deadline
+from collectives.transport.waiting import Known, named
+
+__all__ = ["Node", "in_node"]
+
+
+class Node:
+    """The ranks of one node, and who of them has come to the present meeting.
+
+    Args:
+        clock: of all ranks.
+        ranks: of the node, by local rank.
+        payload: whether buffers have contents.
+    """
+
+    def __init__(self, clock: Clock, ranks: Sequence[Rank], *, payload: bool) -> None:
+        self.layout: Layout = clock.cluster.layout
+        self.payload = payload
+        self._clock = clock
+        self._ranks = ranks
+        self._come: dict[int, Any] = {}  # local rank -> what it brings
+
+    def meet(
+        self,
+        local_rank: int,
+        brought: Any,
+        seconds: float,
+        combine: Callable[[list[Any]], None],
+        operation: str,
+    ) -> None:
+        """Wait for all ranks of the node, and for the time that they need then.
+
+        Args:
+            local_rank: who comes.
+            brought: its buffer.
+            seconds: from when the last one comes.
+            combine: changes the buffers of all, by local rank; called once, with contents only.
+            operation: the name that errors carry.
+        """
+        self._come[local_rank] = brought
+        own = self._ranks[local_rank]
+        if len(self._come) == len(self._ranks):
+            if self.payload:
+                combine([self._come[rank] for rank in range(len(self._ranks))])
+            self._come = {}
+            start = max(rank.now for rank in self._ranks)
+            own.now = start
+            own.spend(seconds)
+            for rank in self._ranks:
+                if rank is not own:
+                    self._clock.at(own.now, self._wake, rank)
+            return
+        missing = [rank.number for n, rank in enumerate(self._ranks) if n not in self._come]
+        own.wait(Known(f"{named(missing)} to enter", missing, has_come=False), operation)
+
+    def _wake(self, rank: Rank) -> None:
+        if rank.waits_for is not None:  # it may have died, or heard of a death
+            rank.wake(self._clock.now)
+
+
+def in_node(levels: Levels, node: Node) -> Levels:
+    """Return levels whose stages inside this rank's node are meetings."""
+    own = levels.node.rank
+    return levels._replace(
+        reduce_scatter=partial(_reduce_scatter, node, own),
+        allgather=partial(_allgather, node, own),
+        broadcast=partial(_broadcast, node, own),
+        barrier=partial(_barrier, node, own),
+    )
+
+
+def _reduce_scatter(
+    node: Node, own: int, buffer: Any, bounds: Sequence[int], op: Op, deadline: Deadline
+) -> None:
+    """Reduce so that this rank's chunk is complete; summed by local rank."""
+    function = getattr(np, reduction.RULES[op].function)
+
+    def combine(buffers: list[Any]) -> None:
+        for rank, buffer in enumerate(buffers):
+            chunk = slice(bounds[rank], bounds[rank + 1])
+            total = buffers[0].view[chunk].copy()
+            for other in buffers[1:]:
+                with reduction.quiet():
+                    function(total, other.view[chunk], out=total)
+            buffer.view[chunk] = total
+
+    longest = _longest(bounds) * buffer.itemsize
+    seconds = hierarchical.stage_seconds(buffer.nbytes, longest, node.layout)
+    seconds += (len(bounds) - 2) * longest * node.layout.machine.shared.gamma
+    node.meet(own, buffer, seconds, combine, deadline.operation)
+
+
+def _allgather(
+    node: Node, own: int, buffer: Any, bounds: Sequence[int], deadline: Deadline
+) -> None:
+    """Fill a buffer with every rank's own chunk."""
+
+    def combine(buffers: list[Any]) -> None:
+        for rank, source in enumerate(buffers):
+            chunk = slice(bounds[rank], bounds[rank + 1])
+            for other in buffers:
+                _contents(other)[chunk] = _contents(source)[chunk]
+
+    longest = _longest(bounds) * buffer.itemsize
+    seconds = hierarchical.stage_seconds(buffer.nbytes, longest, node.layout)
+    node.meet(own, buffer, seconds, combine, deadline.operation)
+
+
+def _broadcast(node: Node, own: int, buffer: Any, root: int, deadline: Deadline) -> None:
+    """Replace a buffer by the root's."""
+
+    def combine(buffers: list[Any]) -> None:
+        for other in buffers:
+            _contents(other)[:] = _contents(buffers[root])
+
+    seconds = hierarchical.publish_seconds(buffer.nbytes, node.layout)
+    node.meet(own, buffer, seconds, combine, deadline.operation)
+
+
+def _barrier(node: Node, own: int, deadline: Deadline) -> None:
+    """Wait for the ranks of the node."""
+    seconds = hierarchical.stage_seconds(0, 0, node.layout)
+    node.meet(own, None, seconds, lambda buffers: None, deadline.operation)
+
+
+def _contents(buffer: Any) -> Any:
+    return getattr(buffer, "view", buffer)
+
+
+def _longest(bounds: Sequence[int]) -> int:
+    return max(end - begin for begin, end in zip(bounds, bounds[1:], strict=False))

@@ -1,0 +1,150 @@
+"""`python -m collectives simulate`: what a call takes on machines that are not there.
+
+The closed forms of `explain` know how many messages an algorithm sends, and no more. Here the
+algorithms themselves run, each rank a coroutine, on a clock that only messages, lines and loops
+move on (`collectives.simulation`): ranks wait for each other as they would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from collectives import links
+from collectives.algorithms import selection
+from collectives.algorithms.layout import Layout
+from collectives.simulation import calls
+from collectives.simulation.clock import Stopped
+from collectives.simulation.cluster import Cluster
+from collectives.tools import explain
+from collectives.tools.explain import Question
+
+__all__ = ["Row", "drawable", "least_seconds", "rows", "table", "title"]
+
+
+class Row(NamedTuple):
+    """What one algorithm takes.
+
+    Attributes:
+        algorithm: its name.
+        seconds: on the simulated clock; until it was stopped, if it was.
+        stopped: whether it took too long to simulate, or too much memory.
+        estimated: seconds by the closed form.
+    """
+
+    algorithm: str
+    seconds: float
+    stopped: bool
+    estimated: float
+
+
+def rows(question: Question, cluster: Cluster, within: float) -> list[Row]:
+    """Simulate a call by every algorithm that it may have.
+
+    Args:
+        question: which call.
+        cluster: where.
+        within: real seconds that each algorithm may take; then it is stopped.
+
+    Returns:
+        Fastest first; those that were stopped come last.
+
+    Raises:
+        ValueError: there is no such operation, or a negative size.
+        PeerFailure: a rank died, as the cluster says.
+        ImportError: greenlet is not installed.
+    """
+    found = []
+    estimates = selection.estimate(question.operation, question.nbytes, cluster.layout)
+    for name, estimated in estimates.items():
+        if name == "node":  # its seconds are the engine's, in either way
+            found.append(Row(name, estimated, False, estimated))
+            continue
+        with tqdm(desc=name, unit=" messages", unit_scale=True, disable=None, leave=False) as bar:
+            try:
+                seconds = calls.seconds(
+                    question.operation, name, question.nbytes, cluster,
+                    within=within, progress=_shown(bar),
+                )  # fmt: skip
+                found.append(Row(name, seconds, False, estimated))
+            except Stopped as stopped:
+                found.append(Row(name, stopped.reached, True, estimated))
+    return sorted(found, key=lambda row: (row.stopped, row.seconds))
+
+
+def _shown(bar: tqdm[object]) -> Callable[[int, float], None]:
+    def show(delivered: int, now: float) -> None:
+        bar.set_postfix_str(f"{1e3 * now:.3f} ms", refresh=False)
+        bar.update(delivered - bar.n)
+
+    return show
+
+
+def least_seconds(question: Question, layout: Layout) -> float:
+    """Return the time in which the bytes that must pass a node's line pass it, and no message more.
+
+    0 on one node, and for a barrier.
+    """
+    nodes, beta = layout.num_nodes, layout.machine.network.beta
+    away = question.nbytes * (nodes - 1) / nodes * beta
+    if question.operation == "barrier" or nodes == 1:
+        return 0.0
+    if question.operation == "allreduce":
+        return 2 * away
+    if question.operation == "alltoall":
+        return layout.per_node * away
+    if question.operation in ("broadcast", "reduce"):
+        return question.nbytes * beta
+    return away
+
+
+def table(question: Question, found: Sequence[Row], cluster: Cluster, known: links.Links) -> str:
+    """Lay the rows out for people.
+
+    Args:
+        question: which call.
+        found: of `rows`.
+        cluster: where.
+        known: the links and where they come from.
+    """
+    layout = cluster.layout
+    auto, _ = explain.picked(question, layout)
+    least = least_seconds(question, layout)
+    lines = [
+        f"{question}, {layout.size} ranks on {layout.num_nodes} nodes, simulated",
+        links.table(known),
+        f"{'algorithm':<14}{'simulated ms':>13}{'of the line':>13}{'estimated ms':>14}",
+    ]
+    for row in found:
+        sign = ">" if row.stopped else ""
+        time = f"{sign}{1e3 * row.seconds:.4f}"
+        share = f"{100 * least / row.seconds:.0f} %" if least and not row.stopped else "-"
+        marks = ["fastest"] * (row is found[0] and not row.stopped)
+        marks += ["picked by auto"] * (row.algorithm == auto)
+        marks += ["stopped"] * row.stopped
+        text = f"{row.algorithm:<14}{time:>13}{share:>13}{1e3 * row.estimated:14.4f}"
+        lines.append(f"{text}  {', '.join(marks)}".rstrip())
+    if auto == "together":
+        lines.append("auto lets it travel with the comparison of the call, which is not simulated.")
+    return "\n".join(lines)
+
+
+def title(operation: str, cluster: Cluster) -> str:
+    """Say in a line what a picture shows."""
+    return f"{operation}, {cluster.size} ranks on {cluster.num_nodes} nodes, simulated"
+
+
+def drawable(found: Sequence[tuple[int, Sequence[Row]]]) -> dict[str, list[tuple[int, float]]]:
+    """Return for each algorithm its bytes and seconds, without what was stopped.
+
+    Args:
+        found: bytes, and the rows of `rows` for them.
+    """
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for nbytes, several in found:
+        for row in several:
+            if not row.stopped:
+                curves.setdefault(row.algorithm, []).append((nbytes, row.seconds))
+    return curves

@@ -1,0 +1,152 @@
+"""Every algorithm on more ranks than any machine of the tests could run, with contents.
+
+Sums of integers are exact in any order: a contribution that is missing or comes twice shows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import collectives as cc
+from collectives import topology
+from collectives.algorithms import selection
+from collectives.simulation import ranks
+from collectives.simulation.cluster import Cluster
+from collectives.simulation.transport import EAGER_BYTES
+from collectives.transport.transport import Deadline
+from pairwise import also
+
+ROWS = [
+    (operation, name)
+    for operation, table in selection.ALGORITHMS.items()
+    for name in table
+    if name != "native"
+]
+
+# -1: no message goes before its receiver has asked, which finds what sends before it receives.
+EAGER = {"eager": EAGER_BYTES, "synchronous": -1}
+
+
+def spread(size, per_node):
+    return Cluster(size, -(-size // per_node))
+
+
+def brought(rank, count):
+    """What a rank brings: numbers of its own."""
+    return np.random.default_rng([rank, count]).integers(-(1 << 40), 1 << 40, count)
+
+
+def conform(operation, algorithm, cluster, *, eager=EAGER_BYTES, count=1500):
+    """Check what all ranks get; `count` elements in all, or on each."""
+    size = cluster.size
+    run = selection.ALGORITHMS[operation][algorithm].run
+    arrays = [brought(rank, count) for rank in range(size)]
+    total = np.sum(arrays, axis=0)
+    bounds = [0, *sorted((7919 * c) % (count + 1) for c in range(size - 1)), count]
+    counts = np.diff(bounds).tolist()
+    root = size // 3
+
+    def call(access):
+        rank = access.transport.rank
+        over = access.levels if algorithm == "hierarchical" else access.transport
+        own, deadline = slice(bounds[rank], bounds[rank + 1]), Deadline(operation, 60.0)
+        buffer = arrays[rank].copy()
+        memory = access.memory.holding(buffer)
+        if operation == "allreduce":
+            run(over, memory, cc.SUM, deadline)
+            return buffer, total
+        if operation == "reduce":
+            run(over, memory, cc.SUM, root, deadline)
+            return (buffer, total) if rank == root else (0, 0)
+        if operation == "reduce_scatter":
+            run(over, memory, bounds, cc.SUM, deadline)
+            return buffer[own], total[own]
+        if operation == "broadcast":
+            run(over, memory, root, deadline)
+            return buffer, arrays[root]
+        if operation == "allgather":
+            run(over, memory, bounds, deadline)
+            joined = [arrays[r][bounds[r] : bounds[r + 1]] for r in range(size)]
+            return buffer, np.concatenate(joined)
+        if operation == "gather":
+            got = run(over, buffer[own].copy(), counts, root, deadline)
+            joined = [arrays[r][bounds[r] : bounds[r + 1]] for r in range(size)]
+            return (got, np.concatenate(joined)) if rank == root else (0, 0)
+        if operation == "scatter":
+            whole = buffer if rank == root else None
+            got = run(over, whole, counts, root, buffer.dtype, deadline)
+            return got, arrays[root][own]
+        if operation == "alltoall":
+            takes = [bounds[rank + 1] - bounds[rank]] * size
+            got = run(over, buffer, counts, takes, deadline)
+            return got, np.concatenate([a[own] for a in arrays])
+        access.transport.simulated.spend(1.0 if rank == root else 0.0)
+        return run(over, deadline), None
+
+    ended = ranks.run(cluster, call, payload=True, eager=eager)
+    error = ranks.first_error(ended)
+    if error is not None:
+        raise error
+    for rank, (got, expected) in enumerate(rank.result for rank in ended):
+        np.testing.assert_array_equal(got, expected, f"rank {rank} of {size}")
+    if operation == "barrier":
+        assert min(rank.seconds for rank in ended) > 1.0, "a rank left before the last one came"
+
+
+@pytest.mark.parametrize("mode", EAGER)
+@pytest.mark.parametrize("size", [17, 64, also(100), also(256)])
+@pytest.mark.parametrize("per_node", [3, 8])
+@pytest.mark.parametrize(("operation", "algorithm"), ROWS, ids=map("-".join, ROWS))
+def test_an_algorithm_gives_its_result(operation, algorithm, size, per_node, mode):
+    conform(operation, algorithm, spread(size, per_node), eager=EAGER[mode])
+
+
+@pytest.mark.parametrize("size", [100, also(256)])
+@pytest.mark.parametrize("algorithm", [also("ring"), "tree", "halving", "hierarchical"])
+def test_allreduce_of_many_slices_gives_its_result(algorithm, size):
+    conform("allreduce", algorithm, spread(size, 8), count=100_003)
+
+
+def wrong_halving(halving):
+    def steps(rank, size):
+        for number, step in enumerate(halving(rank, size)):
+            wrong = size > 16 and number == 1 and rank == 5
+            yield step._replace(dest=(step.dest + 1) % size) if wrong else step
+
+    return steps
+
+
+def wrong_tree(tree):
+    def place(rank, size, root):
+        found = tree(rank, size, root)
+        if size > 16 and rank == (root + 16) % size:
+            return found._replace(parent=(found.parent + 1) % size)
+        return found
+
+    return place
+
+
+def wrong_ring(around):
+    def steps(rank, size):
+        for number, step in enumerate(around(rank, size)):
+            wrong = size > 16 and number == 15
+            yield step._replace(send=step.receive, receive=step.send) if wrong else step
+
+    return steps
+
+
+MUTATIONS = {
+    "halving_reduce_scatter": (wrong_halving, "halving"),
+    "binomial_tree": (wrong_tree, "tree"),
+    "ring_reduce_scatter": (wrong_ring, "ring"),
+}
+
+
+@pytest.mark.parametrize("schedule", MUTATIONS)
+def test_a_wrong_step_beyond_16_ranks_is_caught(schedule, monkeypatch):
+    mutate, algorithm = MUTATIONS[schedule]
+    monkeypatch.setattr(topology, schedule, mutate(getattr(topology, schedule)))
+    conform("allreduce", algorithm, spread(16, 1), count=10_000)  # where it does no harm
+    with pytest.raises((AssertionError, cc.CollectiveError)):
+        conform("allreduce", algorithm, spread(17, 1), count=10_000)

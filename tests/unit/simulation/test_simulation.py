@@ -1,0 +1,207 @@
+"""Simulated ranks: their clock, what they share, and what goes wrong there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import inprocess
+from collectives.algorithms import ring, selection
+from collectives.links import Link, Machine
+from collectives.simulation import calls, ranks
+from collectives.simulation.clock import Stopped
+from collectives.simulation.cluster import Cluster
+from collectives.transport.transport import Deadline
+
+# 1 us and 1 ns per byte in a node, 4 us and 10 ns between, 0.1 ns to combine a byte.
+MACHINE = Machine(Link(1e-7, 1e-11, 1e-11), Link(1e-6, 1e-9, 1e-10), Link(4e-6, 1e-8, 1e-10))
+LIMIT = Deadline("test", 60.0)
+
+
+def run(size, nodes, function, **how):
+    """The results of `function(transport)`, and the seconds of every rank."""
+    eager = how.pop("eager", 1 << 20)
+    cluster = Cluster(size, nodes, MACHINE, **how)
+    ended = ranks.run(cluster, lambda a: function(a.transport), payload=True, eager=eager)
+    error = ranks.first_error(ended)
+    if error is not None:
+        raise error
+    return [rank.result for rank in ended], [rank.seconds for rank in ended]
+
+
+def send_once(nbytes, pairs):
+    """A program in which some ranks send to others, all at once."""
+
+    def program(transport):
+        data = np.full(nbytes, transport.rank, np.uint8)
+        for source, dest in pairs:
+            if transport.rank == source:
+                transport.send(data, dest, LIMIT)
+            if transport.rank == dest:
+                transport.receive(data, source, LIMIT)
+        return int(data[-1])
+
+    return program
+
+
+def test_a_message_takes_alpha_and_beta():
+    results, seconds = run(2, 2, send_once(1000, [(0, 1)]))
+    assert results == [0, 0]
+    assert seconds[1] == pytest.approx(4e-6 + 1000e-8)
+    assert seconds[0] == pytest.approx(0.5e-6)  # it has gone, and its memory is free
+    _, seconds = run(2, 1, send_once(1000, [(0, 1)]))
+    assert seconds[1] == pytest.approx(1e-6 + 1000e-9)
+
+
+def test_a_message_that_asks_first_takes_two_ways_more():
+    _, seconds = run(2, 2, send_once(1000, [(0, 1)]), eager=-1)
+    way = 3e-6
+    assert seconds[1] == pytest.approx(4e-6 + 2 * way + 1000e-8)
+    assert seconds[0] == pytest.approx(seconds[1] - 0.5e-6)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "slower"),
+    [
+        ([(0, 2), (1, 3)], 2),  # out of one node into one
+        ([(0, 2), (1, 4)], 2),  # out of one node into two
+        ([(0, 4), (2, 5)], 2),  # out of two nodes into one
+        ([(0, 2), (3, 1)], 1),  # one out, one in
+        ([(0, 1), (2, 4)], 1),  # one of them inside a node
+    ],
+)
+def test_messages_share_the_lines_of_their_nodes(pairs, slower):
+    _, seconds = run(6, 3, send_once(100_000, pairs))
+    assert seconds[pairs[1][1]] == pytest.approx(4e-6 + slower * 100_000e-8)
+
+
+def test_who_comes_later_has_the_line_alone_in_the_end():
+    def program(transport):
+        data = np.zeros(100_000 if transport.rank in (0, 2) else 50_000, np.uint8)
+        if transport.rank < 2:
+            transport.send(data, transport.rank + 2, LIMIT)
+        else:
+            transport.receive(data, transport.rank - 2, LIMIT)
+
+    _, seconds = run(4, 2, program)
+    assert seconds[3] == pytest.approx(4e-6 + 2 * 50_000e-8)
+    assert seconds[2] == pytest.approx(4e-6 + 150_000e-8)
+
+
+def test_nodes_below_a_switch_share_its_line_up():
+    pairs = [(0, 2), (1, 3)]
+    how = {"nodes_per_switch": 2}
+    _, alone = run(4, 4, send_once(100_000, pairs), **how)
+    _, narrow = run(4, 4, send_once(100_000, pairs), oversubscription=4.0, **how)
+    assert alone[3] == pytest.approx(4e-6 + 100_000e-8)
+    assert narrow[3] == pytest.approx(4e-6 + 4 * 100_000e-8)
+
+
+@pytest.mark.parametrize("size", [2, 5, 16])
+def test_a_ring_takes_what_its_closed_form_says(size):
+    cluster = Cluster(size, size, MACHINE)
+    nbytes = 4 * 1000 * size
+    simulated = calls.seconds("allreduce", "ring", nbytes, cluster)
+    assert simulated == pytest.approx(ring.allreduce_seconds(nbytes, cluster.layout))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "halving", "hierarchical"])
+def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm):
+    size, leaders = 6, [0, 0, 2, 2, 4, 4]
+    cluster = Cluster(size, 3, MACHINE)
+    assert cluster.leaders() == leaders
+    arrays = [np.random.default_rng(rank).normal(size=70_001) for rank in range(size)]
+
+    def simulated(access):
+        over = access.levels if algorithm == "hierarchical" else access.transport
+        buffer = arrays[access.transport.rank].copy()
+        memory = access.memory.holding(buffer)
+        selection.ALGORITHMS["allreduce"][algorithm].run(over, memory, cc.SUM, LIMIT)
+        return buffer
+
+    real = inprocess.run_ranks(
+        size,
+        lambda comm: comm.allreduce(arrays[comm.rank], op=cc.SUM, algorithm=algorithm),
+        leaders=leaders,
+        settings=inprocess.world_settings(shared=True),
+    )
+    ended = ranks.run(cluster, simulated, payload=True)
+    for rank in ended:
+        np.testing.assert_array_equal(rank.result, real[0])
+    hollow = calls.seconds("allreduce", algorithm, arrays[0].nbytes, cluster)
+    assert hollow == pytest.approx(max(rank.seconds for rank in ended), rel=1e-3)
+
+
+def test_noise_is_the_same_for_the_same_seed_and_slow_ranks_are_waited_for():
+    def seconds(**how):
+        cluster = Cluster(8, 8, MACHINE, **how)
+        return calls.seconds("allreduce", "ring", 8000, cluster)
+
+    plain = seconds()
+    assert seconds(noise=0.3, seed=1) == seconds(noise=0.3, seed=1) != seconds(noise=0.3, seed=2)
+    assert seconds(slow={3: 500.0}) > 5 * plain
+
+
+def test_a_dead_rank_is_named_on_all_others():
+    cluster = Cluster(4, 4, MACHINE, deaths={2: 50e-6})
+
+    def program(access):
+        for _ in range(100):
+            ring.allreduce(access.transport, access.memory.empty(1000, np.dtype("f4")), cc.SUM,
+                           LIMIT)  # fmt: skip
+
+    ended = ranks.run(cluster, program, payload=False)
+    assert [rank.died for rank in ended] == [False, False, True, False]
+    for number in (0, 1, 3):
+        error = ended[number].error
+        assert isinstance(error, cc.PeerFailure)
+        assert str(error) == f"test: rank 2 died (rank {number} of 4)"
+
+
+def test_who_waits_in_vain_is_told_at_once():
+    program = send_once(10, [(0, 1)])
+    with pytest.raises(cc.CollectiveTimeout, match="waiting for rank 0 to send 10 bytes .rank 1"):
+        run(2, 2, lambda transport: program(transport) if transport.rank else None)
+
+
+def test_lengths_that_differ_are_an_error():
+    def program(transport):
+        transport.exchange(
+            np.zeros(4 + transport.rank), 1 - transport.rank, np.zeros(4), 1 - transport.rank, LIMIT
+        )
+
+    with pytest.raises(cc.MismatchError, match="expected 32 bytes, got 40 .rank 0 of 2"):
+        run(2, 2, program)
+
+
+def test_an_error_of_a_program_is_the_first_one():
+    def program(transport):
+        if transport.rank == 1:
+            raise KeyError("mine")
+        transport.receive(np.zeros(1), 1, LIMIT)
+
+    with pytest.raises(KeyError, match="mine"):
+        run(3, 3, program)
+
+
+def test_a_simulation_stops_when_it_has_taken_its_time():
+    cluster = Cluster(64, 64, MACHINE)
+    with pytest.raises(Stopped):
+        calls.seconds("allreduce", "ring", 1 << 20, cluster, within=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"num_nodes": 9}, "expected 1 <= nodes <= ranks"),
+        ({"nodes_per_switch": 0}, "nodes below a switch"),
+        ({"oversubscription": 0.0}, "oversubscription"),
+        ({"noise": -0.5}, "noise"),
+        ({"slow": {1: -1.0}}, "slowness of rank 1"),
+        ({"deaths": {4: 1.0}}, "rank 4"),
+    ],
+)
+def test_a_cluster_that_makes_no_sense_is_refused(how, message):
+    with pytest.raises(ValueError, match=message):
+        Cluster(**{"size": 4, "num_nodes": 4, **how})
