@@ -181,7 +181,8 @@ def _first_calls(comm):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if UNDER_MPI and "world" in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if "torch_ranks" in fixtures or (UNDER_MPI and "world" in fixtures):
             item.add_marker(pytest.mark.mpi)
     if not pairwise.full:
         _keep(config, items, {i for i in items if not i.get_closest_marker("long")})

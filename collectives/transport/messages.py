@@ -22,7 +22,7 @@ _MESSAGE_BYTES = 1 << 30
 
 # Communicators that are closed, and how many of them are kept before the first is freed. MPI gives
 # the number of one that was freed to a new one: a message that nobody has received, and that comes
-# only then, would be taken for one of the new communicator, whose own is lost.
+# only then, or in MPICH has come before, would be taken for one of the new communicator.
 _closed: deque[MPI.Comm] = deque()
 _MOST_CLOSED = 16
 
@@ -214,7 +214,9 @@ class Endpoint:
             self.mpi = MPI.COMM_NULL
             while len(_closed) > _MOST_CLOSED:
                 oldest = _closed.popleft()
-                oldest.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)  # takes in what has come
+                while oldest.Iprobe(self._any, MPI.ANY_TAG, self._found):
+                    data = np.empty(self._found.count, np.uint8)
+                    oldest.Recv((data, self.byte), self._found.source, self._found.tag)
                 oldest.Free()
 
     def __del__(self) -> None:
