@@ -14,9 +14,9 @@ it fails on all of them. So a program that makes the same calls in every step co
 microsecond for all that are ready together, and one reduction for all of them.
 
 Every process set has an engine of its own. A rank takes part in a round when it has a call that is
-not carried out, in the thread that waits for one (`Engine.wait`), or else in one of the engine's
-own. One that has none lets the others wait; who has waited for too long says which ranks have not
-made the call, and the call fails on all.
+not carried out, or knows of one that others have made, in the thread that waits for one
+(`Engine.wait`), or else in one of the engine's own. One that has none lets the others wait; who has
+waited for too long says which ranks have not made the call, and the call fails on all.
 """
 
 from __future__ import annotations
@@ -211,11 +211,9 @@ class Engine:
             )
 
     def _busy(self) -> bool:
-        """Whether this rank wants to meet the others."""
-        return (
-            bool(self._fresh or self._held or self._news or self._joining or self._shutdown)
-            and self._broken is None
-        )
+        """Whether this rank wants to meet the others, or some of them wait for its call."""
+        own = self._fresh or self._held or self._news or self._joining or self._shutdown
+        return bool(own or self._told) and self._broken is None
 
     def _rouse(self) -> None:
         """Let the thread take part."""
