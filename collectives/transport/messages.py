@@ -26,8 +26,11 @@ _MESSAGE_BYTES = 1 << 30
 _closed: deque[MPI.Comm] = deque()
 _MOST_CLOSED = 16
 
-# Messages that nobody waits for any more although MPI may still read or write their memory: it is
-# never released.
+# Every MPI sends so few bytes at once, so that receiving what has come waits for nobody.
+_AT_ONCE_BYTES = 1024
+
+# Messages that nobody waits for any more although MPI may still read or write their memory, and
+# communicators that may still get some: never released.
 _abandoned: list[object] = []
 
 
@@ -213,11 +216,22 @@ class Endpoint:
             _closed.append(self.mpi)
             self.mpi = MPI.COMM_NULL
             while len(_closed) > _MOST_CLOSED:
-                oldest = _closed.popleft()
-                while oldest.Iprobe(self._any, MPI.ANY_TAG, self._found):
-                    data = np.empty(self._found.count, np.uint8)
-                    oldest.Recv((data, self.byte), self._found.source, self._found.tag)
-                oldest.Free()
+                self._free_closed(_closed.popleft())
+
+    def _free_closed(self, closed: MPI.Comm) -> None:
+        """Free a communicator after what nobody has received; keep it where that might wait."""
+        from mpi4py import MPI
+
+        try:
+            while closed.Iprobe(self._any, MPI.ANY_TAG, self._found):
+                if self._found.count > _AT_ONCE_BYTES:
+                    _abandoned.append(closed)
+                    return
+                data = np.empty(self._found.count, np.uint8)
+                closed.Recv((data, self.byte), self._found.source, self._found.tag)
+            closed.Free()
+        except MPI.Exception:  # a rank of it has died, of which this call is not about
+            _abandoned.append(closed)
 
     def __del__(self) -> None:
         # Messages are dropped unfinished when an error or Ctrl-C ended the operation.
