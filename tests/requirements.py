@@ -25,6 +25,8 @@ REQUIREMENTS = (
     "memory",  # more than 2 GiB to share
     "mpich",  # beside the first MPI library
     "netns",  # network namespaces: root, iproute2
+    "package",  # what builds ours, and an index of packages
+    "site",  # Sphinx, Playwright and a Chromium
     "sklearn",
     "slurm",  # a private cluster: root, Debian packages
     "torch",
@@ -32,7 +34,8 @@ REQUIREMENTS = (
 )
 
 # Packages that come with another one that has the requirement's name.
-_PART_OF = {"optax": "jax"}
+_SITE = ("axe_playwright_python", "furo", "myst_parser", "playwright", "sphinx")
+_PART_OF = {"optax": "jax", **dict.fromkeys(_SITE, "site"), "build": "package", "twine": "package"}
 
 # In pytest's words the name begins the reason, or follows "Skipped: " if a whole file is skipped.
 _MARK = re.compile(rf"(?:^|'Skipped: )({'|'.join(REQUIREMENTS)}): ")
