@@ -1,4 +1,4 @@
-"""The page of all messages: every error that the sources raise, by module, as a reader would see it.
+"""The page of all messages: every error that the sources raise, by module, as readers see it.
 
 What is filled in when it happens is shown as `...`.
 """

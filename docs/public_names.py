@@ -18,8 +18,8 @@ import messages
 # Module -> what its page says first. In this order names are given to pages: the rooms before the
 # package that repeats some of theirs.
 MODULES = {
-    "collectives": "Operations among ranks. What a communicator has as a method is a function here, "
-    "too: of the communicator of all ranks.",
+    "collectives": "Operations among ranks. What a communicator has as a method is a function "
+    "here, too: of the communicator of all ranks.",
     "strategies.errors": "What queues, readers, services and files raise.",
     "strategies.optimizers": "Rules by which gradients change variables.",
     "strategies.parameter_server": "Variables on ps tasks, and workers that do not wait.",

@@ -2,8 +2,8 @@
 
 On a page a file is a line that names it, such as "`train.py`:" at the end of a paragraph, and the
 next block of Python. A block of `sh` is typed in a folder that has these files; a block without a
-language after it is what it prints, in which the lines of several ranks may come in any order. Where
-a comment before it says so, its numbers are those of one run.
+language after it is what it prints, in which the lines of several ranks may come in any order.
+Where a comment before it says so, its numbers are those of one run.
 """
 
 from __future__ import annotations
@@ -92,12 +92,10 @@ def _words(command: str) -> list[str]:
 
 
 def _compare(commands: list[str], expected: list[str], printed: list[str], exact: bool) -> None:
-    """Compare lines in any order; each is one of what ranks or tables print, and none is repeated."""
+    """Compare lines in any order."""
 
     def bare(lines: list[str]) -> Counter[str]:
-        words = (
-            line.rstrip() if exact else " ".join(_ANY.sub("#", line).split()) for line in lines
-        )
-        return Counter(filter(None, words))
+        texts = lines if exact else [" ".join(_ANY.sub("#", line).split()) for line in lines]
+        return Counter(text.rstrip() for text in texts if text.strip())
 
     assert bare(printed) == bare(expected), f"{commands} print\n" + "\n".join(printed)
