@@ -26,7 +26,6 @@ from typing import Any
 
 from torch import distributed
 
-import collectives as cc
 from strategies.torch.work import translated
 
 __all__ = ["Line", "Operation"]
@@ -113,7 +112,7 @@ class Line:
         if not self._jobs and self._turn.acquire(blocking=False):
             try:
                 run()
-            except cc.CollectiveError as error:
+            except Exception as error:
                 raise translated(error) from error.__cause__
             finally:
                 self._turn.release()

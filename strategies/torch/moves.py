@@ -85,6 +85,9 @@ def allreduce(
 ) -> None:
     """Reduce tensors in place."""
     for tensor in tensors:
+        if tensor.is_sparse:
+            _allreduce_rows(comm, tensor, how, limit)
+            continue
         array, write = _lend(comm, tensor, adds=True)
         try:
             _reduce(comm, array, how, limit, out=array, codec=codec)
@@ -94,6 +97,26 @@ def allreduce(
             array[...] = _reduce(comm, array.copy(), how, limit, codec=codec)
         if write is not None:
             write()
+
+
+def _allreduce_rows(
+    comm: cc.Communicator, tensor: torch.Tensor, how: Reduction, limit: float
+) -> None:
+    """Reduce a sparse tensor in place: the result has the elements that any rank has."""
+    own = tensor.detach().coalesce()
+    sizes = tuple(own.shape[: own.sparse_dim()])
+    values, _ = lend(own.values())
+    if how.factor is not None:
+        values = values * np.asarray(how.factor, values.dtype)
+    where = np.ravel_multi_index(tuple(own.indices().cpu().numpy()), sizes)
+    found, rows = comm.sparse_allreduce(
+        where, values, num_rows=math.prod(sizes), op=how.op, timeout=limit
+    )
+    result = torch.empty(rows.shape, dtype=own.dtype)
+    shown(result)[...] = rows
+    indices = torch.from_numpy(np.stack(np.unravel_index(found, sizes)))
+    with torch.no_grad():
+        tensor.copy_(torch.sparse_coo_tensor(indices, result, own.shape, check_invariants=False))
 
 
 def differs_in_memory(error: cc.MismatchError) -> bool:
