@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ _KNOWN_AS = {"UnisonoGroup": "torch.distributed"}
 
 # Tags of `Communicator.group` end here.
 _TAGS = 1 << 14
+
+
+# Where DDP makes its last buckets, which C++ does: in a forward pass, or in that of a rank that has
+# no more data.
+_DDP, _REBUILD = "torch.nn.parallel.distributed", ("_pre_forward", "main_hook")
 
 
 class _Default:
@@ -166,6 +172,8 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Give every rank the root's tensor."""
+        if self._buckets is not None and _tells_new_buckets(sys._getframe(1)):
+            self._buckets.expect(tensors[0].numel())
         run = partial(moves.broadcast, self.comm, tensors[0], opts.rootRank, self._limit)
         return self._start("broadcast", run, opts, tensors)
 
@@ -341,3 +349,13 @@ class UnisonoGroup(distributed.ProcessGroup):
             self._line.now(run)
             return Done([tensor])
         return Pending(self._line.later(run), "allreduce", [tensor])
+
+
+def _tells_new_buckets(frame: FrameType) -> bool:
+    """Tell whether this calls a broadcast by which DDP says what its last buckets are.
+
+    Before the second forward pass rank 0 tells the order of the parameters, and then the size of
+    each bucket, so that the last of these broadcasts has as many elements as there are buckets.
+    """
+    code = frame.f_code
+    return code.co_name in _REBUILD and frame.f_globals.get("__name__") == _DDP
