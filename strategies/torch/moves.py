@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -126,10 +125,9 @@ def differs_in_memory(error: cc.MismatchError) -> bool:
     each time, and the others' are in shared memory, or about to be moved there by a call of
     `allgather_object` (`strategies.torch.buckets`). All ranks get the same error, so all do alike.
     """
-    text = str(error)
-    operations = set(re.findall(r"\((\w+)\) at ", text))
-    moving = operations == {"allreduce", "allgather_object"}
-    return moving or (operations == {"allreduce"} and "memory is " in text)
+    if error.operations == {"allreduce"}:
+        return "memory" in error.fields
+    return error.operations == {"allreduce", "allgather_object"}
 
 
 def broadcast(comm: cc.Communicator, tensor: torch.Tensor, root: int, limit: float) -> None:
