@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from strategies.training import durable
-from strategies.training.hooks import Hook, Session, Timer
+from strategies.training.hook import Hook, Session, Timer
 from strategies.training.summaries import MetricsWriter, Progress
 
 __all__ = ["Summaries"]

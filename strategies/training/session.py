@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,7 +20,9 @@ import collectives as cc
 from strategies import errors
 from strategies.checks import integer
 from strategies.ranks import Ranks
-from strategies.training.hooks import Checkpoints, Hook, StopAtStep
+from strategies.training.hook import Hook
+from strategies.training.hooks import Checkpoints, StopAtStep
+from strategies.training.keeping import Kept
 from strategies.training.preemption import Preemption
 from strategies.training.saver import Saver
 from strategies.training.wishes import Wishes, agreement
@@ -114,7 +115,7 @@ class TrainingSession:
                 "TrainingSession: ranks that are not in step cannot save together, expected a "
                 "CheckpointManager without ranks, got one with a communicator"
             )
-        self._saver, self._in_step, self._restores, self._metric = saver, in_step, restore, metric
+        self._in_step, self._restores, self._metric = in_step, restore, metric
         self._hooks = list(hooks)
         self._last_step_hooks = [hook for hook in self._hooks if isinstance(hook, StopAtStep)]
         if saver is not None and (save_steps, save_seconds) != (None, None):
@@ -133,14 +134,14 @@ class TrainingSession:
         self._recover_ranks = recover
         self._step, self._saved_step, self._steps_done = 0, -1, 0
         self._values: Mapping[str, Any] = {}
-        self._new: dict[str, Any] = {}  # things since the last save
         self._stopping = self._stop_wanted = self._save_wanted = self._asked = False
         self._began = self._save_time = 0.0
-        self._meet(shared if comm is None else comm)
+        self._meet(saver, shared if comm is None else comm)
 
-    def _meet(self, comm: cc.Communicator | None) -> None:
+    def _meet(self, saver: Saver | None, comm: cc.Communicator | None) -> None:
         self._all = Ranks(comm)  # at the beginning and the end
         self._ranks = self._all if self._in_step else Ranks()  # at every step
+        self._kept = Kept(saver, self._all, self._ranks)
 
     @property
     def step(self) -> int:
@@ -177,15 +178,11 @@ class TrainingSession:
 
     def __getitem__(self, name: str) -> Any:
         """Return a thing of the saver: the one that was given last, or restored since."""
-        if name in self._new:
-            return self._new[name]
-        if self._saver is None:
-            raise KeyError(name)
-        return self._saver[name]
+        return self._kept[name]
 
     def update(self, **things: Any) -> None:
         """Hand over things that are no longer the same objects, for the next checkpoint."""
-        self._new |= things
+        self._kept.update(things)
 
     def run(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
         """Make a step: call a function, and do what is to be done around it.
@@ -300,28 +297,11 @@ class TrainingSession:
         _log.warning("step %d has failed, going back to the last checkpoint: %s", self._step, error)
         saver = None if self._recover_ranks is None else self._recover_ranks(error)
         if saver is not None:
-            self._saver = saver
-            self._meet(saver.checkpoints.comm)
-        self._new.clear()
+            self._meet(saver, saver.checkpoints.comm)
+        self._kept.discard()
         if not self._restored():
             raise error
         self._begin_steps()
-
-    def _restored(self) -> bool:
-        """Restore the newest checkpoint on all ranks; False if there is none."""
-        saver = self._saver
-        if saver is None:
-            return False
-        if saver.checkpoints.comm is not None:
-            step = saver.restore()
-        else:
-            alone = saver
-            step = self._all.prepared("restore", lambda: alone.restore() if self.is_chief else None)
-            if self._all.comm is not None:
-                step = self._all.comm.broadcast_object(step)
-        if step is not None:
-            self._step = self._saved_step = step
-        return step is not None
 
     def _begin_steps(self) -> None:
         """Let hooks know that the state is there, and learn whether there is anything to do."""
@@ -338,27 +318,24 @@ class TrainingSession:
 
         self._all.together(name, calls)
 
+    def _restored(self) -> bool:
+        """Restore the newest checkpoint on all ranks; False if there is none."""
+        step = self._kept.restore()
+        if step is not None:
+            self._step = self._saved_step = step
+        return step is not None
+
     def _save(self) -> None:
         """Write a checkpoint; ranks in step together."""
-        saver = self._saver
-        if saver is None:
-            return
         began = time.monotonic()
         metric = self._values.get(self._metric) if self._metric is not None else None
-
-        def write() -> Path | None:
-            if saver.checkpoints.comm is None and not self.is_chief:
-                return None
-            return saver.save(self._step, metric=metric, **self._new)
+        path = self._kept.save(self._step, metric)
 
         def tell() -> None:
-            if path is not None and self.is_chief:
-                for call in self._saved_hooks:
-                    call(self, path)
+            for call in self._saved_hooks if path is not None and self.is_chief else ():
+                call(self, path)
 
-        path = self._ranks.together("save", write)
         self._ranks.prepared("save: hooks", tell)
-        self._new.clear()
         self._saved_step = self._step
         self._save_time = time.monotonic() - began
 
@@ -410,12 +387,7 @@ class TrainingSession:
         if self._step != self._saved_step:
             self._save()
         self._call_hooks("end")
-
-        def wait() -> None:
-            if self._saver is not None and (self._saver.checkpoints.comm or self.is_chief):
-                self._saver.checkpoints.wait()
-
-        self._all.together("save", wait)
+        self._all.together("save", self._kept.wait)
         self._all.agree("the session has ended")
 
     def _close(self) -> None:

@@ -13,6 +13,7 @@ import strategies
 from requirements import installed
 from strategies import errors
 from strategies.training import Saver, Summaries, TrainingSession, hooks, reporting
+from strategies.training.hook import Timer
 
 
 class Witness(hooks.Hook):
@@ -73,14 +74,14 @@ def test_the_documented_order():
 
 
 def test_a_timer_is_due_at_first_and_never_twice_at_one_step():
-    timer = hooks.Timer("test", steps=3)
+    timer = Timer("test", steps=3)
     due = []
     for step in [1, 1, 2, 3, 4, 4, 5, 9]:
         if timer.due(step):
             timer.done(step)
             due.append(step)
     assert due == [1, 4, 9]
-    timer = hooks.Timer("test", seconds=1e-9)
+    timer = Timer("test", seconds=1e-9)
     assert timer.due(1)
     timer.done(1)
     assert not timer.due(1)
@@ -90,7 +91,7 @@ def test_a_timer_is_due_at_first_and_never_twice_at_one_step():
 @pytest.mark.parametrize("given", [{}, {"steps": 1, "seconds": 1}, {"steps": 0}, {"seconds": -1}])
 def test_a_timer_wants_steps_or_seconds(given):
     with pytest.raises(ValueError, match="test: "):
-        hooks.Timer("test", **given)
+        Timer("test", **given)
 
 
 @pytest.mark.parametrize("given", [{}, {"last_step": 1, "num_steps": 1}, {"last_step": -1}])
