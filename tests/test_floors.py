@@ -44,6 +44,7 @@ FLOORS = {
         {"replicas"},
         {"averaging"},
         {"jax", "strategy", "torch"},
+        {"wrapping"},
         {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous"},
         {"horovod"},
         {"__init__"},
