@@ -34,7 +34,7 @@ FLOORS = {
         {"__main__"},
     ],
     "strategies": [
-        {"arrays", "checks", "errors", "model_parallel", "options", "structures"},
+        {"arrays", "checks", "errors", "model_parallel", "options", "structures", "urls"},
         {"agreement", "sparse"},
         {"optimizers", "ranks", "sums"},
         {"cluster", "training"},
