@@ -24,7 +24,6 @@ from strategies import errors
 from strategies.training import Slice, checkpoint, durable, shards
 from strategies.training.checkpoint_manager import CheckpointManager
 
-
 WRITE = os.write
 
 
