@@ -73,6 +73,7 @@ __all__ = [
     "send_object",
     "sendrecv",
     "shared_empty",
+    "shrink",
     "shutdown",
     "size",
     "sparse_allreduce",
@@ -149,6 +150,17 @@ def shutdown() -> None:
         timelines.stop(_world)
         _world.close()
         _world = None
+
+
+def shrink(*, timeout: float | None = None) -> Communicator:
+    """Let those that live go on as the world: `init` and the functions of the package mean them.
+
+    As `Communicator.shrink` of the world communicator, which this closes.
+    """
+    global _world, _members
+    _world = _current().shrink(timeout=timeout)
+    _members = list(_world.transport.world or range(_world.size))
+    return _world
 
 
 def is_initialized() -> bool:
