@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -152,17 +153,6 @@ def shutdown() -> None:
         _world = None
 
 
-def shrink(*, timeout: float | None = None) -> Communicator:
-    """Let those that live go on as the world: `init` and the functions of the package mean them.
-
-    As `Communicator.shrink` of the world communicator, which this closes.
-    """
-    global _world, _members
-    _world = _current().shrink(timeout=timeout)
-    _members = list(_world.transport.world or range(_world.size))
-    return _world
-
-
 def is_initialized() -> bool:
     """Tell whether `init` was called."""
     return _world is not None
@@ -246,6 +236,15 @@ def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, 
     return function
 
 
+@functools.wraps(Communicator.shrink)
+def _shrink(world: Communicator, *, timeout: float | None = None) -> Communicator:
+    global _world, _members
+    _world = world.shrink(timeout=timeout)
+    _members = list(_world.transport.world or range(_world.size))
+    return _world
+
+
+shrink = _on_world(_shrink)
 allreduce = _on_world(Communicator.allreduce)
 reduce = _on_world(Communicator.reduce)
 scatter = _on_world(Communicator.scatter)

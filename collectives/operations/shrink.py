@@ -22,7 +22,8 @@ def shrink(group: G, *, timeout: float | None = None) -> G:
     *Collective* over the ranks that live: each calls it once it has got a `PeerFailure`, and those
     that have not yet get theirs, since nobody can go on here. What was made of this communicator
     (plans, buckets, groups, strategies, optimizers) is of no use any more and is made anew. Without
-    a death the result has the same ranks.
+    a death the result has the same ranks. After `collectives.shrink()` the result is the world: of
+    `init`, and of the package's functions.
 
     The job has to be one that outlives its ranks: Open MPI >= 5 under `mpirun --with-ft ulfm`. A
     death sets a limit for the end of the program; this lifts it: those that live wait for each
