@@ -70,6 +70,7 @@ MAY_IMPORT = {
         "collectives.launch",
         "collectives.transport.mailbox",
         "collectives.transport.messages",
+        "collectives.transport.survivors",
         "collectives.transport.whereabouts",
         "collectives.tools.info",  # asks the library for its version
         "collectives.tools.peers",  # is what ours is compared with
