@@ -168,6 +168,17 @@ class Group:
             self.node_engine.close()
         self.transport.close()
 
+    def give_up(self, reason: str) -> None:
+        """Refuse later calls for a reason, alone, and let the other ranks leave theirs.
+
+        Where the MPI library outlives its ranks, they get `PeerFailure`, and may `shrink`; where it
+        does not, they wait for this rank until they see that it has ended.
+        """
+        self.unusable = reason
+        self.transport.revoke()
+        if self.node_engine is not None:
+            self.node_engine.close()
+
     def dead_here(self) -> list[int]:
         """Return the ranks of this node that have died, as far as shared memory tells."""
         return [] if self.node_engine is None else self.node_engine.dead()
