@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from strategies.checks import integer, number
+from strategies.training.location import Location
 
 __all__ = ["Hook", "Session", "Timer", "Values"]
 
@@ -59,7 +59,7 @@ class Hook:
     def after_run(self, session: Session, values: Values) -> None:
         """Called after each step, with what it returned; empty where that is not a dict."""
 
-    def after_save(self, session: Session, path: Path) -> None:
+    def after_save(self, session: Session, path: Location) -> None:
         """Called when a checkpoint is written, or on its way in the background; on the chief."""
 
     def end(self, session: Session) -> None:

@@ -25,13 +25,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import collectives as cc
 from strategies import errors
 from strategies.checks import integer
 from strategies.training.hook import Hook, Session, Timer, Values
+from strategies.training.location import Location
 
 __all__ = [
     "Checkpoints",
@@ -244,7 +244,7 @@ class Checkpoints(Hook):
         if session.is_chief and self._timer.due(session.step):
             session.request_save()
 
-    def after_save(self, session: Session, path: Path) -> None:
+    def after_save(self, session: Session, path: Location) -> None:
         """Count from here, whoever has asked."""
         self._timer.done(session.step)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from strategies.ranks import Ranks
+from strategies.training.location import Location
 from strategies.training.saver import Saver
 
 __all__ = ["Kept"]
@@ -52,7 +52,7 @@ class Kept:
         comm = self._everyone.comm
         return step if comm is None else comm.broadcast_object(step)
 
-    def save(self, step: int, metric: float | None) -> Path | None:
+    def save(self, step: int, metric: float | None) -> Location | None:
         """Write a checkpoint, *collective* among the ranks that do so at the same time.
 
         Returns:
