@@ -9,6 +9,7 @@ dist = torch.distributed
 
 import torch.distributed._functional_collectives as functional  # noqa: E402
 import torch.distributed.nn  # noqa: E402
+from torch.distributed.distributed_c10d import _coalescing_manager as coalescing  # noqa: E402
 
 __all__ = ["CALLS", "numbers"]
 
@@ -256,7 +257,7 @@ def other_ways_to_gather_and_scatter(group, rank, size):
 def several_at_once(group, rank, size):
     """By a block, as FSDP does, and by functions with lists."""
     made = [numbers(rank, 3), numbers(rank, 2, 2)]
-    with dist.distributed_c10d._coalescing_manager(group=group):
+    with coalescing(group=group):
         for x in made:
             dist.all_reduce(x, group=group)
     xs = [numbers(rank, size * 2), numbers(rank, size)]
