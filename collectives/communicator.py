@@ -21,6 +21,7 @@ from collectives.operations import (
     rows,
     send_recv,
     shared,
+    shrink,
     sparse,
 )
 from collectives.operations import reduce as reductions
@@ -89,7 +90,7 @@ class Communicator(Group):
     is given. `timeout` is in seconds and defaults to the setting `UNISONO_TIMEOUT`.
 
     After a `CollectiveTimeout` or a `PeerFailure` messages may still be under way, so every later
-    call raises `CollectiveError` at once.
+    call raises `CollectiveError` at once; `shrink` may make another one of the ranks that live.
 
     `rank`, `size`, `local_rank`, `local_size`, `node_rank` and `num_nodes` say where this process
     stands; these attributes, and the arguments, are those of `collectives.operations.group.Group`.
@@ -137,6 +138,7 @@ class Communicator(Group):
     plan_buckets = buckets.plan_buckets
     split = groups.split
     group = groups.group
+    shrink = shrink.shrink
 
     allreduce_async = asynchronous(allreduce)
     reduce_async = asynchronous(reduce)

@@ -33,6 +33,7 @@ __all__ = [
     "check_world_size",
     "is_fault_tolerant",
     "launched_processes",
+    "library",
     "members",
     "mpi_settings",
     "some_processes",
@@ -347,3 +348,10 @@ def is_fault_tolerant() -> bool:
     """Tell whether the survivors of a dead rank can go on: `mpirun --with-ft ulfm`."""
     variable = "OMPI_MCA_mpi_ft_enable"
     return os.environ.get(variable, "").lower() in ("1", "true")
+
+
+def library() -> str:
+    """Return the name of the MPI library and its version, as it gives them."""
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().splitlines()[0].strip("\0").strip().split(",")[0]

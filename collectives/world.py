@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -73,6 +74,7 @@ __all__ = [
     "send_object",
     "sendrecv",
     "shared_empty",
+    "shrink",
     "shutdown",
     "size",
     "sparse_allreduce",
@@ -234,6 +236,15 @@ def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, 
     return function
 
 
+@functools.wraps(Communicator.shrink)
+def _shrink(world: Communicator, *, timeout: float | None = None) -> Communicator:
+    global _world, _members
+    _world = world.shrink(timeout=timeout)
+    _members = list(_world.transport.world or range(_world.size))
+    return _world
+
+
+shrink = _on_world(_shrink)
 allreduce = _on_world(Communicator.allreduce)
 reduce = _on_world(Communicator.reduce)
 scatter = _on_world(Communicator.scatter)

@@ -34,7 +34,7 @@ FLOORS = {
         {"__main__"},
     ],
     "strategies": [
-        {"arrays", "checks", "errors", "model_parallel", "options", "structures"},
+        {"arrays", "checks", "errors", "model_parallel", "options", "structures", "urls"},
         {"agreement", "sparse"},
         {"optimizers", "ranks", "sums"},
         {"cluster", "training"},
@@ -44,6 +44,7 @@ FLOORS = {
         {"replicas"},
         {"averaging"},
         {"jax", "strategy", "torch"},
+        {"wrapping"},
         {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous"},
         {"horovod"},
         {"__init__"},
@@ -70,6 +71,7 @@ MAY_IMPORT = {
         "collectives.launch",
         "collectives.transport.mailbox",
         "collectives.transport.messages",
+        "collectives.transport.survivors",
         "collectives.transport.whereabouts",
         "collectives.tools.info",  # asks the library for its version
         "collectives.tools.peers",  # is what ours is compared with

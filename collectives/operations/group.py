@@ -91,7 +91,7 @@ class Group:
         self.status: status.Board | None = None
         machine = self.settings.links.machine
         self.layout = Layout(self.size, self.num_nodes, machine)
-        self.levels_by_messages = hierarchical.levels(transport, self.leaders)
+        self.levels_by_messages = hierarchical.levels(transport, self.leaders, machine)
         self.levels = self.levels_by_messages
         self.node_engine: engine.Engine | None = None
         self.plans: dict[object, Any] = {}
@@ -167,6 +167,17 @@ class Group:
         if self.node_engine is not None:
             self.node_engine.close()
         self.transport.close()
+
+    def give_up(self, reason: str) -> None:
+        """Refuse later calls for a reason, alone, and let the other ranks leave theirs.
+
+        Where the MPI library outlives its ranks, they get `PeerFailure`, and may `shrink`; where it
+        does not, they wait for this rank until they see that it has ended.
+        """
+        self.unusable = reason
+        self.transport.revoke()
+        if self.node_engine is not None:
+            self.node_engine.close()
 
     def dead_here(self) -> list[int]:
         """Return the ranks of this node that have died, as far as shared memory tells."""

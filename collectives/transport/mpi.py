@@ -6,7 +6,6 @@ thread that MPI was not started for.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import functools
@@ -17,11 +16,11 @@ import numpy as np
 
 from collectives.arrays.host import Array
 from collectives.errors import CollectiveError, LaunchError, MismatchError, PeerFailure
-from collectives.transport import liveness, waiting, whereabouts
+from collectives.transport import liveness, survivors, waiting, whereabouts
 from collectives.transport.mailbox import MpiMailbox
 from collectives.transport.messages import Endpoint, MpiMessage, is_death
 from collectives.transport.transport import InC, Transport
-from collectives.transport.waiting import Message, named, this_thread
+from collectives.transport.waiting import Deadline, Message, named, this_thread
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -162,6 +161,20 @@ class MpiTransport(Transport):
             raise self._explain(error, "group") from error
         return transport
 
+    def shrink(self, deadline: Deadline) -> tuple[MpiTransport, list[int]]:
+        """Make a transport over MPI for the ranks that live."""
+        numbers = self._numbers[0]
+        self.revoke()
+        survivors.meet(self, numbers, self._key, deadline)
+        try:
+            return survivors.form(self.mpi, MpiTransport)
+        except NotImplementedError as error:
+            raise LaunchError(f"{deadline.operation}: this MPI cannot do that: {error}") from error
+
+    def revoke(self) -> None:
+        """Let all ranks leave their operations, where MPI can do that."""
+        survivors.revoke(self.mpi)
+
     def lane(self, number: int | None = None) -> MpiTransport:
         """Return messages over the same communicator with another tag."""
         from mpi4py import MPI
@@ -200,7 +213,11 @@ class MpiTransport(Transport):
         from mpi4py import MPI
 
         largest = np.array([number])
-        self.mpi.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+        try:
+            self.mpi.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+        except MPI.Exception:
+            self.revoke()  # others may still wait in it
+            raise
         return int(largest[0])
 
     def look_around(self, operation: str, peers: Sequence[int] = ()) -> None:
@@ -280,15 +297,10 @@ class MpiTransport(Transport):
 
     def _peer_failure(self, operation: str, dead: Sequence[int]) -> PeerFailure:
         """Let all ranks leave their operations, and return the error for this one."""
-        from mpi4py import MPI
-
         liveness.limit_exit()
-        with contextlib.suppress(NotImplementedError, MPI.Exception):
-            # Revoking twice can disturb the other ranks' way out.
-            if not self.mpi.Is_revoked():
-                self.mpi.Revoke()
-        names = self.name(dead) if dead else "some rank"
-        return PeerFailure(f"{operation}: {names} died ({self.where})")
+        self.revoke()
+        what = f"{self.name(dead)} died" if dead else "some rank died, or has given up"
+        return PeerFailure(f"{operation}: {what} ({self.where})")
 
     def _knows_who_died(self) -> bool:
         from mpi4py import MPI

@@ -16,6 +16,7 @@ import numpy as np
 
 from collectives.arrays import device
 from collectives.arrays.host import Array
+from collectives.errors import LaunchError
 from collectives.transport.mailbox import Mailbox
 from collectives.transport.waiting import (
     POLLS,
@@ -102,6 +103,22 @@ class Transport(Ranks, ABC):
     def members(self, ranks: Sequence[int], tag: int) -> Transport:
         """Make a transport for some ranks, in this order, which alone call this, with one tag."""
         raise NotImplementedError(f"members: {type(self).__name__} is only a part of a transport")
+
+    def shrink(self, deadline: Deadline) -> tuple[Transport, list[int]]:
+        """Make a transport for the ranks that live; *collective* over these.
+
+        Returns:
+            It, and the numbers that its ranks have here.
+
+        Raises:
+            CollectiveTimeout: a rank that lives has not come.
+            LaunchError: the ranks cannot outlive each other.
+        """
+        kind = type(self).__name__
+        raise LaunchError(f"shrink: ranks of {kind} do not outlive each other")
+
+    def revoke(self) -> None:  # noqa: B027  (not every transport can do that)
+        """Let all ranks leave what they do here, with `PeerFailure`; nothing can follow."""
 
     def lane(self, number: int | None = None) -> Transport:
         """Return messages among the same ranks that never meet those of this; sends nothing.

@@ -16,7 +16,10 @@ Questions name the communicator in which the asking rank waits: others do not co
 
 Cost: nothing for operations that take less than a tenth of a second. Per rank that is waited for,
 and communicator, one message of 8 bytes in the life of a program, and few answers; at the end a
-barrier that does not block.
+barrier that does not block, or P messages to and from each rank where some have died.
+
+Where those that live go on after a death (`collectives.transport.survivors`), they meet here, too:
+who has come says so to all others.
 """
 
 from __future__ import annotations
@@ -41,13 +44,14 @@ if TYPE_CHECKING:
 
 __all__ = ["News", "Whereabouts", "current", "install", "next_key"]
 
-_ASK, _TELL = 1, 2  # tags
+_ASK, _TELL, _COME = 1, 2, 3  # tags
 _QUESTION = struct.Struct("q")  # key of the communicator
 _ANSWER = struct.Struct("qqq")  # key, kind, rank of the world; a text follows
 _ENDED, _WAITS = 0, 1  # kinds: this rank has ended its program; the teller waits for this rank
 _TEXT_BYTES = 200
 
-# The key of an answer that holds in all communicators; theirs begin with 1.
+# The key of an answer that holds in all communicators, and of the meeting at the end; those of
+# communicators begin with 1.
 _EVERYWHERE = 0
 
 # Seconds between the news that a rank has ended and the end of the wait for it: what it sent before
@@ -88,7 +92,7 @@ class Whereabouts(Ranks):
 
         self.endpoint = Endpoint(world)
         self.status: MPI.Status | None = None  # lengths are those that were sent
-        self._mpi = self.endpoint.mpi
+        self._mpi = self._last = self.endpoint.mpi
         self._error = MPI.Exception
         self.rank = self._mpi.Get_rank()
         self.size = self._mpi.Get_size()
@@ -102,6 +106,7 @@ class Whereabouts(Ranks):
         self._waiting: dict[int, tuple[int, float]] = {}  # key -> whom this rank waits for, when
         self._failed: dict[int, News] = {}  # key -> why this rank waits no more
         self._end: News | None = None  # of this rank's program
+        self._come: set[tuple[int, int]] = set()  # (rank, key) that have come to a meeting
 
     @property
     def is_mine(self) -> bool:
@@ -130,6 +135,19 @@ class Whereabouts(Ranks):
                     self._fail(key, news)
                     return news
         return None
+
+    def come(self, key: int, peers: Sequence[int]) -> None:
+        """Tell ranks that this one has come to the meeting of a communicator."""
+        with self._lock:
+            for peer in peers:
+                self._send(_QUESTION.pack(key), peer, _COME)
+
+    def here(self, key: int) -> set[int]:
+        """Return the ranks that have come, or will never do so since they are dead."""
+        with self._lock:
+            self._take()
+            dead = self.endpoint.dead()
+            return {rank for rank, of in self._come if of == key} | set(dead)
 
     def fail(self, key: int, rank: int, how: str) -> None:
         """Tell those who wait for this rank that it waits no more, since another one has left.
@@ -175,8 +193,11 @@ class Whereabouts(Ranks):
             self._end = News(self.rank, how, time.monotonic())
             self._take()
             self._tell_all(None, self._end)
+        if liveness.is_lifted():
+            self._meet_at_end()
+            return
         try:
-            together = self._mpi.Ibarrier()
+            together = self._last.Ibarrier()
             wait = Wait()
             while not together.Test():
                 with self._lock:
@@ -186,6 +207,18 @@ class Whereabouts(Ranks):
         except self._error:  # a rank has died, of which this one may not have heard before
             liveness.limit_exit()
             liveness.prepare_exit()
+
+    def _meet_at_end(self) -> None:
+        """Wait until all ranks have ended their programs, or died.
+
+        By messages: MPI's barrier has no way without the dead.
+        """
+        others = set(range(self.size)) - {self.rank}
+        self.come(_EVERYWHERE, sorted(others))
+        wait = Wait()
+        while not others <= self.here(_EVERYWHERE):
+            wait.pause()
+        liveness.end_soon()
 
     def _news_of(self, peer: int, key: int) -> News | None:
         """Return why a rank will not come: another one has ended, or itself some time ago."""
@@ -216,6 +249,8 @@ class Whereabouts(Ranks):
                 self._tell(source, key, _ENDED, ended.rank, ended.text)
             elif time.monotonic() - since < _ANSWERS_WITHIN:
                 self._tell(source, key, _WAITS, awaited)
+        for source, question in self._messages(_COME):
+            self._come.add((source, *_QUESTION.unpack(question)))
         for source, answer in self._messages(_TELL):
             key, kind, rank = _ANSWER.unpack_from(answer)
             if kind == _WAITS:

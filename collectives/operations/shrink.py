@@ -1,0 +1,81 @@
+"""Go on without the ranks that have died."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from collectives import launch
+from collectives.errors import LaunchError
+from collectives.operations.group import Group
+from collectives.operations.point_to_point import PointToPoint
+from collectives.operations.requests import background
+from collectives.transport.transport import Deadline
+
+__all__ = ["shrink"]
+
+G = TypeVar("G", bound=Group)
+
+
+def shrink(group: G, *, timeout: float | None = None) -> G:
+    """Make a communicator of the ranks that live, in their order, and close this one.
+
+    *Collective* over the ranks that live: each calls it once it has got a `PeerFailure`, and those
+    that have not yet get theirs, since nobody can go on here. What was made of this communicator
+    (plans, buckets, groups, strategies, optimizers) is of no use any more and is made anew. Without
+    a death the result has the same ranks. After `collectives.shrink()` the result is the world: of
+    `init`, and of the package's functions.
+
+    The job has to be one that outlives its ranks: Open MPI >= 5 under `mpirun --with-ft ulfm`. A
+    death sets a limit for the end of the program; this lifts it: those that live wait for each
+    other there.
+
+    Args:
+        timeout: seconds within which all of them have to come; the setting's if None.
+
+    Returns:
+        A communicator, numbered from 0. Errors name its ranks by their numbers in the world, too.
+
+    Raises:
+        LaunchError: ranks of this job do not outlive each other; nothing has changed.
+        CollectiveTimeout: a rank that lives has not come; it is named.
+
+    Cost: some milliseconds, and the first call makes the node engine anew.
+
+    Example:
+        >>> import collectives as cc
+        >>> def sum_of_those_that_live(comm, x):
+        ...     try:
+        ...         return comm, comm.allreduce(x, op=cc.SUM)
+        ...     except cc.PeerFailure:
+        ...         return sum_of_those_that_live(comm.shrink(), x)
+    """
+    if not launch.is_fault_tolerant():
+        raise LaunchError(
+            f"shrink: a dead rank ends this job, expected Open MPI >= 5 started by `mpirun "
+            f"--with-ft ulfm`, got {launch.library()}; start the job again, from its last "
+            f"checkpoint ({group.transport.where})"
+        )
+    limit = group.settings.timeout if timeout is None else timeout
+    deadline = Deadline("shrink", limit, group.settings.stall_warning)
+    record = group.begin("shrink", ours=2)
+    try:
+        transport, members = group.transport.shrink(deadline)
+    except BaseException as error:
+        group.failed("shrink", error)
+        group.end(record, error)
+        raise
+    group.end(record, None)
+    _let_go(group)
+    world = group.transport.world or range(group.size)
+    transport.world = [world[rank] for rank in members]
+    leaders = [group.leaders[rank] for rank in members]
+    return type(group)(transport, leaders, group.settings, f"{group.recorder.name}.shrunk")
+
+
+def _let_go(group: Group) -> None:
+    """End the threads of a communicator with dead ranks; its memory goes with its last user."""
+    group.unusable = "it was shrunk"
+    group.kept(background).close()
+    group.kept(PointToPoint).close()
+    if group.node_engine is not None:
+        group.node_engine.close()

@@ -1,0 +1,108 @@
+"""Who is left when ranks have died: those that live meet, and go on by themselves.
+
+Only where the MPI library outlives its ranks: Open MPI >= 5 under `mpirun --with-ft ulfm`.
+
+    rank 0             rank 1      rank 2
+    revoke              dead       revoke            whoever waits leaves its operation
+    "here" -> 2                    "here" -> 0       within a limit, beside the communicator
+    Shrink                         Shrink            MPI agrees on the dead, and leaves them out
+    Dup, ...                       Dup, ...          the private communicator of the new group
+    Agree                          Agree             did all come through? else once more
+
+MPI's own calls, but the last two lines of which have no limit, are made when all that live have
+come: they wait for nobody who computes. `Ishrink`, which could be given up, fails with an internal
+error in Open MPI 5.0.11. A rank that dies meanwhile is left out by the next attempt.
+
+Cost: P messages of 16 bytes to and from each rank, and three agreements: milliseconds.
+
+Source: W. Bland et al., "Post-failure recovery of MPI communication capability: design and
+rationale", IJHPCA 27(3), 2013; MPIX_Comm_revoke, MPIX_Comm_shrink and MPIX_Comm_agree of Open MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from collectives.errors import CollectiveError
+from collectives.transport import liveness, whereabouts
+from collectives.transport.waiting import Deadline, Known, Ranks, Wait
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["form", "meet", "revoke"]
+
+T = TypeVar("T")
+
+# Communicators of attempts during which a rank has died. MPI may still have calls on them.
+_given_up: list[object] = []
+
+
+def revoke(comm: MPI.Comm) -> None:
+    """Let all ranks leave what they do on a communicator, where MPI can do that."""
+    from mpi4py import MPI
+
+    with contextlib.suppress(NotImplementedError, MPI.Exception):
+        # Revoking twice can disturb the other ranks' way out.
+        if not comm.Is_revoked():
+            comm.Revoke()
+
+
+def meet(ranks: Ranks, numbers: Sequence[int], key: int, deadline: Deadline) -> None:
+    """Wait until every rank has come or died.
+
+    Args:
+        ranks: the group, as errors name it.
+        numbers: of its ranks in the world.
+        key: of the communicator (`whereabouts.next_key`).
+        deadline: the limit.
+
+    Raises:
+        CollectiveTimeout: a rank that lives has not come; names it.
+    """
+    world = whereabouts.current
+    if world is None:  # a world of some processes only: MPI's own waits have to do
+        return
+    others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+    world.come(key, [numbers[rank] for rank in others])
+    wait = Wait()
+    while missing := [rank for rank in others if numbers[rank] not in world.here(key)]:
+        absent = [Known(f"{ranks.name([rank])} to come", (rank,), False) for rank in missing]
+        deadline.check(ranks, absent)
+        wait.pause()
+
+
+def form(comm: MPI.Comm, make: Callable[[MPI.Comm], T]) -> tuple[T, list[int]]:
+    """Make something of a communicator of the ranks that live; *collective* over these.
+
+    Args:
+        comm: revoked, or not.
+        make: collective over the ranks of what it is given; raises MPI's errors, or ours, where
+            one of them dies.
+
+    Returns:
+        What was made, and the numbers that its ranks have in `comm`.
+    """
+    from mpi4py import MPI
+
+    while True:
+        part = comm.Shrink()
+        made = None
+        try:
+            made = make(part)
+        except (MPI.Exception, CollectiveError):
+            revoke(part)  # others may wait for this rank
+        whole = False
+        with contextlib.suppress(MPI.Exception):  # that a rank has died: on all of them
+            whole = bool(part.Agree(int(made is not None)))
+        if made is not None and whole:
+            own, before = part.Get_group(), comm.Get_group()
+            numbers = list(own.Translate_ranks(None, before))
+            own.Free()
+            before.Free()
+            part.Free()
+            liveness.lift_limit()
+            return made, numbers
+        _given_up.append((part, made))

@@ -1,0 +1,172 @@
+"""Ranks die, and those that live go on as a smaller communicator."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+import time
+
+import pytest
+
+from launcher import mpirun, mpirun_path, run
+from requirements import require
+
+FAULT_TOLERANT = ("--with-ft", "ulfm")
+MEMORY = {"memory": "/dev/shm", "messages": "off"}
+
+# Every round one part of the ranks dies, and the others go on with everything that there was.
+PROGRAM = """
+import os, signal, sys, time
+import numpy as np
+import collectives as cc
+
+world = comm = cc.init()
+number = comm.rank
+rounds = [[int(rank) for rank in victims.split(",")] for victims in sys.argv[1].split("/")]
+
+def work(comm):
+    x = np.full(3000, comm.rank + 1.0)
+    total = comm.size * (comm.size + 1) / 2
+    assert (comm.allreduce(x, op=cc.SUM) == total).all()
+    assert (comm.allreduce_async(x, op=cc.SUM).wait(30) == total).all()
+    plan = comm.plan_allreduce(comm.shared_empty(1000, np.float32))
+    plan()
+    half = comm.split(comm.rank % 2)
+    assert half.allreduce(1, op=cc.SUM) == (comm.size + 1 - comm.rank % 2) // 2
+    half.close()
+
+work(comm)
+for victims in rounds:
+    if number in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            work(comm)
+    except cc.PeerFailure as error:
+        words = str(error)
+    began = time.monotonic()
+    comm, before = cc.shrink(), comm
+    assert cc.init() is comm
+    work(comm)
+    seconds = time.monotonic() - began
+    print(f"{number} is rank {comm.rank} of {comm.size} after {seconds:.3f} s: {words}", flush=True)
+    try:
+        before.barrier()
+    except cc.CollectiveError as error:
+        assert "since it was shrunk" in str(error), error
+time.sleep(comm.rank * 0.3)  # who ends first waits for the others
+print(f"{number} ends", flush=True)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fault_tolerant_mpi():
+    version = run([mpirun_path(), "--version"], timeout=30).stdout
+    if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
+        require("ulfm", "fault tolerance needs Open MPI 5")
+
+
+def left_in_memory():
+    return {name for name in os.listdir("/dev/shm") if name.startswith("unisono-")}
+
+
+def start(tmp_path, text, size, *arguments, timeout=60, **extra):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(text))
+    extra = {"UNISONO_RECORDER_DIR": str(tmp_path / "records"), **extra}
+    return mpirun(size, program, *arguments, options=FAULT_TOLERANT, timeout=timeout, **extra)
+
+
+@pytest.mark.parametrize(
+    ("victims", "memory"),
+    [("0/3", "memory"), ("0,2", "messages"),
+     *[pytest.param(victims, memory, marks=pytest.mark.long)
+       for victims, memory in [("1", "memory"), ("3/0", "messages"), ("1,2/0", "memory")]]],
+)  # fmt: skip
+def test_those_that_live_go_on_with_everything_there_was(tmp_path, victims, memory):
+    before = left_in_memory()
+    result = start(tmp_path, PROGRAM, 4, victims, UNISONO_SHARED_MEMORY=MEMORY[memory])
+    living = set(range(4))
+    for dead in victims.split("/"):
+        living -= {int(rank) for rank in dead.split(",")}
+        for place, number in enumerate(sorted(living)):
+            words = rf"{number} is rank {place} of {len(living)} after (\S+) s: .* died"
+            told = re.search(words, result.stdout)
+            assert told, result
+            assert float(told[1]) < 5
+    assert sorted(re.findall(r"(\d) ends", result.stdout)) == [str(rank) for rank in sorted(living)]
+    assert result.status == 0, result
+    assert left_in_memory() <= before
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_limit(tmp_path):
+    text = """
+        import os, signal, time
+        import collectives as cc
+        comm = cc.init()
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if comm.rank == 2:  # computes, and hears of nothing
+            time.sleep(60)
+        try:
+            comm.barrier()
+        except cc.PeerFailure:
+            pass
+        comm.shrink(timeout=2)
+    """
+    began = time.monotonic()
+    result = start(tmp_path, text, 3)
+    assert time.monotonic() - began < 40
+    told = "CollectiveTimeout: shrink: no answer within 2 s, still waiting for rank 2 to come"
+    assert told in result.stderr, result
+    assert result.status != 0
+
+
+def test_who_gives_up_lets_the_others_leave_and_all_meet_again(tmp_path):
+    text = """
+        import sys
+        import numpy as np
+        import collectives as cc
+        comm = cc.init()
+        comm.barrier()
+        try:
+            if comm.rank == 1:
+                comm.give_up("it has had enough")
+            comm.allreduce(np.ones(10))
+        except cc.CollectiveError as error:
+            print(f"{comm.rank}: {type(error).__name__}: {error}", flush=True)
+        comm = comm.shrink()
+        print("sum", comm.allreduce(1, op=cc.SUM), flush=True)
+    """
+    result = start(tmp_path, text, 3)
+    assert result.stdout.count("sum 3") == 3, result
+    own = (
+        "1: CollectiveError: allreduce: this communicator is not usable any more, since it has had"
+    )
+    assert own in result.stdout, result
+    for rank in (0, 2):
+        assert f"{rank}: PeerFailure: allreduce: " in result.stdout, result
+
+
+def test_where_a_death_ends_the_job_an_error_says_what_is_possible(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+        import collectives as cc
+        comm = cc.init()
+        try:
+            comm.shrink()
+        except cc.LaunchError as error:
+            print(error)
+        print("sum", comm.allreduce(1, op=cc.SUM))
+        """)
+    )
+    result = mpirun(2, program, timeout=60)
+    told = (
+        "shrink: a dead rank ends this job, expected Open MPI >= 5 started by `mpirun --with-ft "
+        "ulfm`, got Open MPI v5"
+    )
+    assert result.stdout.count(told) == 2, result
+    assert result.stdout.count("sum 2") == 2
