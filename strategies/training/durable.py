@@ -54,8 +54,10 @@ def explained(operation: str, path: PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        kind = _ERROR_OF_ERRNO.get(error.errno, errors.FailedPreconditionError)
+        # Those of fsspec have no number.
+        code = errno.ENOENT if isinstance(error, FileNotFoundError) else error.errno
+        reason = (os.strerror(code) if code else str(error)).lower()
+        kind = _ERROR_OF_ERRNO.get(code, errors.FailedPreconditionError)
         raise kind(f"{operation}: {reason} (file: {error.filename or path})") from error
 
 
