@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strategies.variables import partition
+from strategies.variables import initializers, partition
 from strategies.variables.items import Reading, Update
 from strategies.variables.open import reset_container, shared_partitioned_variable, shared_variable
 from strategies.variables.together import apply_all, assign_all, read_all
@@ -15,6 +15,7 @@ __all__ = [
     "Update",
     "apply_all",
     "assign_all",
+    "initializers",
     "partition",
     "read_all",
     "reset_container",
