@@ -147,7 +147,8 @@ def rank_main(seconds: float) -> int:
         )
     if comm.rank == 0:
         links = table_of(comm.settings.links).replace(str(file), "measured")
-        print(json.dumps({"links": links, "sizes": sizes}))
+        machine = [list(link) for link in comm.settings.links.machine]
+        print(json.dumps({"links": links, "machine": machine, "sizes": sizes}))
     return 0
 
 
