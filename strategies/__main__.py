@@ -1,11 +1,12 @@
-"""`python -m strategies checkpoint show | verify | diff PATH`: look at checkpoints."""
+"""`python -m strategies`: look at checkpoints (`checkpoint`), try the library (`demo`)."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from strategies import errors
+from strategies import demo, errors
 from strategies.training import inspection
 
 
@@ -39,6 +40,11 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("path", help=f"{place}, of which the newest counts")
     diff.add_argument("other")
     diff.set_defaults(run=_diff)
+
+    trial = rooms.add_parser("demo", help="train on some digits with two ranks, and draw the loss")
+    trial.add_argument("--ranks", type=int, default=2, help="processes (2)")
+    trial.add_argument("--folder", type=Path, help="for the picture (a new temporary one)")
+    trial.set_defaults(run=lambda options: demo.run(options.ranks, options.folder))
     return parser
 
 

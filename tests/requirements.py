@@ -18,6 +18,7 @@ import pytest
 REQUIREMENTS = (
     "compiler",  # of C++
     "cores",  # two of them
+    "frameworks",  # over PyTorch: Accelerate, Lightning
     "gpu",  # a CUDA device, and CuPy
     "impi",  # Intel MPI, beside the first MPI library
     "jax",  # with Optax
@@ -25,6 +26,8 @@ REQUIREMENTS = (
     "memory",  # more than 2 GiB to share
     "mpich",  # beside the first MPI library
     "netns",  # network namespaces: root, iproute2
+    "package",  # what builds ours, and an index of packages
+    "site",  # Sphinx, Playwright and a Chromium
     "sklearn",
     "slurm",  # a private cluster: root, Debian packages
     "torch",
@@ -32,7 +35,14 @@ REQUIREMENTS = (
 )
 
 # Packages that come with another one that has the requirement's name.
-_PART_OF = {"optax": "jax"}
+_PART_OF = {
+    "optax": "jax",
+    **dict.fromkeys(("accelerate", "lightning"), "frameworks"),
+    **dict.fromkeys(("build", "twine"), "package"),
+    **dict.fromkeys(
+        ("axe_playwright_python", "furo", "myst_parser", "playwright", "sphinx"), "site"
+    ),
+}
 
 # In pytest's words the name begins the reason, or follows "Skipped: " if a whole file is skipped.
 _MARK = re.compile(rf"(?:^|'Skipped: )({'|'.join(REQUIREMENTS)}): ")

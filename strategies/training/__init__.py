@@ -1,4 +1,8 @@
-"""What surrounds the training loop: checkpoints, metrics and progress.
+"""What surrounds the training loop: sessions, checkpoints, metrics and progress.
+
+`session` carries a loop from its beginning, or its last checkpoint, to its end; `hooks` and
+`reporting` are what it does around the steps, `wishes` what its ranks agree on after each, and
+`preemption` how they hear that the batch system wants the job to stop.
 
 `saver` takes things as they are: `things` knows what there is, `content` turns it into named arrays
 and JSON, `put_back` back again. `checkpoint_manager` is for a group of ranks: `slices` are parts of
@@ -12,18 +16,27 @@ one gets there completely or not at all, `durable` the order of writing that sur
 
 from __future__ import annotations
 
+from strategies.training import hooks
 from strategies.training.checkpoint import Checkpoint
+from strategies.training.preemption import STOPPED_EARLY, Preemption
+from strategies.training.reporting import Summaries
 from strategies.training.saver import Saver
+from strategies.training.session import TrainingSession
 from strategies.training.slices import Box, Slice
 from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics
 
 __all__ = [
+    "STOPPED_EARLY",
     "Box",
     "Checkpoint",
     "MetricsWriter",
+    "Preemption",
     "Progress",
     "Saver",
     "Slice",
+    "Summaries",
+    "TrainingSession",
+    "hooks",
     "loss_curve",
     "read_metrics",
 ]

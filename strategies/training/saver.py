@@ -63,6 +63,11 @@ class Saver:
         self._ranks = Ranks(checkpoints.comm)
         self._things = things
 
+    @property
+    def checkpoints(self) -> CheckpointManager:
+        """Where to, as given."""
+        return self._checkpoints
+
     def __getitem__(self, name: str) -> Any:
         """Return a thing: the one that was given last, or restored since."""
         return self._things[name]
