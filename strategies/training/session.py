@@ -349,6 +349,7 @@ class TrainingSession:
             self._begin_steps()
             if not restored and self._saved_step < 0:
                 self._save()  # what there is to go back to before the next one
+            self._all.agree("the session is open")  # nobody trains before it is saved
         except BaseException:
             self._close()
             if self._owns_preemption:
