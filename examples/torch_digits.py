@@ -37,8 +37,8 @@ def main() -> None:
 
     (pixels, digits), held_out = load(device)
 
-    def train_epoch(epoch: int) -> dict[str, float]:
-        order = torch.Generator().manual_seed(options.seed + epoch)  # the same on all ranks
+    def train_epoch() -> dict[str, float]:
+        order = torch.Generator().manual_seed(options.seed + session.step)  # the same on all ranks
         loss = torch.zeros(())
         for batch in torch.randperm(len(digits), generator=order).split(options.batch_size):
             share = batch[comm.rank :: comm.size]
@@ -56,7 +56,7 @@ def main() -> None:
         TrainingSession(saver, restore=options.resume, save_steps=10, hooks=every_epoch) as session,
     ):
         while not session.should_stop():
-            session.run(train_epoch, session.step)
+            session.run(train_epoch)
 
     with torch.no_grad():
         right = (model(held_out[0]).argmax(1) == held_out[1]).float().mean().item()

@@ -190,7 +190,8 @@ class TrainingSession:
         *Collective* if the session is in step.
 
         Args:
-            function: one step. If it returns a dict, hooks see it as values by name.
+            function: one step. If it returns a dict, hooks see it as values by name. Called again
+                after a recovery: what depends on `session.step` should ask for it there.
             args: for it.
             kwargs: likewise.
 
