@@ -28,7 +28,6 @@ from strategies.averaging.alike import check_alike
 from strategies.averaging.broadcast import broadcast_optimizer_state, broadcast_parameters
 from strategies.cluster.cluster import Cluster
 from strategies.distributed_optimizer import DistributedOptimizer
-from strategies.experiment import Experiment, train_and_evaluate
 from strategies.optimizers import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp, schedules
 from strategies.options import CommunicationOptions
 from strategies.parameter_server import ParameterServerStrategy
@@ -63,7 +62,6 @@ __all__ = [
     "DefaultStrategy",
     "DistributedOptimizer",
     "MirroredStrategy",
-    "Experiment",
     "Momentum",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
@@ -92,7 +90,6 @@ __all__ = [
     "replicas",
     "schedules",
     "training",
-    "train_and_evaluate",
     "variables",
 ]
 

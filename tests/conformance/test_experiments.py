@@ -7,6 +7,7 @@ import tempfile
 import numpy as np
 
 import strategies
+from strategies.experiment import train_and_evaluate
 from strategies.training import Saver, TrainingSession, checkpoint, hooks, read_metrics
 
 
@@ -61,7 +62,7 @@ def test_every_checkpoint_is_scored_once(world):
             name = "model" if built[1] is None else "model/variable/w"
             return {"w": found[name][0]}
 
-        steps = strategies.train_and_evaluate(
+        steps = train_and_evaluate(
             build, train, evaluate, checkpoints=folder, cluster=spec_of(comm.size), comm=comm
         )
         trains = comm.rank >= min(comm.size - 1, 2)

@@ -57,7 +57,9 @@ def write(directory: Path, namespaces: bool) -> None:
         what=f"CPUs={CPUS} RealMemory=1000 Gres=gpu:{GPUS}",
     )
     (directory / "slurm.conf").write_text(text)
-    (directory / "gres.conf").write_text(f"Name=gpu Count={GPUS}\n")
+    for number in range(GPUS):
+        (directory / f"gpu{number}").touch()
+    (directory / "gres.conf").write_text(f"Name=gpu File={directory}/gpu[0-{GPUS - 1}]\n")
 
 
 def _free_ports(count: int) -> list[int]:
