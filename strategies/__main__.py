@@ -1,6 +1,6 @@
-"""`python -m strategies checkpoint show | verify | diff PATH`: look at checkpoints.
+"""`python -m strategies`: look at checkpoints (`checkpoint`), try the library (`demo`).
 
-`python -m strategies submit PROGRAM ... -- ARGUMENTS`: write a batch script and submit it to Slurm.
+`python -m strategies submit PROGRAM ... -- ARGUMENTS` writes a batch script and submits it to Slurm.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from strategies import errors, submission
+from strategies import demo, errors, submission
 from strategies.training import inspection
 
 
@@ -48,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("other")
     diff.set_defaults(run=_diff)
     _add_submit(rooms)
+
+    trial = rooms.add_parser("demo", help="train on some digits with two ranks, and draw the loss")
+    trial.add_argument("--ranks", type=int, default=2, help="processes (2)")
+    trial.add_argument("--folder", type=Path, help="for the picture (a new temporary one)")
+    trial.set_defaults(run=lambda options: demo.run(options.ranks, options.folder))
     return parser
 
 

@@ -26,6 +26,8 @@ REQUIREMENTS = (
     "memory",  # more than 2 GiB to share
     "mpich",  # beside the first MPI library
     "netns",  # network namespaces: root, iproute2
+    "package",  # what builds ours, and an index of packages
+    "site",  # Sphinx, Playwright and a Chromium
     "sklearn",
     "slurm",  # a private cluster: root, Debian packages
     "torch",
@@ -33,7 +35,14 @@ REQUIREMENTS = (
 )
 
 # Packages that come with another one that has the requirement's name.
-_PART_OF = {"optax": "jax", "accelerate": "frameworks", "lightning": "frameworks"}
+_PART_OF = {
+    "optax": "jax",
+    **dict.fromkeys(("accelerate", "lightning"), "frameworks"),
+    **dict.fromkeys(("build", "twine"), "package"),
+    **dict.fromkeys(
+        ("axe_playwright_python", "furo", "myst_parser", "playwright", "sphinx"), "site"
+    ),
+}
 
 # In pytest's words the name begins the reason, or follows "Skipped: " if a whole file is skipped.
 _MARK = re.compile(rf"(?:^|'Skipped: )({'|'.join(REQUIREMENTS)}): ")

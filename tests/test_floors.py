@@ -46,7 +46,7 @@ FLOORS = {
         {"jax", "strategy", "torch"},
         {"wrapping"},
         {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous"},
-        {"horovod"},
+        {"demo", "horovod"},
         {"__init__"},
         {"__main__"},
     ],

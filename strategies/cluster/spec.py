@@ -69,7 +69,7 @@ class ClusterSpec:
 
     @classmethod
     def from_text(cls, text: str, ranks: cc.Communicator | int | None = None) -> ClusterSpec:
-        """As `from_ranks`, from text such as "ps:2,worker:*", where * stands for all others.
+        """As `from_ranks`, from text such as `"ps:2,worker:*"`, where `*` stands for all others.
 
         Raises:
             ValueError: it cannot be read, or does not match the ranks.

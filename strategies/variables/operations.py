@@ -128,7 +128,7 @@ class Operations(abc.ABC, Generic[V]):
         version of the others is None.
 
         Returns:
-            Shape (*shape of the indices, *shape of a row), and the version.
+            Of shape `(*indices.shape, *row.shape)`, and the version.
         """
         wanted = items.wanted_rows("gather", indices, self.name)
         unique, positions = np.unique(wanted, return_inverse=True)

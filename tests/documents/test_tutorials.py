@@ -1,0 +1,47 @@
+"""Programs of the first page and of the tutorials print what is shown there."""
+
+from __future__ import annotations
+
+import pytest
+
+import programs
+from launcher import ROOT
+from requirements import installed
+
+DOCS = ROOT / "docs"
+# What is not run here: installing (tests/package), two machines (tests/netns), Slurm (tests/slurm).
+ELSEWHERE = ("pip install", "export ", "venv", "--host", "sbatch")
+PAGES = {
+    "start.md": 4,
+    "tutorials/a-parameter-server.md": 1,
+    "tutorials/files-and-queues.md": 2,
+    "tutorials/from-one-machine-to-slurm.md": 1,
+    "tutorials/spare-replicas.md": 1,
+    "tutorials/the-slow-rank.md": 1,
+}
+TORCH_PAGES = {"tutorials/a-horovod-script.md": 1, "tutorials/a-torch-script.md": 2}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_programs_print_what_the_page_shows(page, tmp_path):
+    assert programs.try_out(programs.read(DOCS / page), tmp_path, 90, ELSEWHERE) == PAGES[page]
+
+
+@pytest.mark.parametrize("page", TORCH_PAGES)
+def test_programs_of_torch_print_what_the_page_shows(page, tmp_path):
+    installed("torch")
+    assert programs.try_out(programs.read(DOCS / page), tmp_path, 90) == TORCH_PAGES[page]
+
+
+def test_every_tutorial_is_tried():
+    found = {f"tutorials/{path.name}" for path in (DOCS / "tutorials").glob("*.md")}
+    assert found == {page for page in [*PAGES, *TORCH_PAGES] if page != "start.md"}
+
+
+def test_an_output_that_differs_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`a.py`:\n\n```python\nprint(1)\n```\n\n```sh\npython a.py\n```\n\n```\n2\n```\n"
+    )
+    with pytest.raises(AssertionError, match=r"python a.py.* print\n1"):
+        programs.try_out(programs.read(page), tmp_path, 30)

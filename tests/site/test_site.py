@@ -1,0 +1,160 @@
+"""The site, as a reader's browser sees it: built without a warning, opened from the file system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from launcher import ROOT
+from requirements import needs, require
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("site")]
+
+# Text on it and the pictures' alternative texts, on each kind of page.
+LOOKED_AT = ["index", "start", "operations", "algorithms", "errors", "benchmarks/README",
+             "api/collectives", "tutorials/the-slow-rank"]  # fmt: skip
+SEARCHES = {
+    "allreduce": {"operations", "api/collectives", "algorithms"},
+    "spare replicas": {"spare-replicas", "tutorials/spare-replicas"},
+    "ranks do not mean the same call": {"when-it-hangs", "errors", "start"},
+    "UNISONO_TIMEOUT": {"settings", "when-it-hangs"},
+}
+PHONE = {"width": 390, "height": 800}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The folder with the pages."""
+    needs("sphinx", "myst_parser", "furo")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    built = subprocess.run(
+        [*command, str(ROOT / "docs"), str(folder)], capture_output=True, text=True, timeout=240
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, of the system."""
+    needs("playwright")
+    from playwright.sync_api import sync_playwright
+
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chrome")
+    if path is None:
+        require("site", "there is no chromium on PATH")
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser, site):
+    """An empty page; what its console says, or what it does not find, is an error at the end."""
+    opened = browser.new_page()
+    trouble: list[str] = []
+    opened.on("console", lambda said: trouble.append(said.text) if said.type == "error" else None)
+    opened.on("pageerror", lambda error: trouble.append(str(error)))
+    opened.on("requestfailed", lambda request: trouble.append(f"{request.url}: {request.failure}"))
+    yield opened
+    opened.close()
+    assert not trouble
+
+
+def address(site: Path, name: str) -> str:
+    """Where a page is, without a server."""
+    return f"{(site / name).with_suffix('.html').as_uri()}"
+
+
+class Anchors(HTMLParser):
+    """The ids of a page, and where it leads to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.targets: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        """Take what an element says."""
+        said = dict(attributes)
+        self.ids |= {said[name] for name in ("id", "name") if said.get(name)}
+        self.targets += [said[name] for name in ("href", "src") if said.get(name)]
+
+
+def test_every_link_leads_to_a_file_and_an_anchor_that_are_there(site):
+    pages = {path: Anchors(path.read_text()) for path in site.rglob("*.html")}
+    assert len(pages) > 60
+    lost = []
+    for path, here in pages.items():
+        if "_modules" in path.parts:
+            continue  # of viewcode, which takes names of one source to be described on one page
+        for target in here.targets:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            file = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchored = parts.fragment and file in pages and unquote(parts.fragment)
+            if not file.exists() or (anchored and anchored not in pages[file].ids):
+                lost.append(f"{path.relative_to(site)}: {target}")
+    assert not lost
+
+
+def test_every_page_loads_without_an_error_or_a_missing_file(site, page):
+    names = [path for path in sorted(site.rglob("*.html")) if "_modules" not in path.parts]
+    assert len(names) > 50
+    for path in names:
+        page.goto(path.as_uri())
+        assert page.title()
+        broken = "() => [...document.images].filter(i => !i.naturalWidth).map(i => i.src)"
+        assert page.evaluate(broken) == [], path.name
+
+
+@pytest.mark.parametrize("words", SEARCHES)
+def test_a_search_finds_the_page(site, page, words):
+    page.goto(address(site, "index"))
+    page.locator("input[name=q]").first.fill(words)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#search-results li a", timeout=20_000)
+    page.wait_for_function("() => /found|matching/.test(document.body.innerText)")
+    found = page.eval_on_selector_all("#search-results li a", "all => all.map(a => a.pathname)")
+    names = [str(Path(unquote(path)).relative_to(site).with_suffix("")) for path in found]
+    assert SEARCHES[words] & set(names[:10]), names[:10]
+
+
+def test_a_phone_shows_pages_without_scrolling_sideways_and_has_the_navigation(site, page):
+    page.set_viewport_size(PHONE)
+    for name in LOOKED_AT:
+        page.goto(address(site, name))
+        width = page.evaluate("() => document.documentElement.scrollWidth")
+        assert width <= PHONE["width"], name
+    page.goto(address(site, "index"))
+    link = page.locator(".sidebar-tree a", has_text="Five minutes")
+    box = link.bounding_box()
+    assert box is None or box["x"] + box["width"] <= 0  # beside the screen
+    page.locator("label[for=__navigation]:visible").click()
+    link.click()
+    assert "Five minutes" in page.title()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_pages_can_be_read_by_everybody(site, browser, name, scheme):
+    needs("axe_playwright_python")
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = browser.new_page(color_scheme=scheme)
+    page.goto(address(site, name))
+    rules = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa"]}}
+    found = Axe().run(page, options=rules)
+    page.close()
+    assert found.violations_count == 0, found.generate_report()
