@@ -42,9 +42,10 @@ def main() -> None:
 
     (pixels, digits), held_out = load()
 
-    def train_epoch(epoch: int) -> dict[str, float]:
+    def train_epoch() -> dict[str, float]:
         params, state = session["params"], session["state"]
-        rows = np.random.default_rng(options.seed + epoch).permutation(len(digits))  # on all ranks
+        order = np.random.default_rng(options.seed + session.step)  # the same on all ranks
+        rows = order.permutation(len(digits))
         for start in range(0, len(rows), options.batch_size):
             share = rows[start : start + options.batch_size][comm.rank :: comm.size]
             params, state, loss = step(params, state, pixels[share], digits[share])
@@ -59,7 +60,7 @@ def main() -> None:
         TrainingSession(saver, restore=options.resume, save_steps=10, hooks=every_epoch) as session,
     ):
         while not session.should_stop():
-            session.run(train_epoch, session.step)
+            session.run(train_epoch)
 
     right = (logits_of(session["params"], held_out[0]).argmax(1) == held_out[1]).mean()
     if comm.rank == 0:

@@ -78,15 +78,15 @@ def train(strategy, workers, preemption, options) -> None:
     ) as session:
         strategy.pull()  # what the chief has restored
         while not session.should_stop():
-            session.run(train_epoch, strategy, workers, session.step)
+            session.run(train_epoch, session, strategy, workers)
         strategy.leave()  # before the others are waited for: none of them waits for this one
     if checkpoints:
         checkpoints.close()
 
 
-def train_epoch(strategy, workers, epoch: int) -> None:
+def train_epoch(session, strategy, workers) -> None:
     """Push the gradients of this worker's batches."""
-    for rows in own_batches(epoch, workers.rank, workers.size):
+    for rows in own_batches(session.step, workers.rank, workers.size):
         step(strategy, rows)
 
 

@@ -26,18 +26,19 @@ def main() -> None:
     comm = cc.init()  # 1: who takes part
     torch.manual_seed(comm.rank)
     torch.set_num_threads(1)  # ranks fill the cores
+    device = torch.device("cuda", comm.local_rank) if torch.cuda.is_available() else "cpu"
 
     model = torch.nn.Sequential(
         torch.nn.Linear(64, options.hidden), torch.nn.ReLU(), torch.nn.Linear(options.hidden, 10)
-    )
+    ).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
     optimizer = strategies.DistributedOptimizer(optimizer)  # 2: average the gradients
     strategies.broadcast_parameters(model)  # 3: begin alike
 
-    (pixels, digits), held_out = load()
+    (pixels, digits), held_out = load(device)
 
-    def train_epoch(epoch: int) -> dict[str, float]:
-        order = torch.Generator().manual_seed(options.seed + epoch)  # the same on all ranks
+    def train_epoch() -> dict[str, float]:
+        order = torch.Generator().manual_seed(options.seed + session.step)  # the same on all ranks
         loss = torch.zeros(())
         for batch in torch.randperm(len(digits), generator=order).split(options.batch_size):
             share = batch[comm.rank :: comm.size]
@@ -55,7 +56,7 @@ def main() -> None:
         TrainingSession(saver, restore=options.resume, save_steps=10, hooks=every_epoch) as session,
     ):
         while not session.should_stop():
-            session.run(train_epoch, session.step)
+            session.run(train_epoch)
 
     with torch.no_grad():
         right = (model(held_out[0]).argmax(1) == held_out[1]).float().mean().item()
@@ -63,10 +64,10 @@ def main() -> None:
         print(f"accuracy on the held-out digits: {right:.4f}")
 
 
-def load() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def load(device) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Return pixels from 0 to 1 and digits, for training and held out."""
     rows = torch.from_numpy(table())
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))].to(device)
     pixels, digits = rows[:, :PIXELS].float() / 16, rows[:, PIXELS].long()
     return (pixels[300:], digits[300:]), (pixels[:300], digits[:300])
 

@@ -66,20 +66,14 @@ def main() -> None:
             facts = {"samples_per_second": 0.0}
             while not session.should_stop():
                 facts = session.run(
-                    train_epoch,
-                    strategy,
-                    optimizer,
-                    variables,
-                    training_files,
-                    session.step,
-                    options,
+                    train_epoch, session, strategy, optimizer, variables, training_files, options
                 )
         accuracy = evaluate(strategy, variables, held_out_file, options.batch_size)
         newest = checkpoints.latest()  # asked by all ranks, as all calls above
     report(comm, accuracy, facts["samples_per_second"], newest, metrics)
 
 
-def train_epoch(strategy, optimizer, variables, files, epoch, options) -> dict[str, float]:
+def train_epoch(session, strategy, optimizer, variables, files, options) -> dict[str, float]:
     """Go once through the training data; returns the facts of the epoch over all ranks."""
     waited = 0.0
 
@@ -89,7 +83,7 @@ def train_epoch(strategy, optimizer, variables, files, epoch, options) -> dict[s
         if not own:  # more ranks than files: this one helps with batches of 0 rows
             return
         size = math.ceil(options.batch_size / context.num_replicas_in_sync)
-        mixing = {"seed": options.seed + epoch, "min_after_dequeue": 512}
+        mixing = {"seed": options.seed + session.step, "min_after_dequeue": 512}
         with read_digits(own, batch_size=size, num_threads=options.readers, **mixing) as batches:
             yield from batches
             waited = batches.wait_seconds

@@ -2,7 +2,8 @@
 
 `session` carries a loop from its beginning, or its last checkpoint, to its end; `hooks` and
 `reporting` are what it does around the steps, `wishes` what its ranks agree on after each, and
-`preemption` how they hear that the batch system wants the job to stop.
+`preemption` how they hear that the batch system wants the job to stop. `evaluation` scores
+what they save.
 
 `saver` takes things as they are: `things` knows what there is, `content` turns it into named arrays
 and JSON, `put_back` back again. `checkpoint_manager` is for a group of ranks: `slices` are parts of
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from strategies.training import hooks
 from strategies.training.checkpoint import Checkpoint
+from strategies.training.evaluation import Evaluator
 from strategies.training.preemption import STOPPED_EARLY, Preemption
 from strategies.training.reporting import Summaries
 from strategies.training.saver import Saver
@@ -29,6 +31,7 @@ __all__ = [
     "STOPPED_EARLY",
     "Box",
     "Checkpoint",
+    "Evaluator",
     "MetricsWriter",
     "Preemption",
     "Progress",

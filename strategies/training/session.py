@@ -190,7 +190,8 @@ class TrainingSession:
         *Collective* if the session is in step.
 
         Args:
-            function: one step. If it returns a dict, hooks see it as values by name.
+            function: one step. If it returns a dict, hooks see it as values by name. Called again
+                after a recovery: what depends on `session.step` should ask for it there.
             args: for it.
             kwargs: likewise.
 
@@ -349,6 +350,7 @@ class TrainingSession:
             self._begin_steps()
             if not restored and self._saved_step < 0:
                 self._save()  # what there is to go back to before the next one
+            self._all.agree("the session is open")  # nobody trains before it is saved
         except BaseException:
             self._close()
             if self._owns_preemption:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 
@@ -235,5 +236,45 @@ def test_a_rank_outside_of_the_session_leaves_as_well(world):
 
         assert status_of(program) == 85
         own.close()
+
+    world.run(run)
+
+
+def test_spare_replicas_are_asked_and_leave(world):
+    """Who stops first has left, so that nobody waits for its gradients; the others then end."""
+
+    def run(comm):
+        preemption = Preemption(comm, signals=())
+        optimizer = strategies.SGD(1.0)
+        seen = []
+
+        def program():
+            count = max(1, comm.size - 1)
+            with preemption, strategies.SpareReplicaStrategy(count, comm=comm) as strategy:
+                variable = strategy.variable(np.zeros(2), name="w")
+
+                def step():
+                    assert time.monotonic() < limit, "nobody has told this rank"
+                    strategy.apply_gradients(optimizer, [(-np.ones(2), variable)])
+                    if strategy.local_step >= 5 and comm.rank == comm.size - 1:
+                        preemption.request()
+
+                with TrainingSession(
+                    comm=comm,
+                    in_step=False,
+                    global_step=lambda: strategy.local_step,
+                    preemption=preemption,
+                ) as session:
+                    with contextlib.suppress(errors.OutOfRangeError):
+                        while not session.should_stop():
+                            session.run(step)
+                    strategy.close()
+                seen.append((session.step, variable.value.tolist()))
+
+        limit = time.monotonic() + 20
+        assert status_of(program) == 85
+        ((step, value),) = seen
+        assert value == [step] * 2
+        assert max(comm.allgather_object(step)) >= 5
 
     world.run(run)

@@ -148,7 +148,7 @@ class SlurmCluster:
             raise RuntimeError(f"{text}: status {done.returncode}\n{said}{self.logs()}")
         return done.stdout
 
-    def field(self, job: int, name: str) -> str:
+    def field(self, job: int | str, name: str) -> str:
         """Return one field of what scontrol shows of a job."""
         text = self.run("scontrol", "show", "job", str(job))
         found = re.search(rf"(?:^|\s){name}=(.*?)(?:\s+\w+=|$)", text, re.MULTILINE)
@@ -156,8 +156,8 @@ class SlurmCluster:
             raise KeyError(f"job {job}: scontrol shows no {name}, only\n{text}")
         return found[1]
 
-    def wait(self, job: int, timeout: float) -> Ending:
-        """Wait until the job has ended.
+    def wait(self, job: int | str, timeout: float) -> Ending:
+        """Wait until the job, or task such as "7_2" of a job array, has ended.
 
         Raises:
             TimeoutError: not after timeout seconds; the text shows the job and the daemons' logs.
@@ -170,17 +170,17 @@ class SlurmCluster:
             status, caught = map(int, self.field(job, "ExitCode").split(":"))
             return Ending(state, 128 + caught if caught else status)
 
-        return self._until(f"the end of job {job}", ended, timeout, job)
+        return self.until(f"the end of job {job}", ended, timeout, job)
 
     def wait_output(self, job: int, text: str, timeout: float) -> None:
         """Wait until the job has written text; raises TimeoutError as wait does."""
         what = f"{text!r} from job {job}"
-        self._until(what, lambda: text in self.output(job) or None, timeout, job)
+        self.until(what, lambda: text in self.output(job) or None, timeout, job)
 
     def wait_field(self, job: int, name: str, value: str, timeout: float) -> None:
         """Wait until a field of the job has the value; raises TimeoutError as wait does."""
         what = f"{name}={value} of job {job}"
-        self._until(what, lambda: self.field(job, name) == value or None, timeout, job)
+        self.until(what, lambda: self.field(job, name) == value or None, timeout, job)
 
     def output(self, job: int) -> str:
         """Return what the job has written until now (both streams, by default)."""
@@ -232,7 +232,7 @@ class SlurmCluster:
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.write(json.dumps(plan).encode() + b"\n")
         self._supervisor.stdin.flush()
-        self._until("two idle nodes", self._idle, BOOT_SECONDS)
+        self.until("two idle nodes", self._idle, BOOT_SECONDS)
 
     def _stop(self) -> None:
         if self._supervisor is None:
@@ -280,7 +280,10 @@ class SlurmCluster:
             return None
         return states == ["idle"] * len(NODES) or None
 
-    def _until(self, what: str, probe: Callable[[], T | None], timeout: float, job: int = 0) -> T:
+    def until(
+        self, what: str, probe: Callable[[], T | None], timeout: float, job: int | str = 0
+    ) -> T:
+        """Return what the probe says, once that is not None; raises TimeoutError as wait does."""
         deadline = time.monotonic() + timeout
         while (value := probe()) is None:
             if time.monotonic() > deadline:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 NODES = ("n1", "n2")
 CPUS = 4  # per node, pretended (config_overrides): a job gets no more ranks than these
+GPUS = 2  # per node, claimed: Slurm counts them, and nobody computes on them
 
 TEMPLATE = """\
 ClusterName=unisono
@@ -25,6 +26,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
+GresTypes=gpu
 MailProg=/bin/true
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -34,8 +36,8 @@ SlurmctldPidFile={directory}/slurmctld.pid
 StateSaveLocation={directory}/state
 SlurmdPidFile={directory}/slurmd.%n.pid
 SlurmdSpoolDir={directory}/spool.%n
-NodeName=n1 NodeHostname={hosts[0]} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} RealMemory=1000
-NodeName=n2 NodeHostname={hosts[1]} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} RealMemory=1000
+NodeName=n1 NodeHostname={hosts[0]} NodeAddr=127.0.0.1 Port={ports[1]} {what}
+NodeName=n2 NodeHostname={hosts[1]} NodeAddr=127.0.0.1 Port={ports[2]} {what}
 PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=10 State=UP
 """
 
@@ -52,9 +54,12 @@ def write(directory: Path, namespaces: bool) -> None:
         listen=listen,
         directory=directory,
         ports=_free_ports(3),
-        cpus=CPUS,
+        what=f"CPUs={CPUS} RealMemory=1000 Gres=gpu:{GPUS}",
     )
     (directory / "slurm.conf").write_text(text)
+    for number in range(GPUS):
+        (directory / f"gpu{number}").touch()
+    (directory / "gres.conf").write_text(f"Name=gpu File={directory}/gpu[0-{GPUS - 1}]\n")
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,0 +1,88 @@
+"""The batch script that `python -m strategies submit` writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from strategies.__main__ import main
+
+
+@pytest.fixture
+def program(tmp_path):
+    file = tmp_path / "my train.py"
+    file.write_text("")
+    return file
+
+
+def script(capsys, *arguments):
+    assert main(["submit", *map(str, arguments), "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_script_says_what_was_asked_for(program, capsys):
+    text = script(capsys, program, "--nodes", 2, "--ranks-per-node", 4, "--gpus-per-node", 4,
+                  "--time", "04:00:00", "--sbatch=--partition=long")  # fmt: skip
+    assert "# nodes x ranks x GPUs: 2 x 4 x 4; " in text
+    options = [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+    assert options == [
+        "--job-name=my-train", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=1",
+        "--output=%x-%j.out", "--open-mode=append", "--signal=B:USR1@120", "--requeue",
+        "--gpus-per-node=4", "--time=04:00:00", "--partition=long",
+    ]  # fmt: skip
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_the_script_runs_the_program_and_hands_on_its_arguments(program, tmp_path, capsys):
+    assert main(["submit", str(program), "--dry-run", "--", "--name", "two words", "$HOME"]) == 0
+    text = capsys.readouterr().out
+    fake = tmp_path / "mpirun"
+    fake.write_text('#!/bin/bash\nprintf "%s|" "$@"\n')
+    fake.chmod(0o755)
+    lines = [f"mpirun={fake}" if t.startswith("mpirun=") else t for t in text.splitlines()]
+    environment = os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NTASKS": "3"}
+    for restarts in ("0", "1"):
+        done = subprocess.run(
+            ["bash"], input="\n".join(lines), text=True, capture_output=True, timeout=30,
+            env=environment | {"SLURM_RESTART_COUNT": restarts}, check=False,
+        )  # fmt: skip
+        words = done.stdout.split("|")[:-1]
+        assert words[:4] == ["--bind-to", "none", "-n", "3"], done
+        assert words[5:] == [str(program), "--name", "two words", "$HOME"] + (
+            ["--resume"] if restarts == "1" else []
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nodes=0"], "submit: bad nodes, expected an integer >= 1, got 0"),
+        (["--gpus-per-node=2"], "expected a rank for each GPU, got 1 ranks and 2 GPUs per node"),
+        (["--sbatch=long"], "expected a long option of sbatch, such as --partition=long"),
+    ],
+)
+def test_mistakes_are_named(program, capsys, options, message):
+    assert main(["submit", str(program), *options, "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_program(tmp_path, capsys):
+    assert main(["submit", str(tmp_path / "none.py"), "--dry-run"]) == 2
+    assert "submit: no program, expected a file, got" in capsys.readouterr().err
+
+
+def test_without_slurm_it_says_what_to_do(program, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["submit", str(program)]) == 2
+    assert "no sbatch here, expected a login node of Slurm" in capsys.readouterr().err
+
+
+def test_what_slurm_says_against_it_is_told(program, capsys, monkeypatch, tmp_path):
+    fake = tmp_path / "sbatch"
+    fake.write_text("#!/bin/sh\necho no such partition >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(["submit", str(program)]) == 2
+    assert "submit: sbatch refuses: no such partition" in capsys.readouterr().err
