@@ -35,7 +35,7 @@ from collectives.errors import (
     MismatchError,
     PeerFailure,
 )
-from collectives.launch import launched_processes
+from collectives.launch import is_fault_tolerant, launched_processes
 from collectives.operations.heads import Envelope
 from collectives.operations.plan import Plan
 from collectives.operations.requests import Request
@@ -74,6 +74,7 @@ __all__ = [
     "Plan",
     "Request",
     "from_mpi",
+    "is_fault_tolerant",
     "launched_processes",
     "timeline_span",
 ]

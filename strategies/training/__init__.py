@@ -6,12 +6,29 @@ process: `shards` holds the arrays, `manifest` says what is complete, `durable` 
 writing that survives a crash, `retention` which checkpoints stay, `background` writes them beside
 the program, `inspection` looks at them. `summaries` is for people: metrics, the loss curve,
 progress.
+
+`recovery` trains on when ranks die, from the copies that `state` keeps in memory; `faults` lets
+them die on purpose, `events` writes down what has happened.
 """
 
 from __future__ import annotations
 
 from strategies.training.checkpoint import Checkpoint
+from strategies.training.faults import InjectedFault, inject
+from strategies.training.recovery import run_elastic
 from strategies.training.saver import Saver
+from strategies.training.state import State
 from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics
 
-__all__ = ["Checkpoint", "MetricsWriter", "Progress", "Saver", "loss_curve", "read_metrics"]
+__all__ = [
+    "Checkpoint",
+    "InjectedFault",
+    "MetricsWriter",
+    "Progress",
+    "Saver",
+    "State",
+    "inject",
+    "loss_curve",
+    "read_metrics",
+    "run_elastic",
+]
