@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 __all__ = [
+    "BinaryTree",
     "Doubling",
     "HalvingStep",
     "Nodes",
@@ -21,6 +22,7 @@ __all__ = [
     "Tree",
     "binomial_tree",
     "chunk_bounds",
+    "double_tree",
     "doubling",
     "doubling_allgather",
     "halving_reduce_scatter",
@@ -231,6 +233,57 @@ def binomial_tree(rank: int, size: int, root: int) -> Tree:
         distance *= 2
     parent = None if place == 0 else ((place & (place - 1)) + root) % size
     return Tree(parent, tuple(children), min(reach, size - place))
+
+
+class BinaryTree(NamedTuple):
+    """A rank's place in a binary tree: up to two children, the left one first."""
+
+    parent: int | None
+    children: tuple[int, ...]
+
+
+def double_tree(rank: int, size: int, root: int) -> tuple[BinaryTree, BinaryTree]:
+    """Place `rank` in two binary trees below `root`; nobody but the root has children in both.
+
+    The others, counted from the root as 1, 2, ..., n, are in order in the first tree: who has a
+    left child has an even number. In the second tree each has the place that the next one has in
+    the first, the last one that of number 1, where it is a leaf.
+
+    Example:
+        >>> double_tree(2, 4, root=0)  # doctest: +NORMALIZE_WHITESPACE
+        (BinaryTree(parent=0, children=(1, 3)),
+         BinaryTree(parent=1, children=()))
+    """
+    number = (rank - root) % size
+    others = size - 1
+    trees = []
+    for shift in (0, 1):
+        if number == 0:
+            parent, children = None, [_top(1, others)] if others else []
+        else:
+            parent, children = _in_order((number + shift - 1) % others + 1, others)
+
+        def ranked(place: int, shift: int = shift) -> int:
+            return (root + (place - shift - 1) % others + 1) % size
+
+        above = root if parent == 0 else parent if parent is None else ranked(parent)
+        trees.append(BinaryTree(above, tuple(ranked(child) for child in children)))
+    return trees[0], trees[1]
+
+
+def _in_order(place: int, count: int) -> tuple[int, list[int]]:
+    """Return parent (0 at the top) and children of a place in the tree of 1, 2, ..., count."""
+    first, last, parent = 1, count, 0
+    while (top := _top(first, last)) != place:
+        parent = top
+        first, last = (first, top - 1) if place < top else (top + 1, last)
+    below = [(first, place - 1), (place + 1, last)]
+    return parent, [_top(*each) for each in below if each[0] <= each[1]]
+
+
+def _top(first: int, last: int) -> int:
+    """Return the top of the tree of first, ..., last, where first - 1 divides by its size."""
+    return first - 1 + (1 << ((last - first + 1).bit_length() - 1))
 
 
 class Nodes(NamedTuple):

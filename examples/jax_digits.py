@@ -5,14 +5,13 @@
 
 Three marked lines make it a program of many ranks: they keep all copies of the model in step, also
 inside of the compiled step. The others are those of a program of one rank, but that each rank takes
-its share of every batch, and that all stop together when the batch system asks for it (SIGUSR1).
+its share of every batch. The session writes checkpoints, and stops all ranks together when the
+batch system asks for it.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,7 @@ import optax
 import collectives as cc
 import strategies
 from common.digits import PIXELS, table
-
-STOPPED_EARLY = 85  # exit status of a run that was asked to stop; slurm/train.sbatch knows it
+from strategies.training import Saver, Summaries, TrainingSession, hooks
 
 
 def main() -> None:
@@ -42,35 +40,30 @@ def main() -> None:
         updates, state = transformation.update(gradients, state, params, examples=len(digits))
         return optax.apply_updates(params, updates), state, loss
 
-    checkpoints = strategies.CheckpointManager(options.checkpoints, comm)
-    saver = strategies.training.Saver(checkpoints, params=params, state=state)
-    first_epoch = (saver.restore() if options.resume else None) or 0
-    params, state = saver["params"], saver["state"]
-    signals: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: signals.append(number))
-    stopping = False
-
     (pixels, digits), held_out = load()
-    for epoch in range(first_epoch, options.epochs):
-        order = np.random.default_rng(options.seed + epoch)  # the same on all ranks
-        rows = order.permutation(len(digits))
+
+    def train_epoch(epoch: int) -> dict[str, float]:
+        params, state = session["params"], session["state"]
+        rows = np.random.default_rng(options.seed + epoch).permutation(len(digits))  # on all ranks
         for start in range(0, len(rows), options.batch_size):
             share = rows[start : start + options.batch_size][comm.rank :: comm.size]
             params, state, loss = step(params, state, pixels[share], digits[share])
-        if comm.rank == 0 and (epoch + 1) % 10 == 0:
-            print(f"epoch {epoch + 1}: loss {loss:.4f}", flush=True)
-        stopping = bool(comm.allreduce(bool(signals), op=cc.MAX))
-        if stopping or (epoch + 1) % 10 == 0 or epoch + 1 == options.epochs:
-            saver.save(epoch + 1, params=params, state=state)
-        if stopping:
-            break
+        session.update(params=params, state=state)  # arrays of JAX do not change: these are new
+        return {"loss": float(loss)}
 
-    right = (logits_of(params, held_out[0]).argmax(1) == held_out[1]).mean()
+    checkpoints = strategies.CheckpointManager(options.checkpoints, comm)
+    saver = Saver(checkpoints, params=params, state=state)
+    every_epoch = [hooks.StopAtStep(options.epochs), Summaries(progress="epochs")]
+    with (
+        checkpoints,
+        TrainingSession(saver, restore=options.resume, save_steps=10, hooks=every_epoch) as session,
+    ):
+        while not session.should_stop():
+            session.run(train_epoch, session.step)
+
+    right = (logits_of(session["params"], held_out[0]).argmax(1) == held_out[1]).mean()
     if comm.rank == 0:
         print(f"accuracy on the held-out digits: {right:.4f}")
-    checkpoints.close()
-    if stopping:
-        sys.exit(STOPPED_EARLY)
 
 
 def make(hidden: int, seed: int):

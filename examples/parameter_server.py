@@ -3,9 +3,10 @@
     mpirun -np 3 python examples/parameter_server.py
     mpirun -np 5 python examples/parameter_server.py --ps 2 --synchronous
     mpirun -np 4 python examples/parameter_server.py --coordinator
-    mpirun -np 3 python examples/parameter_server.py --checkpoints run       # goes on from there
+    mpirun -np 3 python examples/parameter_server.py --checkpoints run --resume
 
-All ranks run this program: the first ones hold the variables, the others compute.
+All ranks run this program: the first ones hold the variables, the others compute. When the batch
+system asks one of them to stop, all do, with a checkpoint to go on from.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import strategies
 from common.digits import Network, accuracy, batches, load
 from strategies.parameter_server import Record
+from strategies.training import Preemption, Saver, TrainingSession, hooks
 
 BATCH = 50
 
@@ -26,7 +28,11 @@ def main() -> None:
     """Train, and say how well, how fast, and with how stale gradients."""
     options = parse_arguments()
     spec = strategies.cluster.ClusterSpec.from_ranks(ps=options.ps)
-    with strategies.Cluster(spec) as cluster, strategies.Server(cluster) as server:
+    with (
+        strategies.Cluster(spec) as cluster,
+        Preemption(cluster.comm) as preemption,
+        strategies.Server(cluster) as server,
+    ):
         workers = spec.num_tasks("worker") - options.coordinator
         updates = options.epochs * len(load("training")[1]) // BATCH
         rate = strategies.schedules.linear(0.6, 0.05, steps=updates)
@@ -36,7 +42,7 @@ def main() -> None:
             strategies.Momentum(0.1, 0.9) if options.synchronous else strategies.SGD(rate),
             synchronous=options.synchronous,
             staleness=strategies.parameter_server.Scale() if options.scale else None,
-            warmup_steps=0 if options.coordinator else options.warmup_steps,
+            warmup_steps=options.warmup_steps,
         )
         for name, value in Network.random(96, seed=1).weights.items():
             strategy.variable(value, name=name)
@@ -48,8 +54,7 @@ def main() -> None:
                 else:
                     coordinator.serve()
         elif cluster.job == "worker":
-            train(strategy, cluster, options)
-            strategy.leave()
+            train(strategy, cluster.workers, preemption, options)
         if cluster.job == "ps":
             server.join()
         elif not options.coordinator:
@@ -58,25 +63,31 @@ def main() -> None:
             report(strategy, workers, time.perf_counter() - began)
 
 
-def train(strategy, cluster, options) -> None:
+def train(strategy, workers, preemption, options) -> None:
     """Do this worker's part of all epochs that have not been done."""
     checkpoints = strategies.CheckpointManager(options.checkpoints) if options.checkpoints else None
-    first_epoch = restore(strategy, cluster.workers, checkpoints) if checkpoints else 0
-    for epoch in range(first_epoch, options.epochs):
-        for rows in own_batches(epoch, cluster.workers.rank, cluster.workers.size):
-            step(strategy, rows)
-        if checkpoints and strategy.is_chief:
-            checkpoints.save(strategy.state_dict(), step=epoch + 1)
+    saver = Saver(checkpoints, model=strategy) if checkpoints else None
+    with TrainingSession(  # a step of it is an epoch; the chief saves what the ps tasks hold
+        saver,
+        workers,
+        in_step=options.synchronous,
+        restore=options.resume,
+        save_steps=1,
+        hooks=[hooks.StopAtStep(options.epochs)],
+        preemption=preemption,
+    ) as session:
+        strategy.pull()  # what the chief has restored
+        while not session.should_stop():
+            session.run(train_epoch, strategy, workers, session.step)
+        strategy.leave()  # before the others are waited for: none of them waits for this one
+    if checkpoints:
+        checkpoints.close()
 
 
-def restore(strategy, workers, checkpoints) -> int:
-    """Let the chief load the newest checkpoint; returns how many epochs have been done."""
-    found = checkpoints.restore_or_none() if strategy.is_chief else None
-    if found is not None:
-        strategy.load_state_dict(found.tensors)
-    done = workers.broadcast_object(found.step if found else 0)
-    strategy.pull()  # what the chief has loaded
-    return done
+def train_epoch(strategy, workers, epoch: int) -> None:
+    """Push the gradients of this worker's batches."""
+    for rows in own_batches(epoch, workers.rank, workers.size):
+        step(strategy, rows)
 
 
 def own_batches(epoch: int, worker: int, workers: int) -> list[np.ndarray]:
@@ -129,10 +140,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--synchronous", action="store_true", help="workers wait for each other")
     parser.add_argument("--coordinator", action="store_true", help="worker 0 gives work to others")
     parser.add_argument("--scale", action="store_true", help="smaller steps for stale gradients")
-    parser.add_argument("--warmup-steps", type=int, default=20, help="of one worker alone")
+    parser.add_argument(
+        "--warmup-steps", type=int, help="of one worker alone; 20 where workers do not wait"
+    )
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--checkpoints", help="a directory, on the chief's machine")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     options = parser.parse_args()
+    if options.warmup_steps is None:
+        options.warmup_steps = 0 if options.coordinator or options.synchronous else 20
+    if options.synchronous and options.warmup_steps:
+        parser.error("--synchronous keeps workers in step from the beginning: no --warmup-steps")
     if options.coordinator and options.synchronous:
         parser.error("--coordinator schedules steps that do not wait for each other")
     if options.coordinator and options.checkpoints:

@@ -4,23 +4,20 @@
     mpirun -np 2 python examples/torch_digits.py --resume --epochs 48
 
 Three marked lines make it a program of many ranks: they keep all copies of the model in step. The
-others are those of a program of one rank, but that each rank takes its share of every batch, and
-that all stop together when the batch system asks for it (SIGUSR1).
+others are those of a program of one rank, but that each rank takes its share of every batch. The
+session writes checkpoints, and stops all ranks together when the batch system asks for it.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 
 import torch
 
 import collectives as cc
 import strategies
 from common.digits import PIXELS, table
-
-STOPPED_EARLY = 85  # exit status of a run that was asked to stop; slurm/train.sbatch knows it
+from strategies.training import Saver, Summaries, TrainingSession, hooks
 
 
 def main() -> None:
@@ -37,15 +34,9 @@ def main() -> None:
     optimizer = strategies.DistributedOptimizer(optimizer)  # 2: average the gradients
     strategies.broadcast_parameters(model)  # 3: begin alike
 
-    checkpoints = strategies.CheckpointManager(options.checkpoints, comm)
-    saver = strategies.training.Saver(checkpoints, model=model, optimizer=optimizer)
-    first_epoch = (saver.restore() if options.resume else None) or 0
-    signals: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: signals.append(number))
-    stopping = False
-
     (pixels, digits), held_out = load()
-    for epoch in range(first_epoch, options.epochs):
+
+    def train_epoch(epoch: int) -> dict[str, float]:
         order = torch.Generator().manual_seed(options.seed + epoch)  # the same on all ranks
         loss = torch.zeros(())
         for batch in torch.randperm(len(digits), generator=order).split(options.batch_size):
@@ -54,21 +45,22 @@ def main() -> None:
             loss = torch.nn.functional.cross_entropy(model(pixels[share]), digits[share])
             loss.backward()
             optimizer.step(examples=len(share))
-        if comm.rank == 0 and (epoch + 1) % 10 == 0:
-            print(f"epoch {epoch + 1}: loss {loss.item():.4f}", flush=True)
-        stopping = bool(comm.allreduce(bool(signals), op=cc.MAX))
-        if stopping or (epoch + 1) % 10 == 0 or epoch + 1 == options.epochs:
-            saver.save(epoch + 1)
-        if stopping:
-            break
+        return {"loss": loss.item()}
+
+    checkpoints = strategies.CheckpointManager(options.checkpoints, comm)
+    saver = Saver(checkpoints, model=model, optimizer=optimizer)
+    every_epoch = [hooks.StopAtStep(options.epochs), Summaries(progress="epochs")]
+    with (
+        checkpoints,
+        TrainingSession(saver, restore=options.resume, save_steps=10, hooks=every_epoch) as session,
+    ):
+        while not session.should_stop():
+            session.run(train_epoch, session.step)
 
     with torch.no_grad():
         right = (model(held_out[0]).argmax(1) == held_out[1]).float().mean().item()
     if comm.rank == 0:
         print(f"accuracy on the held-out digits: {right:.4f}")
-    checkpoints.close()
-    if stopping:
-        sys.exit(STOPPED_EARLY)
 
 
 def load() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:

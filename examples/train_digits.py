@@ -4,8 +4,9 @@
     mpirun -np 3 python examples/train_digits.py --resume --epochs 60
 
 Everything a real job needs is here in small: files on disk, threads that read and mix them, each
-rank its own files, gradients averaged over the ranks, checkpoints, metrics and a clean stop. The
-network itself, the files, signals and the report are in `common/`.
+rank its own files, gradients averaged over the ranks, and a session that writes checkpoints and
+metrics and stops when the batch system asks for it. The network itself, the files and the report
+are in `common/`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +22,8 @@ import numpy as np
 import collectives as cc
 import strategies
 from common import digits
-from common.running import STOPPED_EARLY, Report, StopRequest
+from common.running import report
+from strategies.training import Saver, Summaries, TrainingSession, hooks
 
 # Once through CSV files of 64 pixels and a digit per line.
 read_digits = functools.partial(
@@ -50,32 +51,32 @@ def main() -> None:
         }
     optimizer = strategies.DistributedOptimizer(strategies.Momentum(options.learning_rate, 0.9))
 
-    stop, stopping = StopRequest(), False
     output = Path(options.output_dir)
+    metrics = output / "metrics.jsonl"
     with strategies.CheckpointManager(output / "checkpoints", comm) as checkpoints:
-        saver = strategies.training.Saver(
-            checkpoints, model=variables, optimizer=optimizer, epoch=0
-        )
-        if options.resume:
-            saver.restore()
-        done = saver["epoch"]
-        resume_step = optimizer.step if done else None
-        with Report(comm, output, options.epochs - done, resume_step) as report:
-            for epoch in range(done, options.epochs):
-                facts = train_epoch(strategy, optimizer, variables, training_files, epoch, options)
-                report.epoch(optimizer.step, epoch + 1, facts)
-                # One rank may get the signal before the others; all stop after the same epoch.
-                stopping = bool(comm.allreduce(stop.requested, op=cc.MAX))
-                last = stopping or epoch + 1 == options.epochs
-                if last or (epoch + 1) % options.checkpoint_epochs == 0:
-                    saver.save(optimizer.step, epoch=epoch + 1)
-                if last:
-                    break
+        saver = Saver(checkpoints, model=variables, optimizer=optimizer)
+        every_epoch = [
+            hooks.StopAtStep(options.epochs),
+            hooks.NanGuard("loss"),
+            Summaries(metrics=metrics, tensorboard=options.tensorboard, progress="epochs"),
+        ]
+        with TrainingSession(
+            saver, restore=options.resume, save_steps=options.checkpoint_epochs, hooks=every_epoch
+        ) as session:  # a step of it is an epoch
+            facts = {"samples_per_second": 0.0}
+            while not session.should_stop():
+                facts = session.run(
+                    train_epoch,
+                    strategy,
+                    optimizer,
+                    variables,
+                    training_files,
+                    session.step,
+                    options,
+                )
         accuracy = evaluate(strategy, variables, held_out_file, options.batch_size)
         newest = checkpoints.latest()  # asked by all ranks, as all calls above
-    report.finish(accuracy, newest)
-    if stopping:
-        sys.exit(STOPPED_EARLY)
+    report(comm, accuracy, facts["samples_per_second"], newest, metrics)
 
 
 def train_epoch(strategy, optimizer, variables, files, epoch, options) -> dict[str, float]:
@@ -138,6 +139,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", default="data/digits", help="where the CSV files are")
     parser.add_argument("--output-dir", default="runs/digits", help="where the results go")
+    parser.add_argument("--tensorboard", help="folder of event files; needs tensorboardX")
     parser.add_argument("--epochs", type=int, default=40, help="passes over the training data")
     parser.add_argument("--batch-size", type=int, default=48, help="rows per step, of all ranks")
     parser.add_argument("--hidden", type=int, default=96, help="units of the hidden layer")

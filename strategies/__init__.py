@@ -32,6 +32,7 @@ from strategies.optimizers import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMS
 from strategies.options import CommunicationOptions
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.remote.server import Server
+from strategies.replicas.devices import devices
 from strategies.replicas.variable import Variable
 from strategies.spare_replica import SpareReplicaStrategy
 from strategies.sparse import Rows
@@ -76,6 +77,7 @@ __all__ = [
     "broadcast_parameters",
     "check_alike",
     "cluster",
+    "devices",
     "errors",
     "get_replica_context",
     "get_strategy",

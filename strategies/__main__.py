@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from strategies import errors
 from strategies.training import inspection
@@ -15,7 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
-    except errors.OpError as error:
+    except (errors.OpError, ImportError) as error:
         print(f"python -m strategies: {error}", file=sys.stderr)
         return 2
     return status
@@ -26,19 +25,19 @@ def _parser() -> argparse.ArgumentParser:
     rooms = parser.add_subparsers(dest="room", required=True)
     checkpoint = rooms.add_parser("checkpoint", help="look at checkpoints; without ranks")
     commands = checkpoint.add_subparsers(dest="command", required=True)
-    place = "a checkpoint, or a directory of checkpoints"
+    place = "a checkpoint, or a directory of checkpoints; a path or a URL"
 
     show = commands.add_parser("show", help="print what is in there, by the manifest")
-    show.add_argument("path", type=Path, help=place)
+    show.add_argument("path", help=place)
     show.set_defaults(run=_show)
 
     verify = commands.add_parser("verify", help="read all and compare checksums")
-    verify.add_argument("path", type=Path, help=place)
+    verify.add_argument("path", help=place)
     verify.set_defaults(run=_verify)
 
     diff = commands.add_parser("diff", help="say in what two checkpoints differ")
-    diff.add_argument("path", type=Path, help=f"{place}, of which the newest counts")
-    diff.add_argument("other", type=Path)
+    diff.add_argument("path", help=f"{place}, of which the newest counts")
+    diff.add_argument("other")
     diff.set_defaults(run=_diff)
     return parser
 

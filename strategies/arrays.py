@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import array_api_compat
@@ -15,13 +16,17 @@ import numpy.typing as npt
 __all__ = [
     "COMPUTE",
     "astype",
+    "at",
     "beside",
     "bits",
     "copy",
     "dtype_name",
+    "fetched",
     "full",
     "host",
     "is_array",
+    "near",
+    "overwrite",
     "place",
     "put",
     "take",
@@ -63,6 +68,18 @@ def host(array: Any) -> npt.NDArray[Any] | None:
     return np.asarray(tensor.numpy())
 
 
+def fetched(array: Any) -> npt.NDArray[Any]:
+    """Return an array in host memory: a view if it is there, else a copy."""
+    found = host(array)
+    if found is None and hasattr(array, "__cuda_array_interface__") and hasattr(array, "get"):
+        with at(array):
+            found = array.get()  # CuPy
+    if found is None:
+        found = host(array_api_compat.to_device(array, "cpu"))
+    assert found is not None
+    return np.asarray(found)
+
+
 def bits(array: Any) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the memory of an array of any library, in the order of its elements.
 
@@ -94,6 +111,13 @@ def bits(array: Any) -> Iterator[npt.NDArray[np.uint8]]:
         if whole.dtype.hasobject:
             raise TypeError(f"expected numbers, got an array of {whole.dtype}")
         yield whole.view(np.uint8)
+
+
+def at(array: Any) -> AbstractContextManager[Any]:
+    """Let this thread compute where an array is; CuPy alone wants to be told."""
+    if hasattr(type(array), "__cuda_array_interface__") and hasattr(array, "get"):
+        return array.device  # type: ignore[no-any-return]
+    return nullcontext()
 
 
 def place(array: Any) -> tuple[Any, Any]:
@@ -141,7 +165,36 @@ def beside(like: Any, array: Any) -> Any:
     if isinstance(like, np.ndarray) or not isinstance(array, np.ndarray):
         return array
     xp, device = place(like)
+    if array_api_compat.is_jax_array(like):  # which may go on reading the memory that it is given
+        array = array.copy()
     return xp.asarray(array, device=device)
+
+
+def near(like: Any, array: Any) -> Any:
+    """Return an array on the device of another one of its library; itself if it is there.
+
+    One in host memory comes to the device of `like`; one of a device stays if `like` is NumPy's.
+    """
+    if isinstance(array, (np.ndarray, np.generic)):
+        return beside(like, np.asarray(array))
+    if isinstance(like, np.ndarray):
+        return array
+    xp, there = place(like)
+    if there is None or array_api_compat.device(array) == there:
+        return array
+    if array_api_compat.is_jax_array(like):
+        return array.to_device(there)
+    with at(like):
+        return xp.asarray(array, device=there)
+
+
+def overwrite(array: Any, values: Any) -> Any:
+    """Return an array that holds other values: itself, or the values if it can never change."""
+    if array_api_compat.is_jax_array(array):
+        return values
+    with at(array):
+        array[...] = values
+    return array
 
 
 def copy(array: Any) -> Any:
@@ -159,10 +212,13 @@ def take(array: Any, rows: npt.NDArray[np.int64]) -> Any:
     return xp.take(array, xp.asarray(rows, device=device), axis=0)
 
 
-def put(array: Any, rows: npt.NDArray[np.int64], values: Any) -> None:
-    """Overwrite some rows, each given once."""
+def put(array: Any, rows: npt.NDArray[np.int64], values: Any) -> Any:
+    """Overwrite some rows, each given once; returns the array, or a new one of JAX."""
     if isinstance(array, np.ndarray):
         array[rows] = values
-        return
+        return array
+    if array_api_compat.is_jax_array(array):
+        return array.at[rows].set(values)
     xp, device = place(array)
     array[xp.asarray(rows, device=device)] = values
+    return array

@@ -11,6 +11,7 @@ from strategies import agreement
 from strategies.averaging.alike import Compare
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.averaging.rule import Rule
+from strategies.wrapping import wrap
 
 if TYPE_CHECKING:
     import optax
@@ -55,6 +56,7 @@ class Options(TypedDict, total=False):
     overlap: bool
     compare: Compare
     compare_every: int | None
+    strategy: Any
 
 
 @overload
@@ -85,6 +87,7 @@ def DistributedOptimizer(
     overlap: bool = False,
     compare: Compare = "all",
     compare_every: int | None = None,
+    strategy: Any = None,
 ) -> Any:
     """Make an optimizer that combines the gradients of all ranks, and then does as the given one.
 
@@ -124,6 +127,10 @@ def DistributedOptimizer(
             Optax shows no settings: the updates that it makes are compared instead, of the first
             two steps, and parameters only if `update` is given them.
         compare_every: compare again in every so many steps; None: in the first one only.
+        strategy: whose ranks combine gradients, in place of `comm`. A `ParameterServerStrategy` or
+            `SpareReplicaStrategy` makes the steps itself, by an optimizer of this package that
+            takes the same ones (`strategies.optimizers.from_torch`, `from_optax`); beside it
+            `named_parameters` is the only option. *Collective* over its tasks.
 
     Returns:
         An optimizer of the kind that was given: `AveragingOptimizer`, a `TorchOptimizer`, which is
@@ -139,7 +146,6 @@ def DistributedOptimizer(
     on the host, and one message of 17 bytes to every rank, in place of the one that compares names
     and shapes; of arrays on a device, their way to the host.
     """
-    comm = cc.init() if comm is None else comm
     rule = Rule(
         op=op,
         compression=cc.NONE if compression is None else compression,
@@ -153,6 +159,16 @@ def DistributedOptimizer(
         compare=compare,
         compare_every=compare_every,
     )
+    if strategy is not None:
+        if comm is not None or (wrap.is_hosting(strategy) and rule != Rule()):
+            raise ValueError(
+                "DistributedOptimizer: the strategy says how gradients are combined, expected no "
+                f"comm, and no option of averaging if it makes the steps itself, got {rule}"
+            )
+        if wrap.is_hosting(strategy):
+            return wrap.wrapped(optimizer, strategy, named_parameters)
+        comm = strategy.ranks.comm
+    comm = cc.init() if comm is None else comm
 
     def prepare() -> tuple[_Make, list[str]]:
         rule.check()

@@ -101,7 +101,7 @@ def summed(rows: Rows) -> Rows:
         second = (np.arange(len(indices)) - np.repeat(starts, lengths)) % 2 == 1
         right, kept = np.flatnonzero(second), np.flatnonzero(~second)
         sums = arrays.take(values, right - 1) + arrays.take(values, right)
-        arrays.put(values, right - 1, sums)
+        values = arrays.put(values, right - 1, sums)
         indices, values = indices[kept], arrays.take(values, kept)
     return Rows(indices, values)
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 import collectives as cc
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
@@ -47,9 +46,12 @@ class Strategy:
         devices: of this process, a replica each; as many on all processes.
         comm: the processes, None for this one alone.
         options: how they exchange arrays.
+        soft_placement: take a CPU device where there is none of the name; the log says so.
 
     Attributes:
         devices: their names.
+        is_placed: whether variables, batches and computation go to these devices; not where the
+            strategy was given none.
         ranks: the processes.
     """
 
@@ -58,10 +60,19 @@ class Strategy:
         devices: Sequence[str] | None = None,
         comm: cc.Communicator | None = None,
         options: CommunicationOptions | None = None,
+        *,
+        soft_placement: bool = False,
     ) -> None:
         kind = type(self).__name__
         self.ranks = Ranks(comm, options or CommunicationOptions())
-        self.devices = self.ranks.prepared(kind, lambda: parse_devices(devices or CPU, kind))
+        self.is_placed = devices is not None
+
+        def found() -> tuple[str, ...]:
+            if devices is None:
+                return CPU
+            return parse_devices(devices, kind, soft_placement=soft_placement)
+
+        self.devices = self.ranks.prepared(kind, found)
         self.ranks.agree(f"{kind} with {len(self.devices)} devices per process")
         # Who makes variables, of whom one is the chief; in some strategies each computes alone.
         self._everyone = self.ranks
@@ -96,7 +107,7 @@ class Strategy:
 
     def variable(
         self,
-        initial_value: npt.ArrayLike | Callable[[], npt.ArrayLike],
+        initial_value: Any,
         *,
         name: str | None = None,
         dtype: Any = None,
@@ -106,8 +117,8 @@ class Strategy:
         """Make a variable that starts with the same value on all replicas; *collective*.
 
         Args:
-            initial_value: shape (...), or a function that returns it. The chief's value counts; the
-                others' must have the same shape and dtype.
+            initial_value: shape (...), of any library, or a function that returns it. The chief's
+                value counts; the others' must have the same shape and dtype.
             name: as in checkpoints; "variable", "variable_1", ... if None.
             dtype: of the variable, that of the initial value if None.
             synchronization: "auto", "on_write" or "on_read"; see `Variable`.
@@ -136,9 +147,9 @@ class Strategy:
 
         everyone = self._everyone
         variable = everyone.prepared(f"variable {chosen}", local)
-        initial = everyone.together("variable", lambda: everyone.of_chief(variable.components[0]))
-        for component in variable.components:
-            component[...] = initial
+        variable.fill(
+            everyone.together("variable", lambda: everyone.of_chief(variable.components[0]))
+        )
         self._names.add(chosen)
         return variable
 
@@ -291,7 +302,8 @@ class Strategy:
             replicas = [Gradients.of(select(pairs, i), select(examples, i)) for i in count]
             self._apply(optimizer, replicas)
 
-        self.ranks.together("apply_gradients", apply)
+        with run.selected(self, 0):
+            self.ranks.together("apply_gradients", apply)
 
     def _apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
         """Update by the gradients of this process's replicas; *collective*."""
@@ -322,9 +334,10 @@ class Strategy:
 
         Yields:
             The same structure with a `PerReplica` of consecutive rows, or the rows themselves where
-            a process has one replica; there may be 0 of them.
+            a process has one replica; there may be 0 of them. They are on the replicas' devices.
         """
-        return datasets.of_global_batches(batches, self.ranks, len(self.devices), policy)
+        parts = datasets.of_global_batches(batches, self.ranks, len(self.devices), policy)
+        return self._on_devices(parts)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]]
@@ -346,7 +359,7 @@ class Strategy:
         part = InputContext(self.ranks.size, self.ranks.rank, self.num_replicas_in_sync)
         self.ranks.begin()
         batches = self.ranks.prepared("distribute_datasets_from_function", lambda: dataset_fn(part))
-        return datasets.from_function(batches, self.ranks, len(self.devices))
+        return self._on_devices(datasets.from_function(batches, self.ranks, len(self.devices)))
 
     def distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
@@ -355,6 +368,9 @@ class Strategy:
         first, count = self.first_replica_id, len(self.devices)
         total = self.num_replicas_in_sync
         return PerReplica(tuple(value_fn(ValueContext(first + i, total)) for i in range(count)))
+
+    def _on_devices(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return datasets.on_devices(batches, self.devices) if self.is_placed else batches
 
     def _refuse_taken(self, name: str) -> None:
         if name in self._names:

@@ -69,14 +69,15 @@ class OneDeviceStrategy(Strategy):
     """Keep variables and computation on one device; to debug a program, or to compare with.
 
     Args:
-        device: the device's name.
+        device: one of `strategies.devices()`, such as "/gpu:1".
+        soft_placement: take the CPU if there is no such device.
 
     Raises:
         ValueError: there is no such device.
     """
 
-    def __init__(self, device: str = "/cpu:0") -> None:
-        super().__init__([device])
+    def __init__(self, device: str = "/cpu:0", *, soft_placement: bool = False) -> None:
+        super().__init__([device], soft_placement=soft_placement)
 
 
 class MirroredStrategy(Strategy):
@@ -88,6 +89,7 @@ class MirroredStrategy(Strategy):
         devices: of each rank, a replica on each; "/cpu:0" if None.
         comm: the ranks, all on one node; those of the job if None. *Collective* over them.
         communication_options: how ranks exchange arrays.
+        soft_placement: take CPUs in place of devices that there are not.
 
     Raises:
         ValueError: no such devices, or ranks on several nodes; on all ranks.
@@ -99,6 +101,7 @@ class MirroredStrategy(Strategy):
         *,
         comm: cc.Communicator | None = None,
         communication_options: CommunicationOptions | None = None,
+        soft_placement: bool = False,
     ) -> None:
         comm = of_this_job() if comm is None else comm
         if comm is not None and comm.num_nodes > 1:
@@ -106,7 +109,7 @@ class MirroredStrategy(Strategy):
                 f"MirroredStrategy: the ranks are on several nodes, expected 1, got "
                 f"{comm.num_nodes}; use MultiWorkerMirroredStrategy"
             )
-        super().__init__(devices, comm, communication_options)
+        super().__init__(devices, comm, communication_options, soft_placement=soft_placement)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -119,6 +122,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         comm: the ranks that train together; the whole job if None. *Collective* over them.
         devices: of each rank, a replica on each; "/cpu:0" if None.
         communication_options: how ranks exchange arrays.
+        soft_placement: take CPUs in place of devices that there are not.
 
     Raises:
         ValueError: no such devices; on all ranks.
@@ -131,9 +135,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         devices: Sequence[str] | None = None,
         communication_options: CommunicationOptions | None = None,
+        soft_placement: bool = False,
     ) -> None:
         self.comm = cc.init() if comm is None else comm
-        super().__init__(devices, self.comm, communication_options)
+        super().__init__(devices, self.comm, communication_options, soft_placement=soft_placement)
 
 
 class CentralStorageStrategy(Strategy):
@@ -146,6 +151,7 @@ class CentralStorageStrategy(Strategy):
         devices: that compute, of each rank; "/cpu:0" if None.
         comm: the ranks; those of the job if None, without MPI if there is one. *Collective*.
         communication_options: how ranks exchange arrays.
+        soft_placement: take CPUs in place of devices that there are not.
 
     Raises:
         ValueError: no such devices; on all ranks.
@@ -157,8 +163,10 @@ class CentralStorageStrategy(Strategy):
         *,
         comm: cc.Communicator | None = None,
         communication_options: CommunicationOptions | None = None,
+        soft_placement: bool = False,
     ) -> None:
-        super().__init__(devices, of_this_job() if comm is None else comm, communication_options)
+        comm = of_this_job() if comm is None else comm
+        super().__init__(devices, comm, communication_options, soft_placement=soft_placement)
 
     def apply_gradients(
         self,
@@ -183,5 +191,7 @@ class CentralStorageStrategy(Strategy):
         """Change the variables on rank 0, and copy them to the others; *collective*."""
         self.ranks.prepared("update", change if self.is_chief else lambda: None)
         for variable in variables:
-            array = variable.components[0] if isinstance(variable, Variable) else variable
-            array[...] = np.asarray(self.ranks.of_chief(array))
+            if isinstance(variable, Variable):
+                variable.fill(self.ranks.of_chief(variable.components[0]))
+            else:
+                variable[...] = np.asarray(self.ranks.of_chief(variable))

@@ -25,6 +25,9 @@ from collectives.communicator import from_mpi
 from collectives.settings import Settings
 from launcher import WORLD_SIZES
 
+# JAX looks at it when it starts: strategies are tested on 8 devices of the host.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
 WORLD_RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
 WORLD_SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))
 UNDER_MPI = os.environ.get("UNISONO_TEST_WORLD") == "mpi"

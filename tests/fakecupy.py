@@ -66,16 +66,21 @@ class Event:
 class Device:
     """Counts how often it was made the current one."""
 
+    fake = None
+
     def __init__(self, number):
         self.id = number
         self.entered = 0
 
     def __enter__(self):
         self.entered += 1
+        if self.fake is not None:
+            self.fake.selected.append(self)
         return self
 
     def __exit__(self, *error):
-        pass
+        if self.fake is not None:
+            self.fake.selected.pop()
 
 
 def memory_at(address, shape, dtype, strides=None):
@@ -86,16 +91,17 @@ def memory_at(address, shape, dtype, strides=None):
     return np.ndarray(shape, dtype, raw, strides=strides)
 
 
-class ndarray:  # noqa: N801  (CuPy's name)
+class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  (CuPy's name)
     """Device memory: its elements are in `memory`, to be looked at when the streams are idle."""
 
     def __init__(self, fake, memory, keep=None):
         self.fake = fake
         self.memory = memory
         self.keep = keep
-        self.device = fake.device
+        self.device = fake.selected[-1]
         self.shape, self.strides, self.dtype = memory.shape, memory.strides, memory.dtype
         self.size, self.nbytes, self.flags = memory.size, memory.nbytes, memory.flags
+        self.ndim, self.itemsize = memory.ndim, memory.itemsize
         self.data = Pointer(fake, memory.ctypes.data)
 
     @property
@@ -109,11 +115,47 @@ class ndarray:  # noqa: N801  (CuPy's name)
     def __array__(self, *args, **keywords):
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
-    def get(self, out):
+    def __len__(self):
+        return len(self.memory)
+
+    def __dlpack_device__(self):
+        return 2, self.device.id  # kDLCUDA
+
+    def __dlpack__(self, **keywords):
+        raise AssertionError("nothing here takes device memory by DLPack")
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **named):
+        """Compute at once; where the result is wanted in place, as all the others."""
+        raw = [np.asarray(x.used()) if isinstance(x, ndarray) else x for x in inputs]
+        assert not any(isinstance(x, np.ndarray) and x.ndim for x in inputs)
+        result = np.asarray(getattr(ufunc, method)(*raw, **named))
+        if not out:
+            return ndarray(self.fake, result)
+        out[0].memory[...] = result
+        return out[0]
+
+    def used(self):
+        """Return the elements, for work that the current device does."""
+        selected = self.fake.selected[-1]
+        assert self.device is selected, f"an array of GPU {self.device.id} on GPU {selected.id}"
+        self.fake.current.synchronize()
+        return self.memory
+
+    def sum(self):
+        return ndarray(self.fake, np.asarray(self.used().sum()))
+
+    @property
+    def T(self):  # noqa: N802
+        return ndarray(self.fake, self.used().T, keep=self)
+
+    def get(self, out=None):
+        if out is None:
+            out = np.empty(self.shape, self.dtype)
         assert out.flags.c_contiguous
         assert (out.shape, out.dtype) == (self.shape, self.dtype)
         self.fake.current.synchronize()
         out[...] = self.memory
+        return out
 
     def set(self, host):
         assert self.flags.c_contiguous
@@ -238,13 +280,17 @@ class FakeCupy:
 
     ndarray = ndarray
 
-    def __init__(self, available=True, gpus=(), can_register=True):
-        self.device = Device(0)
+    def __init__(self, available=True, gpus=(), can_register=True, devices=1):
+        self.threads = threading.local()
+        self.devices = [Device(i) for i in range(devices)]
+        self.device = self.devices[0]
+        if devices > 1:
+            for device in self.devices:
+                device.fake = self
         self.can_register = can_register
         self.registered = {}  # address -> bytes
         self.log = []
         self.streams = {ptr: Stream(ptr) for ptr in (2, 4096)}
-        self.threads = threading.local()
         self.pinned = {}  # address -> memory; a pool, which gives nothing back to the system
         self.lock = threading.Lock()
         self.cuda = SimpleNamespace(
@@ -255,18 +301,25 @@ class FakeCupy:
             Event=Event,
             set_allocator=lambda allocator: setattr(self, "allocator", allocator),
             alloc=lambda size: self.allocator(size),
-            Device=lambda number: PoolDevice(self.pool, number),
+            Device=lambda number: PoolDevice(self.pool, number) if gpus else self.devices[number],
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             runtime=SimpleNamespace(
                 hostRegister=self.host_register,
                 hostUnregister=lambda address: self.registered.pop(address),
-                getDeviceCount=lambda: len(gpus),
+                getDeviceCount=lambda: len(gpus or self.devices),
                 memGetInfo=lambda: (gpus[self.pool.now].free, gpus[self.pool.now].total),
             ),
         )
         self.pool = Pool(gpus)
         self.allocator = self.pool.malloc
         self.get_default_memory_pool = lambda: self.pool
+
+    @property
+    def selected(self):
+        """The current devices, the innermost last; each thread's own."""
+        if not hasattr(self.threads, "selected"):
+            self.threads.selected = [self.devices[0]]
+        return self.threads.selected
 
     @property
     def current(self):
@@ -349,7 +402,11 @@ class FakeCupy:
 
     def asarray(self, x):
         if isinstance(x, ndarray):
-            return x
+            if x.device is self.selected[-1] or x.device.fake is None:
+                return x
+            with x.device:
+                elements = x.used().copy()
+            return ndarray(self, elements)
         if isinstance(x, np.ndarray):
             array = ndarray(self, np.empty(x.shape, x.dtype))
             self.copy_later(array.memory, x)
@@ -401,3 +458,34 @@ class Buffer:
             "shape": self.memory.shape, "typestr": self.memory.dtype.str, "version": 3,
             "data": (self.memory.ctypes.data, self.read_only), "stream": self.stream,
         }  # fmt: skip
+
+
+def _new(like, elements):
+    return ndarray(like.fake, np.asarray(elements))
+
+
+def _on_device(x, device=None, copy=None):
+    assert isinstance(x, ndarray) or device is not None
+    with device or x.device:
+        if isinstance(x, ndarray):
+            there = x.fake.asarray(x)
+            return _new(x, there.used().copy()) if copy and there is x else there
+        return device.fake.asarray(x)
+
+
+def _full(shape, number, *, dtype, device):
+    with device:
+        return ndarray(device.fake, np.full(shape, number, dtype))
+
+
+ARRAY_API = SimpleNamespace(
+    __name__="array_api_compat.cupy",
+    float16=np.float16, float32=np.float32, float64=np.float64, int64=np.int64,
+    astype=lambda x, dtype: _new(x, x.used().astype(dtype)),
+    asarray=_on_device, full=_full, ascontiguousarray=lambda x: x.fake.ascontiguousarray(x),
+    sum=lambda x, axis=None, dtype=None: _new(x, x.used().sum(axis=axis, dtype=dtype)),
+    concat=lambda xs, axis=0: _new(xs[0], np.concatenate([x.used() for x in xs], axis=axis)),
+    permute_dims=lambda x, axes: _new(x, x.used().transpose(axes)),
+    sqrt=np.sqrt, maximum=np.maximum,
+)  # fmt: skip
+"""What stands for `array_api_compat.cupy`, in `sys.modules`, where strategies use the double."""

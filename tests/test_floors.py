@@ -34,7 +34,7 @@ FLOORS = {
         {"__main__"},
     ],
     "strategies": [
-        {"arrays", "checks", "errors", "model_parallel", "options", "structures"},
+        {"arrays", "checks", "errors", "model_parallel", "options", "structures", "urls"},
         {"agreement", "sparse"},
         {"optimizers", "ranks", "sums"},
         {"cluster", "training"},
@@ -44,6 +44,7 @@ FLOORS = {
         {"replicas"},
         {"averaging"},
         {"jax", "strategy", "torch"},
+        {"wrapping"},
         {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous"},
         {"horovod"},
         {"__init__"},

@@ -27,17 +27,18 @@ partitioning-based multi-leader design", SC17, section 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from collectives import topology
-from collectives.algorithms import halving, ring, tree
+from collectives.algorithms import double_tree, doubling, fastest, halving, ring, tree
 from collectives.algorithms.layout import Layout
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import Op
+from collectives.links import DEFAULT, Machine
 from collectives.node import engine
 from collectives.transport.transport import Deadline, Message, Transport
 
@@ -78,12 +79,14 @@ class Levels(NamedTuple):
     barrier: Callable[[Deadline], None]
     rails: int
     network: Transport | None  # the ranks of this rank's rail, by node; None beyond the rails
-    allreduce: Callable[[Transport, Array, Op, Deadline], None]  # over the network
+    alone: Layout  # of a rail that works alone
+    beside: Layout  # of one beside which all others work, too
+    allreduce: Callable[[Transport, Array, Op, Deadline], None] | None  # on a rail; or the fastest
     leaders: Sequence[int]  # of every rank an integer, the same exactly for those of one node
     leader: int  # that of this rank
 
 
-def levels(transport: Transport, leaders: Sequence[int]) -> Levels:
+def levels(transport: Transport, leaders: Sequence[int], machine: Machine = DEFAULT) -> Levels:
     """Arrange the ranks of a transport in nodes and rails, with a ring inside the nodes.
 
     No message is sent: the stages use the transport itself, so that an error about a wait names
@@ -93,8 +96,10 @@ def levels(transport: Transport, leaders: Sequence[int]) -> Levels:
     Args:
         transport: all ranks; it stays the caller's own.
         leaders: for every rank an integer that is the same exactly for the ranks of one node.
+        machine: the links, by which the way along a rail is picked.
     """
     rails = topology.rails(leaders, transport.rank)
+    nodes = len(set(leaders))
     node = _Members(transport, rails.node)
     return Levels(
         node=node,
@@ -104,7 +109,9 @@ def levels(transport: Transport, leaders: Sequence[int]) -> Levels:
         barrier=partial(tree.barrier, node),
         rails=rails.number,
         network=None if rails.rail is None else _Members(transport, rails.rail),
-        allreduce=_over_network,
+        alone=_rail(1, nodes, machine),
+        beside=_rail(rails.number, nodes, machine),
+        allreduce=None,
         leaders=leaders,
         leader=leaders[transport.rank],
     )
@@ -116,40 +123,65 @@ def allreduce(levels: Levels, buffer: Array, op: Op, deadline: Deadline) -> None
     levels.reduce_scatter(buffer, bounds, op, deadline)
     own = buffer[bounds[levels.node.rank] : bounds[levels.node.rank + 1]]
     if levels.network is not None and own.size:
-        levels.allreduce(levels.network, own, op, deadline)
+        over_network = levels.allreduce or _picked(levels, "allreduce", buffer.nbytes, own.nbytes)
+        over_network(levels.network, own, op, deadline)
     levels.allgather(buffer, bounds, deadline)
 
 
 def allreduce_seconds(nbytes: float, layout: Layout) -> float:
     """Return how long `allreduce` of so many bytes should take."""
-    own, rail = _rail(nbytes, layout)
-    fills = _fills_ring(own, rail.size)
-    on_rail = (ring.allreduce_seconds if fills else halving.allreduce_seconds)(own, rail)
+    own, rail = _chunk(nbytes, layout)
     combining = (layout.per_node - 1) * own * layout.machine.shared.gamma
+    on_rail = min(_rail_seconds("allreduce", own, rail).values())
     return 2 * stage_seconds(nbytes, own, layout) + combining + on_rail
 
 
-def _over_network(transport: Transport, buffer: Array, op: Op, deadline: Deadline) -> None:
-    """Reduce over a rail."""
-    along = ring if _fills_ring(buffer.nbytes, transport.size) else halving
-    along.allreduce(transport, buffer, op, deadline)
+# What may happen on a rail: name -> the function, and its seconds.
+_ON_RAIL: dict[str, dict[str, tuple[Callable[..., None], Callable[[float, Layout], float]]]] = {
+    "allreduce": {
+        "ring": (ring.allreduce, ring.allreduce_seconds),
+        "double_tree": (double_tree.allreduce, double_tree.allreduce_seconds),
+        "doubling": (doubling.allreduce, doubling.allreduce_seconds),
+        "halving": (halving.allreduce, halving.allreduce_seconds),
+    },
+    "broadcast": {
+        "tree": (tree.broadcast, tree.broadcast_seconds),
+        "double_tree": (double_tree.broadcast, double_tree.broadcast_seconds),
+        "ring": (ring.broadcast, ring.broadcast_seconds),
+    },
+}
 
 
-def _fills_ring(nbytes: float, size: int) -> bool:
-    """Tell whether a chunk fills a slice, so that the rounds of a ring overlap.
-
-    All-reduce between 4 nodes at 1 Gbit/s, ring / halving, in ms: 256 KiB 5.0 / 3.3,
-    1 MiB 13.4 / 14.3, 4 MiB 54 / 61 (with two rails 107 / 143).
-    """
-    return nbytes >= ring.SLICE_BYTES * size
+def _picked(levels: Levels, operation: str, whole: int, own: int) -> Callable[..., None]:
+    """Return what should be the fastest for the bytes of this rank's chunk, the same on a rail."""
+    rail = levels.alone if whole <= ONE_RAIL_BYTES else levels.beside
+    return _ON_RAIL[operation][fastest.pick(operation, own, rail, _switch_points)][0]
 
 
-def _rail(nbytes: float, layout: Layout) -> tuple[float, Layout]:
-    """Return bytes and ranks of one rail, with links as slow as all rails at once make them."""
+@lru_cache(256)
+def _switch_points(operation: str, rail: Layout) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    def first(nbytes: int) -> str:
+        times = _rail_seconds(operation, nbytes, rail)
+        return min(times, key=times.__getitem__)
+
+    return fastest.switch_points(first)
+
+
+def _rail_seconds(operation: str, own: float, rail: Layout) -> dict[str, float]:
+    """Return how long each way along a rail should take for the bytes of a chunk."""
+    return {name: seconds(own, rail) for name, (_, seconds) in _ON_RAIL[operation].items()}
+
+
+def _chunk(nbytes: float, layout: Layout) -> tuple[float, Layout]:
+    """Return the bytes of one rail, and its ranks."""
     rails = 1 if nbytes <= ONE_RAIL_BYTES else layout.size // layout.num_nodes
-    network = layout.machine.network._replace(beta=layout.machine.network.beta * rails)
-    machine = layout.machine._replace(network=network)
-    return nbytes / rails, Layout(layout.num_nodes, layout.num_nodes, machine)
+    return nbytes / rails, _rail(rails, layout.num_nodes, layout.machine)
+
+
+def _rail(rails: int, nodes: int, machine: Machine) -> Layout:
+    """Return the ranks of a rail, with links as slow as so many rails at once make them."""
+    network = machine.network._replace(beta=machine.network.beta * rails)
+    return Layout(nodes, nodes, machine._replace(network=network))
 
 
 def stage_seconds(nbytes: float, own: float, layout: Layout) -> float:
@@ -199,17 +231,16 @@ def broadcast(levels: Levels, buffer: Array, root: int, deadline: Deadline) -> N
     bounds = _bounds(levels, buffer)
     own = buffer[bounds[levels.node.rank] : bounds[levels.node.rank + 1]]
     if levels.network is not None and own.size:
-        along = ring if _fills_ring(own.nbytes, levels.network.size) else tree
-        along.broadcast(levels.network, own, source.node_rank, deadline)
+        over_network = _picked(levels, "broadcast", buffer.nbytes, own.nbytes)
+        over_network(levels.network, own, source.node_rank, deadline)
     if not at_source:
         levels.allgather(buffer, bounds, deadline)
 
 
 def broadcast_seconds(nbytes: float, layout: Layout) -> float:
     """Return how long `broadcast` should take."""
-    own, rail = _rail(nbytes, layout)
-    fills = _fills_ring(own, rail.size)
-    on_rail = (ring.broadcast_seconds if fills else tree.broadcast_seconds)(own, rail)
+    own, rail = _chunk(nbytes, layout)
+    on_rail = min(_rail_seconds("broadcast", own, rail).values())
     return publish_seconds(nbytes, layout) + on_rail + stage_seconds(nbytes, own, layout)
 
 

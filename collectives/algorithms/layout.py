@@ -13,15 +13,18 @@ the network, in either direction, which is what tells the algorithms apart:
 | algorithm | allreduce of S bytes on one node | between nodes |
 | --- | --- | --- |
 | ring | 2 (P-1) a + S (P-1)/P (2 b + g) | one message per node in a step |
+| double_tree | 2 log P (a + 2 s b + s g) + 2 S b | k messages per node |
 | tree | log P (2 a + S (2 b + g)) | one message per node and level |
-| halving, up to 64 KiB | log P (a + S (b + g)) | up to k messages per node and round |
-| halving, above | 2 m a + S (P-1)/P (2 b + g) | up to k messages per node and round |
+| doubling | log P (a + S (b + g)) | up to k messages per node and round |
+| halving | 2 m a + S (P-1)/P (2 b + g) | up to k messages per node and round |
 | hierarchical | - | inside the nodes as node; between N nodes S bytes per node |
 | node | a + S b + (P-1) S g, above 8 KiB in slots | - |
 
 A round of a halving in which more than one chunk moves is two messages on ranks whose chunks are at
 both ends of the buffer; m counts log P rounds with these. Chunks go in slices that follow one
-another, so a long message costs its bytes and one alpha. The figures are for choosing and for
+another, so a long message costs its bytes and one alpha; what is combined overlaps with it, and s
+is a slice. Where lines are fast it is the programs that take the time: a message costs each of the
+two half of a node's alpha. The figures are for choosing and for
 planning, within a factor of two; `python -m collectives tune` holds them against measurements.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations
@@ -33,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from collectives.links import DEFAULT, Machine
+from collectives.links import DEFAULT, Link, Machine
 
 __all__ = ["Layout"]
 
@@ -80,6 +83,37 @@ class Layout:
         """Ranks of the fullest node."""
         return -(-self.size // self.num_nodes)
 
+    def links(self) -> list[tuple[Link, float, int]]:
+        """Return the links that neighbours of all kinds use.
+
+        Returns:
+            For each the link, the seconds that a message costs either of its programs, and how
+            many ranks of a node share the line.
+        """
+        node, network = self.machine.node, self.machine.network
+        found = []
+        if self.num_nodes > 1:
+            found.append((network, min(node.alpha, network.alpha) / 2, self.per_node))
+        if self.per_node > 1:
+            found.append((node, node.alpha / 2, 1))
+        return found
+
+    def round(self, nbytes: float, *, messages: int, at_once: int = 1, gamma: float = 0.0) -> float:
+        """Return the time in which a rank sends, receives and combines some bytes.
+
+        Args:
+            nbytes: that it sends, and receives.
+            messages: in which they go; each is combined while the next ones are on their way.
+            at_once: how many ranks of a node send over its link to the network.
+            gamma: seconds for a byte that is combined.
+        """
+        times = [0.0]
+        work = nbytes * gamma
+        for link, programs, most in self.links():
+            line = min(at_once, most) * nbytes * link.beta + work / messages
+            times.append(link.alpha + max(line, 2 * (messages - 1) * programs + work))
+        return max(times)
+
     def step(self, nbytes: float, *, at_once: int = 1, messages: int = 1) -> float:
         """Return the time of a step in which messages go between neighbours of all kinds.
 
@@ -105,7 +139,3 @@ class Layout:
     def combined(self, nbytes: float) -> float:
         """Return the time to combine bytes with others that came over the longest way there is."""
         return nbytes * (self.machine.network if self.num_nodes > 1 else self.machine.node).gamma
-
-    def shared_work(self, nbytes: float) -> float:
-        """Return the time to combine what a rank receives when all share the work."""
-        return self.combined(nbytes * (self.size - 1) / self.size)

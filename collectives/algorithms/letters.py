@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from collectives import topology
-from collectives.algorithms import halving
+from collectives.algorithms import doubling
 from collectives.algorithms.layout import Layout
 from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
@@ -213,7 +213,7 @@ class Letters:
 
 def seconds(nbytes: float, layout: Layout) -> float:
     """Return how long an exchange of letters with so many bytes each should take."""
-    return halving.double_seconds(HEAD_BYTES + nbytes, layout.compiled())
+    return doubling.allreduce_seconds(HEAD_BYTES + nbytes, layout.compiled())
 
 
 def _steps(rank: int, size: int) -> list[tuple[int, int, int]]:

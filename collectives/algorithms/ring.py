@@ -30,6 +30,7 @@ workstations", J. Parallel Distrib. Comput. 69 (2009), section 3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
@@ -77,7 +78,7 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
 
 def allreduce_seconds(nbytes: float, layout: Layout) -> float:
     """Return how long `allreduce` of so many bytes should take."""
-    return 2 * allgather_seconds(nbytes, layout) + layout.shared_work(nbytes)
+    return reduce_scatter_seconds(nbytes, layout) + allgather_seconds(nbytes, layout)
 
 
 def reduce_scatter(
@@ -94,7 +95,7 @@ def reduce_scatter(
 
 def reduce_scatter_seconds(nbytes: float, layout: Layout) -> float:
     """Return how long `reduce_scatter` should take."""
-    return allgather_seconds(nbytes, layout) + layout.shared_work(nbytes)
+    return _around_seconds(nbytes, layout, layout.combined(1.0))
 
 
 def allgather(
@@ -107,7 +108,25 @@ def allgather(
 
 def allgather_seconds(nbytes: float, layout: Layout) -> float:
     """Return how long `allgather` should take."""
-    return (layout.size - 1) * layout.step(nbytes / layout.size)
+    return _around_seconds(nbytes, layout, 0.0)
+
+
+def _around_seconds(nbytes: float, layout: Layout, gamma: float) -> float:
+    """Return the time of P - 1 steps, in each of which a chunk goes on in slices.
+
+    All of it takes as long as its slowest part: the line, the programs with what they combine, or
+    the way of one slice, behind which the others follow.
+    """
+    steps, chunk = layout.size - 1, nbytes / layout.size
+    own = min(chunk, SLICE_BYTES)
+    messages = math.ceil(chunk / SLICE_BYTES) or 1
+    times = [0.0]
+    for link, programs, _ in layout.links():
+        way = link.alpha + own * (link.beta + gamma)
+        times.append(steps * way + (chunk - own) * link.beta)
+        times.append((steps * chunk - own) * link.beta + way)
+        times.append(steps * (2 * messages * programs + chunk * gamma))
+    return max(times) if steps else 0.0
 
 
 def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline) -> None:
@@ -122,8 +141,12 @@ def broadcast_seconds(nbytes: float, layout: Layout) -> float:
     if layout.size == 1:
         return 0.0
     first = min(nbytes, SLICE_BYTES)
-    bytes_alone = layout.step(nbytes - first) - layout.step(0)
-    return (layout.size - 1) * layout.step(first) + bytes_alone
+    more = math.ceil(nbytes / SLICE_BYTES) - 1
+    ways, follows = [], [0.0]
+    for link, programs, _ in layout.links():
+        ways.append(link.alpha + first * link.beta)
+        follows.append(max((nbytes - first) * link.beta, 2 * more * programs))
+    return (layout.size - 1) * max(ways) + max(follows)
 
 
 def pass_on(

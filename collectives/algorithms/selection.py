@@ -10,12 +10,21 @@ names who is missing, any size, every dtype and op. Who wants it says so.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from collectives.algorithms import halving, hierarchical, native, ring, rotation, tree
+from collectives.algorithms import (
+    double_tree,
+    doubling,
+    fastest,
+    halving,
+    hierarchical,
+    native,
+    ring,
+    rotation,
+    tree,
+)
 from collectives.algorithms.layout import Layout
 from collectives.node import engine
 
@@ -39,12 +48,15 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "allreduce": {
         "ring": Algorithm(ring.allreduce, ring.allreduce_seconds),
         "tree": Algorithm(tree.allreduce, tree.allreduce_seconds),
+        "double_tree": Algorithm(double_tree.allreduce, double_tree.allreduce_seconds),
+        "doubling": Algorithm(doubling.allreduce, doubling.allreduce_seconds),
         "halving": Algorithm(halving.allreduce, halving.allreduce_seconds),
         "hierarchical": Algorithm(hierarchical.allreduce, hierarchical.allreduce_seconds),
         "native": Algorithm(native.allreduce, None),
     },
     "reduce": {
         "tree": Algorithm(tree.reduce, tree.reduce_seconds),
+        "double_tree": Algorithm(double_tree.reduce, double_tree.reduce_seconds),
         "native": Algorithm(native.reduce, None),
     },
     "reduce_scatter": {
@@ -54,6 +66,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     },
     "broadcast": {
         "tree": Algorithm(tree.broadcast, tree.broadcast_seconds),
+        "double_tree": Algorithm(double_tree.broadcast, double_tree.broadcast_seconds),
         "ring": Algorithm(ring.broadcast, ring.broadcast_seconds),
         "hierarchical": Algorithm(hierarchical.broadcast, hierarchical.broadcast_seconds),
         "native": Algorithm(native.broadcast, None),
@@ -81,9 +94,6 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         "native": Algorithm(native.barrier, None),
     },
 }
-
-# Sizes beyond which "auto" stays at what it picks there.
-_MOST_BYTES = 1 << 40
 
 
 def estimate(operation: str, nbytes: int, layout: Layout) -> dict[str, float]:
@@ -132,43 +142,17 @@ def _on_one_node(layout: Layout) -> bool:
 
 def pick(operation: str, nbytes: int, layout: Layout) -> str:
     """Return the algorithm by messages that should be the fastest: a look-up in a table."""
-    table = layout.picks.get(operation)
-    if table is None:
-        table = layout.picks[operation] = switch_points(operation, layout)
-    sizes, names = table
-    return names[bisect_right(sizes, nbytes)]
+    return fastest.pick(operation, nbytes, layout, switch_points)
 
 
 @lru_cache(256)  # groups of the same layout share their tables
 def switch_points(operation: str, layout: Layout) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return at which sizes the pick changes, and what it is between them.
+    """Return at which sizes the pick changes, and what it is between them (`fastest`)."""
 
-    Returns:
-        Sizes in bytes, ascending, and one name more: `names[i]` holds from `sizes[i - 1]` on and
-        below `sizes[i]`. Where a pick holds for less than an octave it may be missed.
-    """
-
-    def fastest(nbytes: int) -> str:
+    def first(nbytes: int) -> str:
         return next(name for name in estimate(operation, nbytes, layout) if name != "node")
 
-    sizes: list[int] = []
-    names = [fastest(0)]
-    low = 0
-    high = 1
-    while high <= _MOST_BYTES:
-        while fastest(high) != names[-1]:
-            below, above = low, high
-            while above - below > 1:
-                middle = (below + above) // 2
-                if fastest(middle) == names[-1]:
-                    below = middle
-                else:
-                    above = middle
-            sizes.append(above)
-            names.append(fastest(above))
-            low = above
-        low, high = high, 2 * high
-    return tuple(sizes), tuple(names)
+    return fastest.switch_points(first)
 
 
 def check(operation: str, algorithm: str, *, in_memory: bool) -> None:

@@ -78,13 +78,21 @@ def broadcast_seconds(nbytes: float, layout: Layout) -> float:
     """Return how long `broadcast` of so many bytes should take."""
     if layout.size > 4 and nbytes >= SCATTER_BYTES:
         return scatter_seconds(nbytes, layout) + ring.allgather_seconds(nbytes, layout)
-    return _levels_seconds(nbytes, layout)
-
-
-def _levels_seconds(nbytes: float, layout: Layout) -> float:
-    """Return the time in which whole buffers pass all levels of the tree."""
-    node = layout.machine.node
     levels = (layout.size - 1).bit_length()
+    # A rank sends to all its children at once, and the messages share its line.
+    shared = max(
+        (
+            sum(max(0.0, n * (nbytes * link.beta - programs)) for n in range(levels))
+            for link, programs, _ in layout.links()
+        ),
+        default=0.0,
+    )
+    return _levels_seconds(nbytes, layout, levels) + shared
+
+
+def _levels_seconds(nbytes: float, layout: Layout, levels: int) -> float:
+    """Return the time in which whole buffers pass so many levels of the tree."""
+    node = layout.machine.node
     together = (layout.per_node & -layout.per_node).bit_length() - 1  # that do not leave a node
     inside = levels if layout.num_nodes == 1 else min(levels, together)
     between = (levels - inside) * layout.step(nbytes) if levels > inside else 0.0
@@ -114,8 +122,8 @@ def reduce(
 
 def reduce_seconds(nbytes: float, layout: Layout) -> float:
     """Return how long `reduce` should take."""
-    levels = (layout.size - 1).bit_length()
-    return _levels_seconds(nbytes, layout) + levels * layout.combined(nbytes)
+    levels = layout.size.bit_length() - 1  # ones in the number of the farthest rank from the root
+    return _levels_seconds(nbytes, layout, levels) + levels * layout.combined(nbytes)
 
 
 def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: Deadline) -> None:
@@ -190,7 +198,7 @@ def scatter_seconds(nbytes: float, layout: Layout) -> float:
     machine, nodes, per_node = layout.machine, layout.num_nodes, layout.per_node
     away = nbytes * (nodes - 1) / nodes * machine.network.beta
     inside = nbytes / nodes * (per_node - 1) / per_node * machine.node.beta
-    return _levels_seconds(0, layout) + away + inside
+    return _levels_seconds(0, layout, (layout.size - 1).bit_length()) + away + inside
 
 
 def _subtree(transport: Transport, span: int, counts: Sequence[int]) -> tuple[dict[int, int], int]:
@@ -245,4 +253,4 @@ def barrier(transport: Transport, deadline: Deadline) -> None:
 
 def barrier_seconds(nbytes: float, layout: Layout) -> float:
     """Return how long `barrier` should take."""
-    return 2 * _levels_seconds(0, layout)
+    return 2 * _levels_seconds(0, layout, (layout.size - 1).bit_length())

@@ -57,7 +57,7 @@ def broadcast(
             `np.empty(shape, dtype)`.
         root: whose array.
         out: where to put the result, may be `x` itself; shape and dtype of `x`.
-        algorithm: "auto", "node", "tree", "ring", "hierarchical" or "native".
+        algorithm: "auto", "node", "tree", "double_tree", "ring", "hierarchical" or "native".
         timeout: seconds.
 
     Returns:

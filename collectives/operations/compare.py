@@ -26,7 +26,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from collectives.algorithms import halving, hierarchical, letters
+from collectives.algorithms import doubling, halving, hierarchical, letters
 from collectives.algorithms.layout import Layout
 from collectives.algorithms.letters import HEAD_BYTES, Letters
 from collectives.arrays import reduction
@@ -138,7 +138,7 @@ def agree(
         joined = letters.carry(hashes, data, op, deadline)
     else:
         letter = _written(hashes, data)
-        halving.double(group.transport, letter, partial(_combine, contribution), deadline)
+        doubling.combine_all(group.transport, letter, partial(_combine, contribution), deadline)
         joined = _read(letter, data)
     if joined is None:
         raise_mismatch(group.transport, call, deadline)
@@ -189,7 +189,7 @@ def _by_nodes(
 
     def between(network: Transport, letter: Array) -> None:
         if letters is None:
-            halving.double(network, letter, combine, deadline)
+            doubling.combine_all(network, letter, combine, deadline)
             return
         smallest, inverse = letter[:HEAD_BYTES].view(np.int64).tolist()
         joined = letters.carry((smallest, inverse), _carried(letter, data), op, deadline)

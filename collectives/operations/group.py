@@ -91,7 +91,7 @@ class Group:
         self.status: status.Board | None = None
         machine = self.settings.links.machine
         self.layout = Layout(self.size, self.num_nodes, machine)
-        self.levels_by_messages = hierarchical.levels(transport, self.leaders)
+        self.levels_by_messages = hierarchical.levels(transport, self.leaders, machine)
         self.levels = self.levels_by_messages
         self.node_engine: engine.Engine | None = None
         self.plans: dict[object, Any] = {}

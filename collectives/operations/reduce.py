@@ -74,7 +74,8 @@ def allreduce(
             LOGICAL_XOR ask whether numbers are not zero; INTEGER_MEAN is truncated towards zero.
         out: where to put the result, may be `x` itself; an array of the shape and dtype of `x`
             that can be written, of NumPy, PyTorch, CuPy or another library with DLPack.
-        algorithm: "auto", "node", "ring", "tree", "halving", "hierarchical" or "native".
+        algorithm: "auto", "node", "ring", "tree", "double_tree", "doubling", "halving",
+            "hierarchical" or "native".
         compression: `FP16`, `BF16` or `INT8` let float32 and float64 arrays travel as 16 or 8 bits
             wherever they travel as messages: rounded once, summed in float32, and the result
             rounded once, however many ranks there are. `on("network")` is for those between nodes.
@@ -181,12 +182,13 @@ def reduce(
     """Reduce the arrays of all ranks, and give the result to one.
 
     Arguments and errors as `allreduce`; `out` is used on the root only, and algorithms are
-    "auto", "node", "tree" and "native".
+    "auto", "node", "tree", "double_tree" and "native".
 
     Returns:
         On the root `out` or a new array of the shape and dtype of `x`, elsewhere None.
 
-    Cost: one message of S bytes per rank, ceil(log2 P) received by the root.
+    Cost: by tree one message of S bytes per rank, ceil(log2 P) received by the root; by double_tree
+    S bytes received by every rank, in slices.
     """
     own = group.rank == root
     key = ("reduce", op, algorithm, root, prescale, postscale)

@@ -29,7 +29,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from collectives import settings, tuned
-from collectives.algorithms import halving
+from collectives.algorithms import doubling
 from collectives.arrays import reduction
 from collectives.links import Link, Links, Machine
 from collectives.settings import Settings
@@ -70,7 +70,7 @@ def settle(own: Settings, transport: Transport) -> Settings:
         text = _links(own).encode()[: _PAGE_BYTES - _TEXT]
         page[_TEXT : _TEXT + len(text)] = np.frombuffer(text, np.uint8)
     deadline = Deadline("init", own.timeout, own.stall_warning)
-    halving.allreduce(transport, page, reduction.MAX, deadline)
+    doubling.allreduce(transport, page, reduction.MAX, deadline)
 
     where = f"[{transport.rank}/{transport.size}]"
     check: settings.Check = levels[page[_CHECK]]

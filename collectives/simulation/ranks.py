@@ -86,7 +86,7 @@ def run(
         transport = SimulatedTransport(network, rank)
         levels = None
         if several:
-            levels = hierarchical.levels(transport, leaders)
+            levels = hierarchical.levels(transport, leaders, cluster.machine)
             if levels.node.size > 1:
                 members = [clock.ranks[levels.node.number(r)] for r in range(levels.node.size)]
                 node = nodes.setdefault(members[0].number, Node(clock, members, payload=payload))

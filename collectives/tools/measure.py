@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives import topology
-from collectives.algorithms import halving, letters, ring, selection, tree
+from collectives.algorithms import doubling, letters, ring, selection, tree
 from collectives.arrays import reduction
 from collectives.arrays.host import address
 from collectives.arrays.reduction import MAX
@@ -108,7 +108,7 @@ class Clock:
         for _ in range(batch):
             case.call(deadline)
         spent = np.array([(time.perf_counter() - began) / batch / case.steps])
-        halving.allreduce(self.transport, spent, reduction.MAX, deadline)
+        doubling.allreduce(self.transport, spent, reduction.MAX, deadline)
         return float(spent[0])
 
 
@@ -191,7 +191,7 @@ def _exchange(ranks: Transport | None) -> Call:
         return _nothing
     data = np.zeros(1)
     if ranks.in_c is None:
-        return lambda deadline: halving.allreduce(ranks, data, reduction.MAX, deadline)
+        return lambda deadline: doubling.allreduce(ranks, data, reduction.MAX, deadline)
     ways = letters.Letters(ranks, data.nbytes)
     block = letters.Block(ways, data.dtype, data.size, reduction.MAX, fill=True)
 

@@ -34,6 +34,7 @@ class Apply(Attempt):
         gradients: arrays or `Rows`; None adds nothing to a part, but counts.
         local_step: of the values that they were computed from.
         worker: whose they are, for the report; None for nobody's.
+        examples: how many rows they are the mean of; None for all gradients to count alike.
 
     Attributes:
         accepted: whether they were added; False if they came too late.
@@ -42,11 +43,16 @@ class Apply(Attempt):
     accepted = False
 
     def __init__(
-        self, gradients: Sequence[Gradient], local_step: int, worker: int | None = None
+        self,
+        gradients: Sequence[Gradient],
+        local_step: int,
+        worker: int | None = None,
+        examples: float | None = None,
     ) -> None:
         self.gradients = gradients
         self.local_step = local_step
         self.worker = worker
+        self.examples = examples
 
 
 class Take(Attempt):
@@ -63,6 +69,7 @@ class Take(Attempt):
         self.count = count
         self.sums: list[Sum | None] = []  # what was taken, so that it can go back
         self.taken = 0
+        self.weight: float | None = None
         self.step = -1
 
 
@@ -95,6 +102,7 @@ class Accumulation(Waiting):
         self._lock = threading.Lock()
         self._sums: list[Sum | None] = [None] * len(self.parts)
         self._count = 0
+        self._weight: float | None = None  # of those that are in; None if they count alike
         self._takes: deque[Take] = deque()
         self._tally: dict[int, list[int]] = {}
 
@@ -142,6 +150,8 @@ class Accumulation(Waiting):
                         old.absorb(new)
                     self._sums[index] = new if old is None else old
                 self._count += taken
+                if attempt.weight is not None:
+                    self._weight = attempt.weight + (self._weight or 0)
                 if self._step == attempt.step + 1:
                     self._step = attempt.step
         self._advance()
@@ -180,20 +190,28 @@ class Accumulation(Waiting):
             room = self.most is None or self._count < self.most
             attempt.accepted = room and attempt.local_step >= self._step
             if attempt.accepted:
-                self._check_like_others(gradients)
+                self._check_like_others(gradients, attempt.examples)
+                weight = 1 if attempt.examples is None else attempt.examples
                 for index, gradient in enumerate(gradients):
-                    if gradient is None:
+                    if gradient is None or weight == 0:
                         continue
                     if (total := self._sums[index]) is None:
-                        self._sums[index] = Sum(gradient)
+                        self._sums[index] = Sum(gradient, weight)
                     else:
-                        total.add(gradient)
+                        total.add(gradient, weight)
+                if attempt.examples is not None:
+                    self._weight = weight + (self._weight or 0)
                 self._count += 1
             if attempt.worker is not None:
                 self._tally.setdefault(attempt.worker, [0, 0])[not attempt.accepted] += 1
 
-    def _check_like_others(self, gradients: Sequence[Gradient]) -> None:
+    def _check_like_others(self, gradients: Sequence[Gradient], examples: float | None) -> None:
         """Refuse gradients that differ from those that are in."""
+        if self._count and (examples is None) != (self._weight is None):
+            raise InvalidArgumentError(
+                f"apply_grad: only some gradients of a step say of how many examples they are, "
+                f"expected all or none, got examples={examples} ({self._name})"
+            )
         for part, total, gradient in zip(self.parts, self._sums, gradients, strict=True):
             if total is None or gradient is None:
                 continue
@@ -213,10 +231,12 @@ class Accumulation(Waiting):
                 take = self._takes.popleft()
                 take.sums, self._sums = self._sums, [None] * len(self.parts)
                 take.taken, self._count = self._count, 0
+                take.weight, self._weight = self._weight, None
                 take.step = self._step
                 self._step += 1
+                number = take.taken if take.weight is None else take.weight
                 take.results = [
-                    None if total is None else total.result(mean=self.mean, number=take.taken)
+                    None if total is None else total.result(mean=self.mean, number=number)
                     for total in take.sums
                 ]
                 take.settle()

@@ -54,7 +54,11 @@ class RemoteAccumulation(RemoteAttempts):
     def request_of(self, attempt: Attempt) -> tuple[str, dict[str, Any], list[Any]]:
         """Return operation, arguments and values."""
         if isinstance(attempt, Apply):
-            given = {"step": attempt.local_step, "worker": attempt.worker}
+            given = {
+                "step": attempt.local_step,
+                "worker": attempt.worker,
+                "examples": attempt.examples,
+            }
             return "apply", given, _packed(attempt.gradients)
         assert isinstance(attempt, Take)
         return "take", {"count": attempt.count}, []
@@ -108,7 +112,7 @@ def _unpacked(values: Sequence[Any]) -> list[Gradient]:
 
 def _apply(engine: Accumulation, work: Work) -> None:
     given = work.arguments
-    attempt = Apply(_unpacked(work.values), given["step"], given["worker"])
+    attempt = Apply(_unpacked(work.values), given["step"], given["worker"], given.get("examples"))
     serve(engine, attempt, work, lambda done: work.reply(accepted=done.accepted))
 
 

@@ -80,27 +80,29 @@ class Sum:
 
     Args:
         first: the first of them, from `checked`; 16-bit floats are added up in float32.
+        weight: how much it counts, such as the number of its examples; more than 0.
     """
 
-    def __init__(self, first: Array | Rows) -> None:
+    def __init__(self, first: Array | Rows, weight: float = 1) -> None:
         values = first.values if isinstance(first, Rows) else first
         self._dtype = values.dtype.name
-        self._total: Any = sums.add(None, first)
-        self._counts: Rows | None = None  # how many gradients have had each row
+        self._total: Any = sums.add(None, first, weight)
+        self._counts: Rows | None = None  # the weight of the gradients that have had each row
         if isinstance(first, Rows):
-            self._counts = Rows(first.indices, np.ones(len(values), self._total.values.dtype))
+            counts = np.full(len(values), weight, self._total.values.dtype)
+            self._counts = Rows(first.indices, counts)
 
     @property
     def form(self) -> tuple[str, tuple[int | None, ...]]:
         """What all of them have in common, see `form_of`."""
         return form_of(self._total)
 
-    def add(self, gradient: Array | Rows) -> None:
+    def add(self, gradient: Array | Rows, weight: float = 1) -> None:
         """Add one more."""
         if isinstance(gradient, Rows):
-            self.absorb(Sum(gradient))
+            self.absorb(Sum(gradient, weight))
         else:
-            self._total = sums.add(self._total, gradient)
+            self._total = sums.add(self._total, gradient, weight)
 
     def absorb(self, other: Sum) -> None:
         """Add what another sum holds."""
@@ -112,8 +114,13 @@ class Sum:
             self._total = sums.merged([self._total, other._total])
         self._counts = sums.merged([self._counts, other._counts])
 
-    def result(self, *, mean: bool, number: int) -> Array | Rows:
-        """Return the sum, or the mean of so many, of each row over the gradients that had it."""
+    def result(self, *, mean: bool, number: float) -> Array | Rows:
+        """Return the sum, or the mean of so many, of each row over the gradients that had it.
+
+        Args:
+            mean: whether it is the mean.
+            number: of gradients, or their weight, of which those that were not added count as zero.
+        """
         total = self._total
         if mean and self._counts is not None:
             counts = self._counts.values.reshape(-1, *[1] * (total.values.ndim - 1))

@@ -136,7 +136,8 @@ def _leaf(variable: Any, position: int) -> Leaf:
             f"apply_gradients: variable is not an array, got {type(value).__name__} (variable: "
             f"{name})"
         )
-    refuse_jax(value, "apply_gradients", f"variable: {name}")
+    if not hasattr(variable, "settle"):
+        refuse_jax(value, "apply_gradients", f"variable: {name}")
     return Leaf.of(name, value)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
@@ -17,11 +16,7 @@ Array = npt.NDArray[Any]
 
 def host(gradient: Any, view: Array) -> Array:
     """See a gradient in host memory, in the dtype of its place."""
-    found = arrays.host(gradient)
-    if found is None:
-        found = arrays.host(array_api_compat.to_device(gradient, "cpu"))
-        assert found is not None
-    return found.astype(view.dtype, casting="same_kind", copy=False)
+    return arrays.fetched(gradient).astype(view.dtype, casting="same_kind", copy=False)
 
 
 def put(view: Any, gradient: Any, scale: float) -> None:

@@ -160,8 +160,16 @@ def _mean(column: list[Any], weights: list[float], name: str) -> Any:
             f"{', '.join(map(str, shapes))} (variable: {name})"
         )
     dtypes = [arrays.dtype_name(g.values if isinstance(g, Rows) else g) for g in given]
+    given = [_beside(given[0], gradient) for gradient in given]
     counted = [weight for g, weight in zip(column, weights, strict=True) if g is not None]
     return sums.mean(zip(given, counted, strict=True), sum(weights), dtypes[0] if given else "")
+
+
+def _beside(first: Any, gradient: Any) -> Any:
+    """Bring a gradient to the device of another one."""
+    if isinstance(gradient, Rows):
+        return Rows(gradient.indices, arrays.near(first.values, gradient.values))
+    return arrays.near(first, gradient)
 
 
 def _name(variable: Any) -> str:

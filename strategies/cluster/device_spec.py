@@ -12,7 +12,7 @@ __all__ = ["DeviceSpec"]
 
 _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)  # of a job, or of a type of devices
 _NUMBER = re.compile(r"[0-9]{1,18}")  # fits int64; a long text is not turned into a number
-_KNOWN = ("CPU", "GPU")  # also in small letters, and without "device:" before them
+_KNOWN = ("CPU", "GPU", "TPU")  # also in small letters, and without "device:" before them
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class DeviceSpec:
         job: name of a job.
         replica: always 0 in our clusters; other programs' names may have it.
         task: index of a task of the job.
-        device_type: "CPU", "GPU" or another word; the two in any case.
+        device_type: "CPU", "GPU", "TPU" or another word; the three in any case.
         device_index: number of the device among those of its type.
 
     Raises:
@@ -126,7 +126,7 @@ def _read(part: str, text: str) -> tuple[str, dict[str, Any]]:
     if key.upper() in _KNOWN:
         return "device", {**_kind(key), "device_index": _index(value if colon else "*", text)}
     raise ValueError(
-        f"device: unknown attribute {key!r}, expected job replica task device cpu gpu "
+        f"device: unknown attribute {key!r}, expected job replica task device cpu gpu tpu "
         f"(device: {text})"
     )
 

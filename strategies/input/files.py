@@ -7,7 +7,6 @@ The contents are not trusted. Whatever is wrong with a file becomes one of the e
 from __future__ import annotations
 
 import glob
-import importlib
 import io
 import os
 import zlib
@@ -16,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import IO, Any, Literal, NamedTuple, TypeAlias, cast
 
 from strategies.errors import DataLossError, InvalidArgumentError, NotFoundError, UnknownError
+from strategies.urls import fsspec, is_url
 
 __all__ = [
     "Compression",
@@ -83,8 +83,8 @@ def _matches(pattern: str) -> list[str]:
     # A chain such as `simplecache::s3://...` names one file.
     if not any(character in pattern for character in "*?[") or "::" in pattern:
         return [pattern]
-    if _is_url(pattern):
-        files, path = _fsspec().core.url_to_fs(pattern)
+    if is_url(pattern):
+        files, path = fsspec().core.url_to_fs(pattern)
         names = [files.unstrip_protocol(name) for name in files.glob(path)]
     elif os.path.exists(pattern):
         return [pattern]
@@ -138,23 +138,10 @@ def pass_over(file: IO[bytes], count: int) -> int:
     return count
 
 
-def _is_url(path: str) -> bool:
-    return "://" in path
-
-
-def _fsspec() -> Any:
-    try:
-        return importlib.import_module("fsspec")
-    except ImportError as error:
-        raise ImportError(
-            "files: URLs need fsspec, install it with `pip install fsspec`"
-        ) from error
-
-
 def _opened(path: str, mode: str) -> Any:
     """Open a file, or return what opens the one behind a URL."""
     try:
-        return _fsspec().open(path, mode) if _is_url(path) else open(path, mode, _BUFFER)
+        return fsspec().open(path, mode) if is_url(path) else open(path, mode, _BUFFER)
     except ValueError as error:  # a name that no file can have
         raise InvalidArgumentError(f"files: {error} ({path!r})") from error
 
@@ -228,7 +215,7 @@ class Sink:
 
     def __init__(self, path: str, compression: Compression) -> None:
         opened = _opened(path, "wb")
-        self._file: Any = opened.open() if _is_url(path) else opened
+        self._file: Any = opened.open() if is_url(path) else opened
         packed = _compression_of(path, compression)
         self._pack = zlib.compressobj(wbits=_BITS[packed]) if packed else None
 

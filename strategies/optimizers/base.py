@@ -99,8 +99,9 @@ class Optimizer(abc.ABC):
         Args:
             grads_and_vars: (gradient, variable) pairs. A variable is an array (float16, bfloat16,
                 float32 or float64) of NumPy, CuPy or PyTorch, or an object with a `name` and a
-                `value` that is one. A gradient has its shape and dtype, is `Rows` of those, or is
-                None, which leaves the variable and its slots as they are.
+                `value` that is one; that of a `Variable` may be JAX's. A gradient has its shape and
+                dtype, is `Rows` of those, or is None, which leaves the variable and its slots as
+                they are.
 
         Raises:
             ValueError: a shape or dtype differs, also from the slot, an index is out of range, or
@@ -116,7 +117,8 @@ class Optimizer(abc.ABC):
             updates = 0
             if self._updates is not None:
                 updates = self._updates[pair.key] = self._updates.get(pair.key, 0) + 1
-            _change(self._rule, pair, slots, self._numbers(rate, pair, updates))
+            with arrays.at(pair.value):
+                _change(self._rule, pair, slots, self._numbers(rate, pair, updates))
         self._slots |= {pair.key: slots for pair, slots in changes if slots}
         self._loaded.clear()
         self.step += 1
@@ -196,8 +198,13 @@ def _change(rule: Rule, pair: Pair, slots: list[Any], numbers: Sequence[float]) 
     else:
         value, *others = parts
         results = rule(arrays.wide(value), arrays.wide(pair.gradient), *others, tuple(numbers))
-        for part, result in zip(parts, results, strict=True):
-            part[...] = arrays.astype(result, arrays.dtype_name(part))
+        parts = [
+            arrays.overwrite(part, arrays.astype(result, arrays.dtype_name(part)))
+            for part, result in zip(parts, results, strict=True)
+        ]
     if pair.rows is not None:
-        for array, part in zip(changed, parts, strict=True):
-            arrays.put(array, pair.rows, part)
+        rows = pair.rows
+        parts = [arrays.put(array, rows, part) for array, part in zip(changed, parts, strict=True)]
+    slots[:] = parts[1:]
+    if pair.settle is not None:
+        pair.settle(parts[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import array_api_compat
@@ -25,6 +25,8 @@ class Pair(NamedTuple):
         value: the variable's array, a view of it as a NumPy array where its memory allows.
         gradient: of the same kind, or None; if there are rows, those rows alone.
         rows: shape (k,), int64, increasing: where the gradient belongs; None if everywhere.
+        settle: called with the new value once it is there; of variables that have such a method,
+            since their arrays may be on several devices, or can never change.
     """
 
     key: str
@@ -32,6 +34,7 @@ class Pair(NamedTuple):
     value: Any
     gradient: Any
     rows: npt.NDArray[np.int64] | None = None
+    settle: Callable[[Any], None] | None = None
 
 
 def resolve(grads_and_vars: Iterable[tuple[Any, Any]], operation: str) -> list[Pair]:
@@ -49,8 +52,10 @@ def resolve(grads_and_vars: Iterable[tuple[Any, Any]], operation: str) -> list[P
         where = f"variable {key!r}, position {position}"
         if key in pairs:
             raise ValueError(f"{operation}: a variable is given twice ({where})")
-        value = _writable(value, operation, where)
-        pairs[key] = _paired(key, where, value, gradient, operation)
+        settle = getattr(variable, "settle", None) if named else None
+        value = _writable(value, operation, where, replaced=settle is not None)
+        pair = _paired(key, where, value, gradient, operation)
+        pairs[key] = pair._replace(settle=settle)
     return list(pairs.values())
 
 
@@ -123,14 +128,21 @@ def floats(what: str, array: Any, operation: str, where: str) -> Any:
     return array if view is None else view
 
 
-def _writable(value: Any, operation: str, where: str) -> Any:
-    """Return the array of a variable, as a NumPy array where its memory allows."""
+def _writable(value: Any, operation: str, where: str, *, replaced: bool) -> Any:
+    """Return the array of a variable, as a NumPy array where its memory allows.
+
+    One of JAX may stand in a variable that takes another one in its place.
+    """
     if isinstance(value, np.generic):  # its array would be a copy
         raise TypeError(
             f"{operation}: variable is not an array, got the number {value!r} ({where})"
         )
-    refuse_jax(value, operation, where)
-    value = floats("variable", value, operation, where)
+    if not replaced:
+        refuse_jax(value, operation, where)
+    view = floats("variable", value, operation, where)
+    if array_api_compat.is_jax_array(value):
+        return value
+    value = view
     if isinstance(value, np.ndarray):
         if not value.flags.writeable:
             raise ValueError(f"{operation}: variable is read-only ({where})")
@@ -149,6 +161,8 @@ def _paired(key: str, where: str, value: Any, gradient: Any, operation: str) -> 
         return Pair(key, where, value, None)
     sparse = isinstance(gradient, Rows)
     array = floats("gradient", gradient.values if sparse else gradient, operation, where)
+    if array_api_compat.is_jax_array(value):
+        array = arrays.near(value, gradient.values if sparse else gradient)
     both_host = isinstance(array, np.ndarray) and isinstance(value, np.ndarray)
     if not both_host and arrays.place(array) != arrays.place(value):
         raise TypeError(

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
+from strategies.checks import number
 from strategies.cluster.cluster import Cluster
 from strategies.errors import FailedPreconditionError, UnavailableError
 from strategies.parameter_server import saved
@@ -95,8 +96,8 @@ class Client:
         """Let the ps tasks know of this worker."""
         told = {"worker": self._cluster.comm.rank}
         for place in self._places:
-            number = self._service.start(place, "join", lambda answer: None, told)
-            self._memberships.append(number)
+            membership = self._service.start(place, "join", lambda answer: None, told)
+            self._memberships.append(membership)
         self.reports()  # when that is answered, they do
 
     def leave(self) -> None:
@@ -136,8 +137,11 @@ class Client:
         arrays: list[list[Any]] = [[] for _ in self.servers]
         for gradient, variable in pairs:
             pieces = self._packed(gradient, variable)
+            rate = variable.learning_rate
+            if rate is not None:
+                rate = number("apply_gradients", "learning rate", rate)
             for part, piece in zip(variable.parts, pieces, strict=True):
-                parts[part.task].append([self._numbers[part.name], len(piece) == 2])
+                parts[part.task].append([self._numbers[part.name], len(piece) == 2, rate])
                 arrays[part.task] += piece
         worker = self._cluster.comm.rank
         told = [

@@ -115,6 +115,9 @@ class ServedVariable:
         dtype: of the value.
         strategy: that made it.
         resident: whether there is a copy here.
+        learning_rate: with which this worker's gradients are applied, such as that of a schedule
+            of its own; None for that of the optimizer. Of several workers that make an update
+            together, the first one's counts.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class ServedVariable:
         self.offsets = offsets(value.shape, len(parts))
         self.strategy = strategy
         self.resident = resident
+        self.learning_rate: float | None = None
         self._value: Array | None = None
         if resident:
             self.take(value)
@@ -145,6 +149,17 @@ class ServedVariable:
     @property
     def value(self) -> Array:
         """The copy of this task, read-only: as of the last `pull` or `apply_gradients`.
+
+        Raises:
+            ValueError: the variable is not resident.
+        """
+        view: Array = self.own.view()
+        view.flags.writeable = False
+        return view
+
+    @property
+    def own(self) -> Array:
+        """The memory of that copy. The next `pull` or `apply_gradients` puts another in its place.
 
         Raises:
             ValueError: the variable is not resident.
@@ -166,9 +181,8 @@ class ServedVariable:
         return partition.pieces(array, self.offsets)
 
     def take(self, value: Array) -> None:
-        """Let the copy be this array, which does not change any more."""
-        self._value = value.view()
-        self._value.flags.writeable = False
+        """Let the copy be this array, which nobody else changes any more."""
+        self._value = value
 
     def assign(self, value: npt.ArrayLike) -> None:
         """Let the variable take another value on its ps tasks, and in the copy here.

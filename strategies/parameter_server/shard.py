@@ -60,7 +60,7 @@ class Rules(NamedTuple):
     """How a shard is to be trained, equal on all ps tasks.
 
     Attributes:
-        optimizer: of which each variable gets a copy of its own.
+        optimizer: of which each variable gets a copy of its own; None if each is given one.
         synchronous: whether an update takes the mean of all workers' gradients.
         staleness: what becomes of stale gradients.
         warmup_steps: updates that the chief makes alone at first.
@@ -68,7 +68,7 @@ class Rules(NamedTuple):
         chief: rank of the chief.
     """
 
-    optimizer: Optimizer
+    optimizer: Optimizer | None
     synchronous: bool
     staleness: StalenessRule
     warmup_steps: int
@@ -77,13 +77,20 @@ class Rules(NamedTuple):
 
 
 class _Push(NamedTuple):
-    """Gradients of one worker: number of the part -> gradient; None if there are no examples."""
+    """Gradients of one worker.
+
+    Attributes:
+        examples: how many rows they are the mean of; None if that is not told.
+        gradients: number of the part -> gradient.
+        rates: number of the part -> learning rate, where the worker says which.
+    """
 
     work: Work
     worker: int
     version: int
     examples: int | None
     gradients: dict[int, Gradient]
+    rates: dict[int, float]
 
 
 class Shard:
@@ -122,18 +129,26 @@ class Shard:
         self._ledger = Ledger(rules.staleness)
         self._warm_at = None if rules.warmup_steps else 0
 
-    def add(self, name: str, value: npt.NDArray[Any], *, resident: bool = True) -> None:
+    def add(
+        self,
+        name: str,
+        value: npt.NDArray[Any],
+        *,
+        optimizer: Optimizer | None = None,
+        resident: bool = True,
+    ) -> None:
         """Add a variable; before anybody asks for it.
 
         Args:
             name: in messages.
             value: shape (...), copied.
+            optimizer: of this variable, which gets a copy; that of the rules if None.
             resident: whether workers hold a copy, which every answer brings up to date.
         """
 
         def hold() -> None:
             part = Stored(name)
-            part.initialize(value, self.rules.optimizer)
+            part.initialize(value, optimizer or self.rules.optimizer)
             # Others are never updated, only assigned.
             if part.optimizer is not None and value.dtype.name in COMPUTE:
                 part.optimizer.prepare([part.named()])
@@ -239,7 +254,7 @@ class Shard:
             return
         decision = self._ledger.judge(push.worker, push.version)
         if decision.weight:
-            self._update(push.gradients, decision.weight)
+            self._update(push.gradients, push.rates, decision.weight)
         self._reply(push, decision)
         self._go_on()
 
@@ -248,7 +263,8 @@ class Shard:
         told = work.arguments
         values = iter(work.values)
         given: dict[int, Gradient] = {}
-        for number, sparse in told["parts"]:
+        rates: dict[int, float] = {}
+        for number, sparse, rate in told["parts"]:
             part = self._parts[number]
             if number in given:
                 raise InvalidArgumentError(f"push: a part is given twice (variable: {part.name})")
@@ -256,6 +272,8 @@ class Shard:
             array = widened(next(values), told, part.held.dtype)
             gradient = array if indices is None else Rows(indices, array)
             given[number] = gradient
+            if rate is not None:
+                rates[number] = rate
             where = f"variable: {part.name}"
             fitted(gradient, part.held.shape, dtype_name(part.held), "push", where)
         if not 0 <= told["version"] <= self._ledger.version:
@@ -263,7 +281,7 @@ class Shard:
                 f"push: no such version, expected 0 .. {self._ledger.version}, got "
                 f"{told['version']} (worker: task {told['worker']})"
             )
-        return _Push(work, told["worker"], told["version"], told["examples"], given)
+        return _Push(work, told["worker"], told["version"], told["examples"], given, rates)
 
     def _go_on(self) -> None:
         """Make the update of a round that is complete, and let go who waits for the warm-up."""
@@ -295,7 +313,10 @@ class Shard:
         decisions = {p.worker: self._ledger.judge(p.worker, p.version) for p, _ in useful}
         useful = [(p, w) for p, w in useful if decisions[p.worker].weight]
         if useful:
-            self._update(self._means(useful))
+            rates: dict[int, float] = {}
+            for push, _ in reversed(useful):  # so that those of the first worker count
+                rates |= push.rates
+            self._update(self._means(useful), rates)
         for push in pushes:
             self._reply(push, decisions.get(push.worker, Decision(0, 0.0)))
 
@@ -309,13 +330,15 @@ class Shard:
         dtypes = {i: dtype_name(self._parts[i].held) for i in columns}
         return {i: sums.mean(column, 1, dtypes[i]) for i, column in columns.items()}
 
-    def _update(self, given: Mapping[int, Gradient], factor: float = 1.0) -> None:
+    def _update(
+        self, given: Mapping[int, Gradient], rates: Mapping[int, float], factor: float = 1.0
+    ) -> None:
         """Change variables by their gradients, at the same time where that is worth it."""
         if self._warm_at is not None:
             factor *= self.rules.rate_scale
 
         def step(number: int) -> None:
-            self._parts[number].step(given[number], factor)
+            self._parts[number].step(given[number], factor, rates.get(number))
 
         sizes = [g.values.nbytes if isinstance(g, Rows) else g.nbytes for g in given.values()]
         side_by_side = len(sizes) > 1 and sum(sizes) >= _WORTH_THREADS

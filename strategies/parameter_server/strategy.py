@@ -29,6 +29,7 @@ from strategies.cluster.scopes import Placeable
 from strategies.cluster.setter import RoundRobin
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.client import Client, Report
+from strategies.parameter_server.hosted_parameters import HostedParameters
 from strategies.parameter_server.served_variable import (
     Part,
     ServedVariable,
@@ -46,6 +47,7 @@ from strategies.sparse import Gradient, Rows, fitted
 from strategies.strategy import Strategy
 from strategies.variables import partition
 from strategies.variables.partition import Partitioner
+from strategies.wrapping.hosting import Parameter, refuse_others
 
 __all__ = ["ParameterServerStrategy", "Report"]
 
@@ -60,7 +62,8 @@ class ParameterServerStrategy(Strategy):
     Args:
         server: of the tasks. *Collective* over all of them.
         optimizer: used on the ps tasks, a copy for each variable, whose `step` counts the updates
-            of that variable.
+            of that variable. None if `DistributedOptimizer(optimizer, strategy=...)` brings it, or
+            each variable is given one.
         synchronous: whether an update is made of the gradients of all workers.
         staleness: what becomes of stale gradients: `Drop(most)`, `Scale()`, or None: nothing. Each
             ps judges its part of a gradient by the number of its own updates.
@@ -88,7 +91,7 @@ class ParameterServerStrategy(Strategy):
     Attributes:
         cluster: jobs and tasks.
         variables: name -> variable.
-        optimizer: as given; it is copied, and does not change.
+        optimizer: as given, or brought by `use`; it is copied, and does not change.
         synchronous: as given.
         service: by which the tasks reach each other.
         shared_name: as given.
@@ -99,7 +102,7 @@ class ParameterServerStrategy(Strategy):
     def __init__(
         self,
         server: Server,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None = None,
         *,
         synchronous: bool = False,
         staleness: StalenessRule = None,
@@ -147,7 +150,7 @@ class ParameterServerStrategy(Strategy):
         self._all.prepared("ParameterServerStrategy", lambda: self._join(shared_name))
 
     def _check(self, devices: Sequence[str] | None, warmup_steps: int, rate_scale: float) -> None:
-        if not isinstance(self.optimizer, Optimizer):
+        if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
             raise TypeError(
                 f"ParameterServerStrategy: expected one of strategies.optimizers, got "
                 f"{type(self.optimizer).__name__}"
@@ -209,6 +212,7 @@ class ParameterServerStrategy(Strategy):
         *,
         name: str | None = None,
         dtype: Any = None,
+        optimizer: Optimizer | None = None,
         resident: bool = True,
     ) -> ServedVariable:
         """Make a variable on the ps tasks; *collective* over all tasks.
@@ -218,6 +222,7 @@ class ParameterServerStrategy(Strategy):
                 others' must have the same shape and dtype.
             name: "variable", "variable_1", ... if None.
             dtype: of the variable, that of the initial value if None.
+            optimizer: of this variable, copied; that of the strategy if None.
             resident: whether workers have a copy of all of it. A large table of which a step uses
                 a few rows has none: `look_up` gives rows, and its gradients are `Rows`.
 
@@ -232,6 +237,7 @@ class ParameterServerStrategy(Strategy):
 
         def local() -> tuple[npt.NDArray[Any], int]:
             self._refuse_taken(chosen)
+            self._refuse_no_optimizer(chosen, optimizer)
             given = initial_value() if callable(initial_value) else initial_value
             value = np.array(given, dtype=dtype)
             return value, number_of_parts(chosen, value.shape, value.dtype, self._partitioner)
@@ -247,8 +253,18 @@ class ParameterServerStrategy(Strategy):
         self._client.add(variable)
         self.variables[chosen] = variable
         self._names.add(chosen)
-        self._all.prepared(f"variable {chosen} is there", lambda: self._hold(variable, value))
+        self._all.prepared(
+            f"variable {chosen} is there", lambda: self._hold(variable, value, optimizer)
+        )
         return variable
+
+    def _refuse_no_optimizer(self, name: str, optimizer: Optimizer | None) -> None:
+        if optimizer is None and self.optimizer is None:
+            raise ValueError(
+                f"variable: nobody has said how it is updated, expected an optimizer of the "
+                f"strategy or of the variable, or DistributedOptimizer(..., strategy=strategy) "
+                f"before, got none (variable: {name})"
+            )
 
     def _cut(self, name: str, value: npt.NDArray[Any], count: int) -> list[Part]:
         """Return the parts of a new variable."""
@@ -261,11 +277,57 @@ class ParameterServerStrategy(Strategy):
             )
         return parts
 
-    def _hold(self, variable: ServedVariable, value: npt.NDArray[Any]) -> None:
+    def _hold(
+        self, variable: ServedVariable, value: npt.NDArray[Any], optimizer: Optimizer | None
+    ) -> None:
         """On a ps: take over its parts of a variable."""
         for part, piece in zip(variable.parts, variable.pieces(value), strict=True):
             if self._shard is not None and self._servers[part.task] == self.cluster.comm.rank:
-                self._shard.add(part.name, piece, resident=variable.resident)
+                self._shard.add(
+                    part.name,
+                    piece,
+                    optimizer=optimizer or self.optimizer,
+                    resident=variable.resident,
+                )
+
+    def use(self, optimizer: Optimizer) -> None:
+        """Let variables that are made from now on be updated by this optimizer; *collective*.
+
+        Raises:
+            ValueError: the strategy has another optimizer; on all tasks.
+        """
+
+        def check() -> None:
+            if self.optimizer is not None and self.optimizer is not optimizer:
+                raise ValueError(
+                    f"use: the strategy has another optimizer, expected none or the same, got "
+                    f"{type(optimizer).__name__} beside {type(self.optimizer).__name__}"
+                )
+
+        self._all.prepared("use", check)
+        self._all.agree(f"use of {type(optimizer).__name__}")
+        self.optimizer = optimizer
+
+    def host(
+        self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False
+    ) -> HostedParameters:
+        """Put the parameters of a model of another library on the ps tasks; *collective*.
+
+        `DistributedOptimizer(optimizer, strategy=...)` does it.
+
+        Args:
+            parameters: gives them, the same on all tasks.
+            alike: whether all tasks must have the chief's values, since these cannot be changed.
+
+        Raises:
+            Exception: what `parameters` raised; on all tasks.
+            ValueError: as `variable`; or values are not alike; on all tasks.
+        """
+        given = self._all.prepared("DistributedOptimizer", parameters)
+        made = [self.variable(p.value, name=p.name, optimizer=p.optimizer) for p in given]
+        if alike:
+            self._all.prepared("DistributedOptimizer", lambda: refuse_others(given, made))
+        return HostedParameters(self, made)
 
     def pull(self) -> None:
         """Bring the copies of all resident variables up to date.
@@ -314,7 +376,8 @@ class ParameterServerStrategy(Strategy):
                 f"apply_gradients: expected the optimizer that the strategy was made with, got "
                 f"another one ({type(optimizer).__name__})"
             )
-        super().apply_gradients(optimizer, grads_and_vars, examples=examples)
+        none: Any = optimizer  # it may be, if every variable has its own
+        super().apply_gradients(none, grads_and_vars, examples=examples)
 
     def _apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
         """Check this worker's gradients, and push them."""

@@ -28,6 +28,7 @@ class ReplicaStrategy(Protocol):
 
     ranks: Ranks
     devices: tuple[str, ...]
+    is_placed: bool
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -117,8 +118,8 @@ class ReplicaContext:
 
         Returns:
             The same structure with arrays of the kind and dtype given (integers have a float64
-            mean). Where a process has several replicas they share NumPy results, which are
-            read-only therefore.
+            mean), on the replica's device. Where a process has several replicas they share NumPy
+            results, which are read-only therefore.
 
         Raises:
             ValueError: unknown op.
@@ -127,9 +128,7 @@ class ReplicaContext:
 
         def merge(values: list[Any]) -> list[Any]:
             ranks = self.strategy.ranks.with_options(options)
-            return reductions.shared(
-                reductions.reduce(ranks, chosen, values, rounded=True), len(values)
-            )
+            return reductions.shared(reductions.reduce(ranks, chosen, values, rounded=True), values)
 
         return self.meet(Meeting(f"all_reduce {chosen}", value, merge))
 
@@ -150,7 +149,7 @@ class ReplicaContext:
 
         def merge(values: list[Any]) -> list[Any]:
             ranks = self.strategy.ranks
-            return reductions.shared(reductions.gather(ranks, values, axis), len(values))
+            return reductions.shared(reductions.gather(ranks, values, axis), values)
 
         return self.meet(Meeting(f"all_gather {axis}", value, merge))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from strategies.checks import choice
 from strategies.input import split, uneven
 from strategies.ranks import Ranks
+from strategies.replicas.devices import put
 from strategies.replicas.per_replica import PerReplica
 from strategies.structures import map_leaves, zip_leaves
 
@@ -20,6 +21,7 @@ __all__ = [
     "from_function",
     "of_global_batches",
     "of_same_batches",
+    "on_devices",
 ]
 
 Policy = Literal["data", "off"]
@@ -112,6 +114,17 @@ def from_function(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[
     comm = ranks.comm
     used = filter(split.has_rows, steps) if comm is None else uneven.in_step(steps, comm)
     return (_for_replicas(step) for step in used)
+
+
+def on_devices(batches: Iterator[Any], names: Sequence[str]) -> Iterator[Any]:
+    """Bring the batches of this process's replicas to their devices."""
+
+    def brought(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return put(leaf, names[0])
+        return PerReplica(tuple(put(x, name) for x, name in zip(leaf.values, names, strict=True)))
+
+    return (map_leaves(brought, batch) for batch in batches)
 
 
 def _steps(batches: Iterable[Any], count: int) -> Iterator[tuple[Any, ...]]:

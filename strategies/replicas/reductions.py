@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -15,7 +16,7 @@ from strategies import arrays
 from strategies.errors import InvalidArgumentError
 from strategies.ranks import Ranks
 from strategies.replicas.per_replica import regroup
-from strategies.structures import leaves, map_leaves
+from strategies.structures import leaves, map_leaves, zip_leaves
 
 __all__ = [
     "Axis",
@@ -53,10 +54,17 @@ def reduce(
     of `Strategy.reduce`.
     """
     columns = _columns(values, "reduce")
+    with _at(columns):
+        return _filled(values[0], _reduced(ranks, op, columns, axis, rounded=rounded))
+
+
+def _reduced(
+    ranks: Ranks, op: ReduceOp, columns: list[list[Any]], axis: Axis, *, rounded: bool
+) -> list[Any]:
     if axis is None:
         partial = [_combined(op, column) for column in columns]
         over_ranks = cc.MEAN if op == "mean" else cc.SUM
-        return _filled(values[0], ranks.reduced(partial, over_ranks, rounded=rounded))
+        return ranks.reduced(partial, over_ranks, rounded=rounded)
     pairs = [_along(op, column, axis) for column in columns]
     counts = np.array([count for _, count in pairs], np.int64)
     *sums, counts = ranks.reduced([*(total for total, _ in pairs), counts], cc.SUM, rounded=rounded)
@@ -65,14 +73,16 @@ def reduce(
             _mean(total, int(count), column[0])
             for total, count, column in zip(sums, counts, columns, strict=True)
         ]
-    return _filled(values[0], sums)
+    return sums
 
 
 def gather(ranks: Ranks, values: list[Any], axis: int) -> Any:
     """Join the arrays of all replicas along an axis; see `Strategy.gather`."""
-    joined = [_joined(column, axis) for column in _columns(values, "gather")]
-    if ranks.size > 1:
-        joined = [_swapped(ranks.joined(_swapped(array, axis)), axis) for array in joined]
+    columns = _columns(values, "gather")
+    with _at(columns):
+        joined = [_joined(column, axis) for column in columns]
+        if ranks.size > 1:
+            joined = [_swapped(ranks.joined(_swapped(array, axis)), axis) for array in joined]
     return _filled(values[0], joined)
 
 
@@ -96,18 +106,25 @@ def as_array(leaf: Any, operation: str) -> Any:
     return array
 
 
-def shared(result: Any, count: int) -> list[Any]:
-    """Return one result for each of `count` replicas, none of which can change another's."""
-    if count == 1:
+def shared(result: Any, values: list[Any]) -> list[Any]:
+    """Return one result for each replica, on the device of its value.
+
+    None of them can change another's.
+    """
+    if len(values) == 1:
         return [result]
     for leaf in leaves(result):
         if isinstance(leaf, np.ndarray):
             leaf.flags.writeable = False
 
-    def own(leaf: Any) -> Any:
-        return leaf if isinstance(leaf, np.ndarray) else copy.deepcopy(leaf)
+    def own(pair: tuple[Any, Any]) -> Any:
+        leaf, value = pair
+        if isinstance(leaf, np.ndarray):
+            return leaf
+        there = arrays.near(value, leaf)
+        return copy.deepcopy(leaf) if there is leaf else there
 
-    return [result, *(map_leaves(own, result) for _ in range(count - 1))]
+    return [result, *(zip_leaves(own, [result, value], "run") for value in values[1:])]
 
 
 def arrays_of(structure: Any, operation: str) -> list[Any]:
@@ -123,7 +140,13 @@ def _columns(values: list[Any], operation: str) -> list[list[Any]]:
     columns = [list(column) for column in zip(*rows, strict=True)]
     for column in columns:
         _check_alike(operation, [array.dtype for array in column], "dtype")
-    return columns
+    # Those of a process are combined on the device of its first replica.
+    return [[column[0], *(arrays.near(column[0], x) for x in column[1:])] for column in columns]
+
+
+def _at(columns: list[list[Any]]) -> AbstractContextManager[Any]:
+    """Compute where the arrays of the first replica are."""
+    return arrays.at(columns[0][0]) if columns else nullcontext()
 
 
 def _filled(structure: Any, found: list[Any]) -> Any:

@@ -17,12 +17,13 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from strategies.replicas import context, per_replica
+from strategies.replicas import context, devices, per_replica
 from strategies.replicas.context import Meeting, ReplicaContext, ReplicaStrategy
 
-__all__ = ["run"]
+__all__ = ["run", "selected"]
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +77,16 @@ def _one(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]:
                 stops.append(stop)
         raise stops[0]
 
-    with context.entered(strategy, ReplicaContext(strategy, 0, meet)):
+    with selected(strategy, 0), context.entered(strategy, ReplicaContext(strategy, 0, meet)):
         result = body(0)
     if stops:  # and the function has caught it
         raise stops[0]
     return [result]
+
+
+def selected(strategy: ReplicaStrategy, i: int) -> AbstractContextManager[None]:
+    """Let this thread compute on the device of a replica."""
+    return devices.selected(strategy.devices[i]) if strategy.is_placed else nullcontext()
 
 
 def _several(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]:
@@ -89,15 +95,26 @@ def _several(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]
     threads = _Threads(count)
 
     def entered(i: int) -> Any:
-        replica = ReplicaContext(strategy, i, lambda meeting: threads.wait(i, meeting))
-        with context.entered(strategy, replica):
-            return body(i)
+        own = strategy.devices[i : i + 1]
 
+        def meet(meeting: Meeting) -> Any:
+            devices.finish(own)
+            return threads.wait(i, meeting)
+
+        replica = ReplicaContext(strategy, i, meet)
+        with selected(strategy, i), context.entered(strategy, replica):
+            result = body(i)
+            devices.finish(own)
+        return result
+
+    devices.finish(strategy.devices)
     for i in range(count):
         threads.start(i, entered)
     try:
         while meetings := threads.meetings():
-            threads.answer(_hold(strategy, meetings))
+            answers = _hold(strategy, meetings)
+            devices.finish(strategy.devices)
+            threads.answer(answers)
         threads.join()
     except BaseException as error:
         threads.stop(error)
@@ -110,7 +127,7 @@ def _hold(strategy: ReplicaStrategy, meetings: list[Meeting]) -> list[Any]:
     first = meetings[0]
     try:
         strategy.ranks.agree(f"run: {first.name}")
-        with context.entered(strategy, None):
+        with selected(strategy, 0), context.entered(strategy, None):
             return first.merge([meeting.payload for meeting in meetings])
     except Exception as error:
         raise _Stop(error) from error

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
+from strategies import arrays
 from strategies.checks import choice
-from strategies.replicas import context, reductions
+from strategies.replicas import context, devices, reductions
 from strategies.replicas.context import Meeting, ReplicaStrategy
 from strategies.variables.partition import check_shape
 
@@ -18,18 +20,21 @@ __all__ = ["Aggregation", "Synchronization", "Variable"]
 Array = npt.NDArray[Any]
 Synchronization = Literal["auto", "on_write", "on_read"]
 Aggregation = Literal["none", "sum", "mean", "only_first_replica"]
+Change = Callable[[Any, Any], Any]  # what becomes of an array, and how
 
 
 class Variable:
     """An array with a name, a fixed shape and a fixed dtype; strategies make them.
 
     There are two kinds. What is written to an "on_write" variable inside a replica is combined over
-    all replicas, in the way of its aggregation, so that it is the same on all of them; its replicas
-    in one process share one array. An "on_read" variable has an array for each replica, which
-    writes to its own; they are combined when the variable is read outside of replicas.
+    all replicas, in the way of its aggregation, so that it is the same on all of them; replicas of
+    one process share one array where they are on one device. An "on_read" variable has an array for
+    each replica, which writes to its own; they are combined when the variable is read outside of
+    replicas.
 
     Args:
-        initial_value: shape (...), copied.
+        initial_value: shape (...), copied. The variable is of the library of this array; of NumPy
+            if it is none, or of the library of the device that the strategy has been given.
         name: what checkpoints and errors call it.
         dtype: of the variable, that of `initial_value` if None.
         synchronization: "on_write", which is also "auto", or "on_read".
@@ -38,14 +43,17 @@ class Variable:
         strategy: whose replicas have it; None for an array that knows nothing of replicas.
 
     Raises:
-        ValueError: no such synchronization or aggregation, or the mean of integers.
+        ValueError: no such synchronization or aggregation, or the mean of integers; or the library
+            of the initial value has no such device.
     """
 
-    __slots__ = ("_components", "_read_only", "aggregation", "name", "strategy", "synchronization")
+    __slots__ = (
+        "_components", "_place", "_shown", "aggregation", "name", "strategy", "synchronization",
+    )  # fmt: skip
 
     def __init__(
         self,
-        initial_value: npt.ArrayLike,
+        initial_value: Any,
         *,
         name: str,
         dtype: Any = None,
@@ -53,53 +61,68 @@ class Variable:
         aggregation: Aggregation = "none",
         strategy: ReplicaStrategy | None = None,
     ) -> None:
-        value = np.array(initial_value, dtype=dtype)
+        value = _copied(initial_value, dtype)
         self.name = name
         self.strategy = strategy
         kind = _chosen("synchronization", synchronization, Synchronization)
         self.synchronization = "on_write" if kind == "auto" else kind
         self.aggregation = _chosen("aggregation", aggregation, Aggregation)
-        if self.aggregation == "mean" and value.dtype.kind in "biu":
+        if self.aggregation == "mean" and _is_whole(value):
             raise ValueError(
                 f"variable: integers have no mean of their dtype, expected another aggregation or "
-                f"a float dtype, got {value.dtype} (variable: {name})"
+                f"a float dtype, got {arrays.dtype_name(value)} (variable: {name})"
             )
-        local = 1 if strategy is None else len(strategy.devices)
-        count = local if self.synchronization == "on_read" else 1
-        self._components: list[Array] = [value, *(value.copy() for _ in range(count - 1))]
+        self._components: list[Any] = []
+        self._place: list[int] = []  # replica of this process -> its array
+        for array in [value] if strategy is None else _placed(value, strategy):
+            self._add_replica(array)
+        shares = len(self._components) < len(self._place)
+        self._components = [_differentiated(c, initial_value) for c in self._components]
         # Where replicas share an array, none of them may change it alone.
-        self._read_only: Array | None = None
-        if local > count:
-            self._read_only = value.view()
-            self._read_only.flags.writeable = False
+        self._shown = [_view(self._components[i]) for i in self._place] if shares else None
+
+    def _add_replica(self, array: Any) -> None:
+        """Find the array of the next replica: one of its own, or one that is on its device."""
+        place = arrays.place(array)
+        found = [i for i, c in enumerate(self._components) if arrays.place(c) == place]
+        if self.synchronization == "on_read" or not found:
+            self._place.append(len(self._components))
+            self._components.append(arrays.copy(array) if found else array)
+        else:
+            self._place.append(found[0])
 
     def __repr__(self) -> str:
-        return f"Variable(name={self.name!r}, shape={self.shape}, dtype={self.dtype})"
+        dtype = arrays.dtype_name(self._components[0])
+        return f"Variable(name={self.name!r}, shape={self.shape}, dtype={dtype})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.array(self.value, dtype=dtype, copy=copy)
+        return np.array(arrays.fetched(self.value), dtype=dtype, copy=copy)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
-        return self._components[0].shape
+        return tuple(self._components[0].shape)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the value."""
+    def dtype(self) -> Any:
+        """Dtype of the value, as its library has it."""
         return self._components[0].dtype
 
     @property
-    def components(self) -> tuple[Array, ...]:
-        """The arrays of this process: one for each replica if "on_read", else one for all."""
+    def components(self) -> tuple[Any, ...]:
+        """The arrays of this process: for each replica if "on_read", else for each device."""
         return tuple(self._components)
 
     @property
-    def value(self) -> Array:
+    def value(self) -> Any:
         """The array; a change in place outside of replicas changes the variable.
 
-        Inside a replica: its own array. The one of an "on_write" variable is read-only where a
-        process has several replicas.
+        It does so where the replicas of this process share one array, on one device. Arrays of JAX
+        never change; `assign` works in any case.
+
+        Inside a replica: the array on its device. Where replicas share one, that of an "on_write"
+        variable is read-only, if it is NumPy's, or, if it is PyTorch's, a tensor of the replica's
+        own, with a gradient of its own, over the memory of all.
 
         Of an "on_read" variable outside of replicas: a new array, combined over all replicas;
         *collective* over the ranks.
@@ -108,18 +131,20 @@ class Variable:
             ValueError: the variable is "on_read" with aggregation "none".
         """
         replica = self._replica()
-        if self.synchronization == "on_read":
-            return self._combined() if replica is None else self._components[replica.local_id]
-        if replica is None or self._read_only is None:
-            return self._components[0]
-        return self._read_only
+        if replica is None:
+            return self._combined() if self.synchronization == "on_read" else self._components[0]
+        shown = None if self._shown is None else self._shown[replica.local_id]
+        return self._components[self._place[replica.local_id]] if shown is None else shown
 
-    def assign(self, value: npt.ArrayLike) -> None:
+    def assign(self, value: Any) -> None:
         """Copy `value` into the variable.
 
         Inside a replica, an "on_write" variable takes what the replicas' values combine to, and the
         call is *collective* over all replicas. Outside, the variable takes `value` on this rank,
         which is to be the same on all; an "on_read" one with "sum" shares it among the replicas.
+
+        Args:
+            value: a number, or an array of NumPy or of the variable's library, on any device.
 
         Raises:
             ValueError: it has another shape; or replicas write an "on_write" variable without an
@@ -127,16 +152,12 @@ class Variable:
             TypeError: its dtype cannot be cast without changing its kind.
         """
         array = self._checked(value, "assign")
-
-        def write(component: Array, new: Array) -> None:
-            component[...] = new
-
         if self._summed_from_outside:
             self._assign_shares(array)
         else:
-            self._write("assign", array, write)
+            self._write("assign", array, arrays.overwrite)
 
-    def assign_add(self, delta: npt.ArrayLike) -> None:
+    def assign_add(self, delta: Any) -> None:
         """Add `delta`, of the variable's shape; otherwise as `assign`.
 
         Raises:
@@ -145,20 +166,50 @@ class Variable:
         """
         self._add("assign_add", self._checked(delta, "assign_add"))
 
-    def assign_sub(self, delta: npt.ArrayLike) -> None:
+    def assign_sub(self, delta: Any) -> None:
         """Subtract `delta`; otherwise as `assign_add`."""
-        self._add("assign_sub", -self._checked(delta, "assign_sub"))
+        array = self._checked(delta, "assign_sub")
+        with arrays.at(array):
+            self._add("assign_sub", -array)
 
-    def _add(self, operation: str, delta: Array) -> None:
-        def write(component: Array, new: Array) -> None:
-            component[...] += new
+    def settle(self, value: Any) -> None:
+        """Take what an optimizer has made of the value outside of replicas, on all devices.
 
+        Args:
+            value: the array of the first device, changed in place, or an array of JAX in its place.
+
+        Raises:
+            RuntimeError: called inside one of several replicas of this process.
+        """
+        if self._replica() is not None and len(self._place) > 1:
+            raise RuntimeError(
+                f"apply_gradients: one of several replicas changes a variable alone, expected "
+                f"strategy.apply_gradients (variable: {self.name})"
+            )
+        if array_api_compat.is_jax_array(value):
+            self._components[0] = value
+        for i in range(1, len(self._components)):
+            self._change(i, arrays.overwrite, self._components[0])
+
+    def fill(self, value: Any) -> None:
+        """Copy `value`, an array of this kind, into all arrays of this process."""
+        for i in range(len(self._components)):
+            self._change(i, arrays.overwrite, value)
+
+    def _change(self, i: int, change: Change, new: Any) -> None:
+        """Change one of the arrays."""
+        component = self._components[i]
+        made = change(_detached(component), _detached(arrays.near(component, new)))
+        if array_api_compat.is_jax_array(component):
+            self._components[i] = made
+
+    def _add(self, operation: str, delta: Any) -> None:
         if self._summed_from_outside:
             raise ValueError(
                 f"{operation}: an on_read variable with aggregation 'sum' is changed outside of "
                 f"replicas, expected assign, or a call inside a replica (variable: {self.name})"
             )
-        self._write(operation, delta, write)
+        self._write(operation, delta, _increased)
 
     @property
     def _alone(self) -> bool:
@@ -175,23 +226,29 @@ class Variable:
         top = context.current()
         return top.replica if top is not None and top.strategy is self.strategy else None
 
-    def _checked(self, value: npt.ArrayLike, operation: str) -> Array:
-        array = np.asarray(value)
+    def _checked(self, value: Any, operation: str) -> Any:
+        """Return a new value as an array of the variable's library and dtype."""
+        replica = self._replica()
+        mine = self._components[0 if replica is None else self._place[replica.local_id]]
+        array = _detached(value) if _is_foreign(value) else np.asarray(value)
+        if _is_foreign(array) and not _is_foreign(mine):
+            array = arrays.fetched(array)
         check_shape(operation, array, self.shape, self.name)
-        if not np.can_cast(array.dtype, self.dtype, "same_kind"):
+        wanted = arrays.dtype_name(mine)
+        if not np.can_cast(_numpy_dtype(array), _numpy_dtype(mine), "same_kind"):
             raise TypeError(
-                f"{operation}: the value has the wrong dtype, expected {self.dtype}, got "
-                f"{array.dtype} (variable: {self.name})"
+                f"{operation}: the value has the wrong dtype, expected {wanted}, got "
+                f"{arrays.dtype_name(array)} (variable: {self.name})"
             )
-        return array.astype(self.dtype, copy=False)
+        return arrays.near(mine, arrays.astype(array, wanted))
 
-    def _write(self, operation: str, new: Array, write: Callable[[Array, Array], None]) -> None:
+    def _write(self, operation: str, new: Any, change: Change) -> None:
         replica = None if self._alone else self._replica()
         if replica is None:
-            for component in self._components:
-                write(component, new)
+            for i in range(len(self._components)):
+                self._change(i, change, new)
         elif self.synchronization == "on_read":
-            write(self._components[replica.local_id], new)
+            self._change(replica.local_id, change, new)
         elif self.aggregation == "none":
             raise ValueError(
                 f"{operation}: replicas write a variable without an aggregation, so that their "
@@ -203,12 +260,17 @@ class Variable:
             def merge(values: list[Any]) -> list[Any]:
                 assert self.strategy is not None
                 combined = self._aggregated(values)
-                self.strategy.update([self], lambda: write(self._components[0], combined))
+
+                def apply() -> None:
+                    for i in range(len(self._components)):
+                        self._change(i, change, combined)
+
+                self.strategy.update([self], apply)
                 return [None] * len(values)
 
             replica.meet(Meeting(f"{operation} {self.name}", new, merge))
 
-    def _combined(self) -> Array:
+    def _combined(self) -> Any:
         """The value of an "on_read" variable outside of replicas."""
         if self._alone:
             return self._components[0]
@@ -218,30 +280,92 @@ class Variable:
                 f"expected aggregation 'sum', 'mean' or 'only_first_replica' (variable: "
                 f"{self.name})"
             )
-        combined = self._aggregated(self._components)
-        return combined.copy() if combined is self._components[0] else combined
+        combined = self._aggregated([_detached(c) for c in self._components])
+        return arrays.copy(combined) if combined is self._components[0] else combined
 
-    def _aggregated(self, values: list[Any]) -> Array:
+    def _aggregated(self, values: list[Any]) -> Any:
         assert self.strategy is not None
         ranks = self.strategy.ranks
         if self.aggregation == "only_first_replica":
-            result: Array = ranks.of_chief(values[0])
-        else:
-            op = reductions.parse_op(self.aggregation, "variable")
-            result = reductions.reduce(ranks, op, values)
-        return result
+            return ranks.of_chief(values[0])
+        op = reductions.parse_op(self.aggregation, "variable")
+        return reductions.reduce(ranks, op, values)
 
-    def _assign_shares(self, total: Array) -> None:
+    def _assign_shares(self, total: Any) -> None:
         """Give every replica a share, so that the sum over all is `total`."""
         assert self.strategy is not None
         count = self.strategy.num_replicas_in_sync
-        share = total // count if self.dtype.kind in "iu" else total / count
-        for component in self._components:
-            component[...] = share
-        if self.strategy.first_replica_id == 0 and self.dtype.kind in "iu":
-            self._components[0][...] += total - share * count  # what cannot be divided
+        with arrays.at(total):
+            share = total // count if _is_whole(total) else total / count
+            rest = total - share * count if _is_whole(total) else None
+        self.fill(share)
+        if self.strategy.first_replica_id == 0 and rest is not None:
+            self._change(0, _increased, rest)  # what cannot be divided
 
 
 def _chosen(what: str, word: str, words: Any) -> str:
     """Return a word in small letters."""
     return str(choice("variable", what, word.lower() if isinstance(word, str) else word, words))
+
+
+def _placed(value: Any, strategy: ReplicaStrategy) -> list[Any]:
+    """Return the value for each replica of this process, on its device."""
+    if not strategy.is_placed:
+        return [value] * len(strategy.devices)
+    return [devices.put(value, device) for device in strategy.devices]
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether this is an array of another library than NumPy."""
+    if isinstance(value, (np.ndarray, np.generic)) or not arrays.is_array(value):
+        return False
+    return bool(array_api_compat.is_array_api_obj(value))
+
+
+def _is_whole(value: Any) -> bool:
+    return arrays.dtype_name(value).startswith(("bool", "int", "uint"))
+
+
+def _numpy_dtype(array: Any) -> np.dtype[Any]:
+    return array.dtype if isinstance(array, np.ndarray) else np.dtype(arrays.dtype_name(array))
+
+
+def _detached(array: Any) -> Any:
+    """Return a tensor of PyTorch out of sight of its differentiation, other arrays as they are."""
+    return array.detach() if hasattr(array, "detach") else array
+
+
+def _copied(value: Any, dtype: Any) -> Any:
+    if not _is_foreign(value):
+        return np.array(value, dtype=dtype)
+    array = _detached(value)
+    if dtype is not None:
+        name = str(dtype) if str(dtype).startswith("torch.") else np.dtype(dtype).name
+        array = arrays.astype(array, name.removeprefix("torch."))
+    return array if array_api_compat.is_jax_array(array) else arrays.copy(array)
+
+
+def _differentiated(component: Any, initial_value: Any) -> Any:
+    """Let PyTorch differentiate by a tensor, if it does so by the initial value."""
+    if getattr(initial_value, "requires_grad", False) and hasattr(component, "requires_grad_"):
+        return component.requires_grad_()
+    return component
+
+
+def _view(component: Any) -> Any:
+    """Return a shared array as one replica sees it; None for JAX's, which are replaced."""
+    if isinstance(component, np.ndarray):
+        view = component.view()
+        view.flags.writeable = False
+        return view
+    if array_api_compat.is_jax_array(component) or not hasattr(component, "detach"):
+        return None
+    return component.detach().requires_grad_(component.requires_grad)
+
+
+def _increased(array: Any, delta: Any) -> Any:
+    if array_api_compat.is_jax_array(array):
+        return array + delta
+    with arrays.at(array):
+        array[...] += delta
+    return array

@@ -130,7 +130,7 @@ class SpareSteps:
             if self._rounds.failure is not None:
                 self._loop.stop()
 
-    def deliver(self, pairs: list[Pair]) -> None:
+    def deliver(self, pairs: list[Pair], examples: float | None = None) -> None:
         """Deliver gradients, and wait for newer values, which the variables then have.
 
         All that goes to one task goes in one message.
@@ -144,7 +144,8 @@ class SpareSteps:
                 pair.gradient if pair.rows is None else Rows(pair.rows, pair.gradient)
                 for pair in (pairs[i] for i in shard.positions)
             ]
-            deliveries.append((shard.engine, Apply(own, self.local_step, self._worker)))
+            apply = Apply(own, self.local_step, self._worker, examples)
+            deliveries.append((shard.engine, apply))
         turn = Turn(self._worker, self.local_step)
         _all(deliveries, (self._rounds, turn))
         self.local_step = turn.step

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import collectives as cc
+from strategies import sums
 from strategies.checks import integer
 from strategies.optimizers.pairs import Pair, resolve
 from strategies.ranks import Ranks
@@ -15,8 +16,10 @@ from strategies.remote.service import Service
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
+from strategies.spare_replica.hosted_parameters import HostedParameters, OptimizerOfEach
 from strategies.spare_replica.steps import SpareSteps, StepReport
 from strategies.strategy import Strategy
+from strategies.wrapping.hosting import Parameter, refuse_others
 
 __all__ = ["SpareReplicaStrategy"]
 
@@ -150,10 +153,14 @@ class SpareReplicaStrategy(Strategy):
             grads_and_vars: pairs of a gradient, in host memory, and a variable; the same variables
                 on all ranks and in all calls. A gradient may be an array, `Rows`, or None, which
                 counts as zero; `Rows` are averaged index by index, over the gradients that had it.
-            examples: not supported: all gradients count alike.
+            examples: how many rows the gradients are the mean of: the mean of a step is then over
+                its rows. Gradients of 0 rows are among those that make a step, and change nothing.
+                None: all gradients count alike; so all workers give a number, or none does.
 
         Raises:
-            ValueError: a gradient does not fit, or other variables, another optimizer, examples.
+            ValueError: a gradient does not fit, or other variables, another optimizer, or
+                `examples` is not a number >= 0.
+            InvalidArgumentError: only some workers say how many examples.
             UnavailableError: the chief, or a task that averages, cannot be reached; or so many
                 workers are dead or have failed that no step can be made.
             OutOfRangeError: no step can be made because too many workers have left.
@@ -163,7 +170,32 @@ class SpareReplicaStrategy(Strategy):
         if not self._steps.started:
             self._steps.start(optimizer, pairs)
             self._optimizer, self._keys = optimizer, [pair.key for pair in pairs]
-        self._steps.deliver(pairs)
+        self._steps.deliver(pairs, examples)
+
+    def use(self, optimizer: Any) -> None:
+        """Do nothing: the optimizer is that of `apply_gradients`."""
+
+    def host(
+        self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False
+    ) -> HostedParameters:
+        """Make the parameters of a model of another library variables; *collective*.
+
+        `DistributedOptimizer(optimizer, strategy=...)` does it.
+
+        Args:
+            parameters: gives them, the same on all ranks.
+            alike: whether all ranks must have the chief's values, since these cannot be changed.
+
+        Raises:
+            Exception: what `parameters` raised; on all ranks.
+            ValueError: as `variable`; or values are not alike; on all ranks.
+        """
+        given = self._everyone.prepared("DistributedOptimizer", parameters)
+        made = [self.variable(p.value, name=p.name) for p in given]
+        if alike:
+            self._everyone.prepared("DistributedOptimizer", lambda: refuse_others(given, made))
+        optimizer = OptimizerOfEach({p.name: p.optimizer for p in given})
+        return HostedParameters(self, made, optimizer)
 
     def report(self) -> StepReport:
         """Return what became of the gradients so far.
@@ -198,11 +230,7 @@ class SpareReplicaStrategy(Strategy):
         top = context.current()
         if top is None or top.replica is None:
             require_cross_replica(self, "apply_gradients")
-        if examples is not None:
-            raise ValueError(
-                "apply_gradients: all gradients count alike with spare replicas, expected "
-                f"examples=None, got {examples!r}"
-            )
+        sums.check_examples(examples)
         pairs = resolve(grads_and_vars, "apply_gradients")
         for pair in pairs:
             if not isinstance(pair.value, np.ndarray):

@@ -1,11 +1,17 @@
-"""What surrounds the training loop: checkpoints, metrics and progress.
+"""What surrounds the training loop: sessions, checkpoints, metrics and progress.
+
+`session` carries a loop from its beginning, or its last checkpoint, to its end; `hooks` and
+`reporting` are what it does around the steps, `wishes` what its ranks agree on after each, and
+`preemption` how they hear that the batch system wants the job to stop.
 
 `saver` takes things as they are: `things` knows what there is, `content` turns it into named arrays
-and JSON, `put_back` back again. `checkpoint_manager` is for a group of ranks, `checkpoint` for one
-process: `shards` holds the arrays, `manifest` says what is complete, `durable` has the order of
-writing that survives a crash, `retention` which checkpoints stay, `background` writes them beside
-the program, `inspection` looks at them. `summaries` is for people: metrics, the loss curve,
-progress.
+and JSON, `put_back` back again. `checkpoint_manager` is for a group of ranks: `slices` are parts of
+arrays, `sharing` says who writes which, `together` how all ranks write at once, `reading` who reads
+what. `checkpoint` is for one process: `shards` holds the arrays, `manifest` says what is complete,
+`directory` which of them are there, `location` whether that is a directory or a URL, `writing` how
+one gets there completely or not at all, `durable` the order of writing that survives a crash,
+`retention` which stay, `background` writes them beside the program, `inspection` looks at them.
+`summaries` is for people: metrics, the loss curve, progress.
 
 `recovery` trains on when ranks die, from the copies that `state` keeps in memory; `faults` lets
 them die on purpose, `events` writes down what has happened.
@@ -13,20 +19,32 @@ them die on purpose, `events` writes down what has happened.
 
 from __future__ import annotations
 
+from strategies.training import hooks
 from strategies.training.checkpoint import Checkpoint
 from strategies.training.faults import InjectedFault, inject
+from strategies.training.preemption import STOPPED_EARLY, Preemption
 from strategies.training.recovery import run_elastic
+from strategies.training.reporting import Summaries
 from strategies.training.saver import Saver
+from strategies.training.session import TrainingSession
+from strategies.training.slices import Box, Slice
 from strategies.training.state import State
 from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics
 
 __all__ = [
+    "STOPPED_EARLY",
+    "Box",
     "Checkpoint",
     "InjectedFault",
     "MetricsWriter",
+    "Preemption",
     "Progress",
     "Saver",
+    "Slice",
     "State",
+    "Summaries",
+    "TrainingSession",
+    "hooks",
     "inject",
     "loss_curve",
     "read_metrics",

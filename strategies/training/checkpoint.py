@@ -1,56 +1,57 @@
 """Checkpoints: named arrays in a directory, complete or not there, whenever the process dies.
 
-    run/step-000120/rank-00000.safetensors      the arrays
+    run/step-000120/rank-00000.safetensors      what rank 0 has written of the arrays
     run/step-000120/manifest.json               lengths, checksums, metadata (see `manifest`)
     run/latest                                  one line: the name of the newest, for people
     run/.lock                                   held while somebody writes
     run/.tmp-step-000121, .tmp-latest           half-written; removed by the next save
 
-A checkpoint is written in `.tmp-step-000120`, fsynced, and gets its name by one rename.
-Where the step exists already, the old directory steps aside as `.old-step-000120`, is found under
-that name should the process die just then, and is deleted last. *Newest* means written last, which
-after going back to an earlier step is not the highest step. Nothing here is pickled.
+`writing` says how that is done, also behind URLs. *Newest* means written last, which after going
+back to an earlier step is not the highest step. Nothing here is pickled.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import os
-import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from strategies import errors
-from strategies.training import durable, manifest, retention, shards
-from strategies.training.retention import Best, Rules
+from strategies.training import manifest, shards, writing
+from strategies.training.directory import best, choose, latest, name_of, places
+from strategies.training.location import Location, explained, located
+from strategies.training.manifest import Manifest, SliceEntry, TensorEntry
+from strategies.training.retention import Rules
+from strategies.training.shards import Piece, Target, Targets
+from strategies.training.sharing import Holding, writers
+from strategies.training.slices import Box, Slice, inside, whole
+from strategies.training.writing import Writing
 
 __all__ = [
     "Checkpoint",
     "Draft",
+    "Written",
     "best",
+    "finish",
     "latest",
     "name_of",
+    "pieces",
     "places",
     "prepare",
+    "read",
+    "read_all",
     "restore",
     "save",
     "verify",
-    "write",
+    "write_alone",
+    "write_part",
 ]
-
-_log = logging.getLogger(__name__)
-_DIRECTORY_NAME = re.compile(r"(?:\.old-)?step-(\d{6,15})")  # 15 digits: `manifest.MAX_STEP`
-
-# Half-written. Exactly our own names: the directory may hold other people's files.
-_LEFTOVERS = re.compile(r"\.tmp-(?:latest|step-\d{6,15})")
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,13 @@ class Checkpoint:
         step: training step at which it was written.
         tensors: name -> array in host memory, owned by the caller, writable.
         metadata: the JSON object given to `save`.
-        path: directory that it was read from.
+        path: directory that it was read from: a `Path`, or what stands for a URL.
     """
 
     step: int
     tensors: dict[str, npt.NDArray[Any]]
     metadata: dict[str, Any]
-    path: Path
+    path: Location
 
 
 def save(
@@ -77,7 +78,7 @@ def save(
     step: int,
     metadata: Mapping[str, Any] | None = None,
     keep: int = 5,
-) -> Path:
+) -> Location:
     """Write a checkpoint that is there completely or not at all; delete old ones beyond `keep`.
 
     The arrays must not change during the call. A checkpoint of the same step is replaced. Deleted
@@ -85,7 +86,7 @@ def save(
     new one; never one of a higher step.
 
     Args:
-        directory: created when it does not exist.
+        directory: a path, created when it does not exist, or a URL.
         tensors: name -> host array (or scalar) of a dtype in `manifest.DTYPES`, any shape.
         step: training step, >= 0.
         metadata: small facts that JSON holds unchanged, such as the position of a reader.
@@ -98,18 +99,21 @@ def save(
         InvalidArgumentError: a tensor, name, step, metadata or keep that cannot be stored.
         ResourceExhaustedError: the disk is full; what was there before is untouched.
         FailedPreconditionError: another writer uses the directory, or it cannot be written.
+        UnavailableError: what is behind the URL cannot be reached.
+        ImportError: a URL, and fsspec is not installed.
     """
     draft = prepare(tensors, step=step, metadata=metadata, rules=Rules(keep))
-    root = Path(directory)
-    with durable.DirectoryLock(root):
-        return write(draft, root)
+    root = located(directory)
+    with writing.locked(root):
+        return write_alone(root, draft, pieces(draft))
 
 
 def restore(directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
-    """Read a checkpoint after its lengths and checksums have been verified.
+    """Read a checkpoint and verify lengths and checksums.
 
     Args:
-        directory: a checkpoint (`run/step-000120`), or a directory of checkpoints (`run`).
+        directory: a checkpoint (`run/step-000120`), or a directory of checkpoints (`run`); a path
+            or a URL.
         step: which checkpoint of the directory; the newest complete one by default.
 
     Raises:
@@ -118,15 +122,30 @@ def restore(directory: str | os.PathLike[str], *, step: int | None = None) -> Ch
         FailedPreconditionError: written by a newer version of the library, or not readable.
         ResourceExhaustedError: the tensors do not fit in memory.
     """
-    root = Path(directory)
-    with durable.explained("restore", root):
-        path = _choose(root, step)
-        plan, found = _verified(path)
-        tensors: dict[str, npt.NDArray[Any]] = {}
-        for file, (entries, starts) in found.items():
-            tensors |= shards.read(path / file, entries, starts)
-    ordered = {name: tensors[name] for name in plan.tensors}
-    return Checkpoint(plan.step, ordered, dict(plan.metadata), path)
+    root = located(directory)
+    with explained("restore", root):
+        path = choose(root, step)
+    plan, tensors = read_all(path)
+    return Checkpoint(plan.step, tensors, dict(plan.metadata), path)
+
+
+def read_all(path: Location) -> tuple[Manifest, dict[str, npt.NDArray[Any]]]:
+    """Read the manifest and all tensors of a checkpoint.
+
+    Raises:
+        OpError: as `restore`.
+    """
+    plan = manifest.read(path)
+    tensors = {
+        name: shards.empty(name, entry.shape, entry.dtype) for name, entry in plan.tensors.items()
+    }
+    targets = {
+        (name, one.box): Target(whole(entry.shape), tensors[name])
+        for name, entry in plan.tensors.items()
+        for one in entry.slices
+    }
+    read(path, plan, targets)
+    return plan, tensors
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -135,73 +154,77 @@ def verify(path: str | os.PathLike[str]) -> None:
     Raises:
         OpError: as `restore`.
     """
-    with durable.explained("verify", Path(path)):
-        _verified(Path(path))
+    place = located(path)
+    with explained("verify", place):
+        read(place, manifest.read(place), None)
 
 
-def places(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints of a directory in the order of their steps, complete or not.
+def read(path: Location, plan: Manifest, targets: Targets | None) -> None:
+    """Read what is wanted of a checkpoint, and verify it on the way.
 
     Args:
-        directory: of checkpoints; or a checkpoint, which is then the only one.
+        path: of the checkpoint.
+        plan: its manifest.
+        targets: for each slice that is wanted, where its elements go; None: verify all.
 
     Raises:
-        NotFoundError: there is none.
+        OpError: as `restore`.
     """
-    root = Path(directory)
-    with durable.explained("places", root):
-        if _is_one(root):
-            return [root]
-        candidates = _candidates(root)
-    if not candidates:
-        raise errors.NotFoundError(f"places: no checkpoint (directory: {root})")
-    return [candidates[step] for step in sorted(candidates)]
-
-
-def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """Find the newest complete checkpoint: manifest in order, all files there at full length.
-
-    What is incomplete is passed over with a warning in the log. Neither the pointer `latest` nor
-    the clock is needed: each manifest holds its place in the order of writing.
-    """
-    root = Path(directory)
-    with durable.explained("latest", root):
-        found = _complete(root) if root.exists() else []
-    newest = max(found, key=lambda item: (item[1].sequence, item[1].step), default=None)
-    return newest[0] if newest else None
-
-
-def best(directory: str | os.PathLike[str], best: Best) -> Path | None:
-    """Find the complete checkpoint with the best metric; of equal ones that written first.
-
-    Args:
-        directory: of checkpoints.
-        best: "min" or "max".
-
-    Returns:
-        None where no checkpoint has a metric.
-    """
-    root = Path(directory)
-    with durable.explained("best", root):
-        found = {plan.step: (path, plan) for path, plan in _complete(root)} if root.exists() else {}
-    chosen = retention.best_of(best, [plan for _, plan in found.values()])
-    return None if chosen is None else found[chosen.step][0]
+    by_file: dict[str, dict[str, TensorEntry]] = {name: {} for name in plan.files}
+    needed = set(plan.files) if targets is None else set()
+    for name, entry in plan.tensors.items():
+        for one in entry.slices:
+            by_file[one.file][name] = entry
+            if targets is not None and (name, one.box) in targets:
+                needed.add(one.file)
+    for file, entries in by_file.items():
+        if file in needed or not entries:  # an empty one costs nothing to check
+            with explained("restore", path / file):
+                shards.read(path, file, entries, targets, plan.checksum)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that has been checked but not written: all of it can be stored."""
+    """A checkpoint that has been checked but not written: all of it can be stored.
 
-    arrays: dict[str, npt.NDArray[Any]]
+    Attributes:
+        slices: name -> what this rank holds.
+        step: as given to `prepare`, like what follows.
+    """
+
+    slices: dict[str, Slice]
     step: int
     metadata: dict[str, Any]
     rules: Rules
     world_size: int
     metric: float | None
 
+    def held(self) -> dict[str, Holding]:
+        """Say what this rank has, for `sharing.writers`."""
+        return {
+            name: Holding(part.array.dtype.name, part.array.itemsize, part.shape, part.box)
+            for name, part in self.slices.items()
+        }
+
+
+class Written(NamedTuple):
+    """A file of a checkpoint that has been written.
+
+    Attributes:
+        file: its name.
+        nbytes: its length.
+        shapes: tensor name -> dtype and shape of the whole.
+        slices: tensor name and what the manifest says of a slice.
+    """
+
+    file: str
+    nbytes: int
+    shapes: dict[str, tuple[str, tuple[int, ...]]]
+    slices: list[tuple[str, SliceEntry]]
+
 
 def prepare(
-    tensors: Mapping[str, npt.ArrayLike],
+    tensors: Mapping[str, npt.ArrayLike | Slice],
     *,
     step: int,
     metadata: Mapping[str, Any] | None,
@@ -223,11 +246,11 @@ def prepare(
                 f"save: bad {name}, expected an integer in {low}..{manifest.MAX_STEP - 1}, "
                 f"got {value!r}"
             )
-    arrays = shards.as_arrays(tensors)
+    slices = shards.as_slices(tensors)
     if metric is not None:
         metric = _metric(metric)
     copied = manifest.json_copy(metadata)
-    return Draft(arrays, int(step), copied, rules, world_size, metric)
+    return Draft(slices, int(step), copied, rules, world_size, metric)
 
 
 def _metric(given: Any) -> float | None:
@@ -240,152 +263,96 @@ def _metric(given: Any) -> float | None:
     return metric if math.isfinite(metric) else None
 
 
-def name_of(step: int) -> str:
-    """Return what the directory of a checkpoint is called."""
-    return f"step-{step:06d}"
+def pieces(draft: Draft, share: Iterable[tuple[str, Box]] | None = None) -> list[Piece]:
+    """Return the arrays that a rank writes, as views where they lie in one run.
+
+    Args:
+        draft: what it has.
+        share: names and boxes that it writes; if None it writes alone.
+
+    Raises:
+        InvalidArgumentError: it writes alone, and has a tensor only in part.
+    """
+    found = []
+    for name, box in writers([draft.held()])[0] if share is None else share:
+        part = draft.slices[name]
+        array = np.asarray(part.array[inside(box, part.box)], order="C").reshape(box.shape)
+        found.append(Piece(name, part.shape, box, array))
+    return found
 
 
-def write(draft: Draft, root: Path) -> Path:
-    """Write, name and point to the checkpoint, then prune; the caller holds the lock."""
-    final = root / name_of(draft.step)
-    part, pointer = root / f".tmp-{final.name}", root / ".tmp-latest"
-    with durable.explained("save", final):
-        _recover(root)
-        others = _complete(root)
-        sequence = 1 + max((plan.sequence for _, plan in others), default=0)
-        if sequence >= manifest.MAX_SEQUENCE:
-            raise errors.FailedPreconditionError(
-                f"save: a checkpoint here takes the last place in the order of writing, expected "
-                f"room for a later one (directory: {root}). Save to another directory"
-            )
-        try:
-            # The pointer is written before the checkpoint gets its name, because a disk may fill
-            # up here but not in a rename.
-            plan = _fill(part, draft, sequence=sequence)
-            durable.write_file(pointer, f"{final.name}\n".encode())
-            if os.path.lexists(final):
-                durable.rename(final, root / f".old-{final.name}")
-            durable.rename(part, final)
-            durable.rename(pointer, root / "latest")
-        except BaseException:
-            with contextlib.suppress(OSError):
-                _recover(root)
-            raise
-    paths = {other.step: path for path, other in others}
-    gone = retention.surplus(draft.rules, [other for _, other in others], plan)
-    _prune(root, [paths[step] for step in gone])
-    return final
+def write_part(
+    part: Location, suffix: str, rank: int, given: list[Piece], job: str = "rank"
+) -> Written:
+    """Write one file of a checkpoint; any process that reaches the directory may do it.
+
+    Args:
+        part: where, of the `Writing`.
+        suffix: of the file's name, likewise.
+        rank: who writes.
+        given: what to write.
+        job: what the number counts.
+
+    Raises:
+        OpError: it cannot be written.
+    """
+    name = f"{job}-{rank:05d}{suffix}.safetensors"
+    path = part / name
+    with explained("save", path), writing.new_file(path) as put:
+        nbytes, entries = shards.write(put, name, given)
+    shapes = {piece.name: (piece.array.dtype.name, piece.shape) for piece in given}
+    return Written(name, nbytes, shapes, entries)
 
 
-def _fill(part: Path, draft: Draft, *, sequence: int) -> manifest.Manifest:
-    """Write everything into a new directory, durably."""
-    name = "rank-00000.safetensors"
-    part.mkdir()
-    shards.write(part / name, draft.arrays)
-    entries = {
-        tensor: manifest.TensorEntry(
-            name, array.shape, array.dtype.name, manifest.checksum(shards.as_bytes(array).data)
-        )
-        for tensor, array in draft.arrays.items()
-    }
-    plan = manifest.Manifest(
+def finish(begun: Writing, draft: Draft, write: Callable[[Writing], list[Written]]) -> Location:
+    """Have the files of a checkpoint written, complete it, and delete what need not stay.
+
+    Args:
+        begun: the checkpoint, which is abandoned if anything fails.
+        draft: what it is.
+        write: is given `begun`, returns all that has been `Written`.
+
+    Raises:
+        OpError: as `save`.
+    """
+    try:
+        with explained("save", begun.final):
+            plan = _plan(begun, draft, write(begun))
+            begun.commit(plan)
+    except BaseException:
+        begun.abandon()
+        raise
+    begun.prune(draft.rules, plan)
+    return begun.final
+
+
+def write_alone(root: Location, draft: Draft, given: list[Piece]) -> Location:
+    """Write a checkpoint in one file; the caller holds the right to write in the directory."""
+
+    def write(begun: Writing) -> list[Written]:
+        return [write_part(begun.part, begun.suffix, 0, given)]
+
+    return finish(writing.begin(root, draft.step), draft, write)
+
+
+def _plan(begun: Writing, draft: Draft, written: list[Written]) -> Manifest:
+    """Return what the manifest says."""
+    slices: dict[str, list[SliceEntry]] = {name: [] for name in draft.slices}
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for one in written:
+        shapes |= one.shapes
+        for name, entry in one.slices:
+            slices.setdefault(name, []).append(entry)
+    return Manifest(
         step=draft.step,
-        sequence=sequence,
+        sequence=begun.sequence,
         world_size=draft.world_size,
-        files={name: (part / name).stat().st_size},
-        tensors=entries,
+        files={one.file: one.nbytes for one in written},
+        tensors={
+            name: TensorEntry(shapes[name][1], shapes[name][0], tuple(found))
+            for name, found in slices.items()
+        },
         metadata=draft.metadata,
         written=time.time(),
         metric=draft.metric,
     )
-    durable.write_file(part / manifest.NAME, plan.encode())
-    durable.sync(part)
-    return plan
-
-
-def _is_one(root: Path) -> bool:
-    """Whether the directory is a checkpoint, by its name or its content."""
-    named = _DIRECTORY_NAME.fullmatch(root.name) is not None and root.is_dir()
-    return named or (root / manifest.NAME).exists()
-
-
-_Entries = dict[str, manifest.TensorEntry]
-
-
-def _verified(path: Path) -> tuple[manifest.Manifest, dict[str, tuple[_Entries, dict[str, int]]]]:
-    """Return the manifest, and by file its tensors and their places in bytes; all is in order."""
-    plan = manifest.read(path)
-    entries: dict[str, _Entries] = {name: {} for name in plan.files}
-    for name, entry in plan.tensors.items():
-        entries[entry.file][name] = entry
-    return plan, {file: (own, shards.verify(path / file, own)) for file, own in entries.items()}
-
-
-def _choose(root: Path, step: int | None) -> Path:
-    """Find the directory of the checkpoint that is meant."""
-    if step is None and _is_one(root):
-        return root
-    candidates = _candidates(root)
-    path = candidates.get(step) if step is not None else latest(root)
-    if path is None and step is None and candidates:
-        return candidates[max(candidates)]  # reading it says why it does not count
-    if path is None:
-        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise errors.NotFoundError(
-            f"restore: no {wanted}, got steps {sorted(candidates)} (directory: {root})"
-        )
-    return path
-
-
-def _candidates(root: Path) -> dict[int, Path]:
-    """Give step -> directory that by its name is a checkpoint; links are not followed."""
-    found = {}
-    # ".old-step-1" sorts before "step-1" and so counts only where that is missing.
-    for path in sorted(root.iterdir()):
-        match = _DIRECTORY_NAME.fullmatch(path.name)
-        if not match or path.is_symlink() or not path.is_dir():
-            continue
-        if path.name.endswith(name_of(int(match[1]))):
-            found[int(match[1])] = path
-    return found
-
-
-def _complete(root: Path) -> list[tuple[Path, manifest.Manifest]]:
-    """Give the complete checkpoints of the directory."""
-    found = []
-    for step, path in _candidates(root).items():
-        try:
-            plan = manifest.read(path)
-        except errors.OpError as error:
-            _log.warning("checkpoint passed over: %s", error)
-            continue
-        if plan.step == step:
-            found.append((path, plan))
-        else:
-            _log.warning("checkpoint passed over: holds step %d (directory: %s)", plan.step, path)
-    return found
-
-
-def _recover(root: Path) -> None:
-    """Undo or finish what a save that died left behind; the caller holds the lock."""
-    for path in sorted(root.iterdir()):
-        if _LEFTOVERS.fullmatch(path.name):
-            durable.remove(path)
-        elif path.name.startswith(".old-") and _DIRECTORY_NAME.fullmatch(path.name):
-            final = root / path.name.removeprefix(".old-")
-            if os.path.lexists(final):
-                durable.remove(path)
-            else:
-                durable.rename(path, final)
-
-
-def _prune(root: Path, paths: list[Path]) -> None:
-    """Delete what was replaced, and `paths`, renamed first: none is ever found half-deleted."""
-    try:
-        _recover(root)
-        for path in paths:
-            trash = root / f".tmp-{path.name}"
-            durable.rename(path, trash)
-            durable.remove(trash)
-    except OSError as error:
-        _log.warning("save: old checkpoints were not deleted: %s (directory: %s)", error, root)

@@ -1,12 +1,10 @@
-"""Checkpoints of a group of ranks that hold the same state: one writes, all learn the outcome."""
+"""Checkpoints of a group of ranks: one writes, or all do, and all learn the outcome."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,9 +12,17 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies import errors
-from strategies.training import checkpoint, durable, manifest, shards
+from strategies.ranks import Ranks
+from strategies.training import checkpoint, directory, manifest, reading, sharing, together
 from strategies.training.background import Background
+from strategies.training.checkpoint import Draft
+from strategies.training.directory import name_of
+from strategies.training.durable import DirectoryLock
+from strategies.training.location import Location, Url, located
+from strategies.training.manifest import Manifest
 from strategies.training.retention import Best, Rules
+from strategies.training.shards import Piece
+from strategies.training.slices import Box, Slice
 
 __all__ = ["CheckpointManager"]
 
@@ -25,26 +31,36 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Checkpoints of state that is the same on all ranks: rank 0 writes and reads for everybody.
+    """Checkpoints of the state of all ranks.
 
-    Only rank 0 needs the file system; the others get what it read. An error on rank 0 is raised
-    on every rank. The manager holds the directory's lock from its first `save` until `close`, so
-    that a second job is stopped by a clear error instead of mixing its checkpoints in.
+    By default the state is the same on all ranks: rank 0 writes and reads for everybody, and only
+    rank 0 needs the file system. With `sharded` each rank writes its part, all at the same time,
+    and reads its part: what one rank alone has, such as a `Slice` of a larger array, and its share
+    of what several have. All of them need to reach the directory then. Either way a checkpoint can
+    be restored by any number of ranks, sharded or not.
 
-    With `background`, `save` returns as soon as rank 0 has copied the arrays; a thread writes them.
-    At most one checkpoint is on its way: the next call of any method waits for it, and raises its
-    error on all ranks.
+    An error on one rank is raised on every rank. The manager holds the directory's lock from its
+    first `save` until `close`, so that a second job is stopped by a clear error instead of mixing
+    its checkpoints in. Behind a URL there is no lock: a second job is found out when a checkpoint
+    of it has come in between.
+
+    With `background`, `save` returns as soon as the ranks that write have copied their arrays;
+    threads write them. At most one checkpoint is on its way: the next call of any method waits for
+    it, and raises its error on all ranks.
 
     Args:
-        directory: the directory of checkpoints, as rank 0 sees it.
+        directory: the directory of checkpoints, as rank 0 sees it; or a URL, such as
+            "s3://bucket/run", for which fsspec has to be installed.
         comm: the ranks, or None for this process alone.
         keep: how many checkpoints stay, see `save`.
         keep_every_n_hours: of older ones the first stays, too, and then one every so many hours.
         best: which metric is the best, "min" or "max"; that checkpoint stays, too.
         background: whether to write in the background. The copies stay in memory for the next save.
+        sharded: whether each rank writes its part.
 
     Raises:
         ValueError: hours that are not above 0, or a word that is neither.
+        ImportError: a URL, and fsspec is not installed.
     """
 
     def __init__(
@@ -56,34 +72,45 @@ class CheckpointManager:
         keep_every_n_hours: float | None = None,
         best: Best | None = None,
         background: bool = False,
+        sharded: bool = False,
     ) -> None:
-        self._directory = Path(directory)
+        self._directory = located(directory)
         self._comm = comm
+        self._ranks = Ranks(comm)
         self._rules = Rules(keep, keep_every_n_hours, best)
         self._background = Background() if background else None
-        self._copies: dict[str, npt.NDArray[Any]] = {}
-        self._lock: durable.DirectoryLock | None = None
+        self._copies: dict[Any, npt.NDArray[Any]] = {}
+        self._lock: DirectoryLock | None = None
+        self._sharded = sharded and comm is not None and comm.size > 1
+        self._crew: together.Crew | None = None
 
     @property
     def comm(self) -> cc.Communicator | None:
         """The ranks; None for this process alone."""
         return self._comm
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each of several ranks writes its part."""
+        return self._sharded
+
     def save(
         self,
-        tensors: Mapping[str, npt.ArrayLike],
+        tensors: Mapping[str, npt.ArrayLike | Slice],
         *,
         step: int,
         metadata: Mapping[str, Any] | None = None,
         metric: float | None = None,
-    ) -> Path:
+    ) -> Location:
         """Write a checkpoint, as the function `save` does.
 
-        Collective: all ranks; what ranks other than 0 pass is not looked at.
+        Collective: all ranks. What ranks other than 0 pass is not looked at, unless the checkpoints
+        are sharded: then each passes the tensors that it has. Of one that several ranks have they
+        all have the same numbers; of a `Slice` all ranks together have every element.
 
         Args:
-            tensors: as the function `save` takes them.
-            step: likewise.
+            tensors: as the function `save` takes them, or slices of larger ones.
+            step: likewise; that of rank 0 counts, as do the next two.
             metadata: likewise.
             metric: how good the model is, for `best`. What is not finite counts as None.
 
@@ -95,9 +122,9 @@ class CheckpointManager:
                 that of the save before; then nothing has been saved now.
         """
 
-        def write() -> Path:
+        def prepared() -> Draft:
             size = 1 if self._comm is None else self._comm.size
-            draft = checkpoint.prepare(
+            return checkpoint.prepare(
                 tensors,
                 step=step,
                 metadata=metadata,
@@ -105,16 +132,51 @@ class CheckpointManager:
                 metric=metric,
                 world_size=size,
             )
-            if self._lock is None:
-                self._lock = durable.DirectoryLock(self._directory)
+
+        if self._sharded:
+            return self._save_together(prepared)
+
+        def write() -> Location:
+            draft = prepared()
+            self._claim()
+            given = checkpoint.pieces(draft)
             if self._background is None:
-                return checkpoint.write(draft, self._directory)
-            return self._write_behind(self._background, draft, self._lock)
+                return checkpoint.write_alone(self._directory, draft, given)
+            copied = self._copied(given)
+            self._behind(lambda: checkpoint.write_alone(self._directory, draft, copied))
+            return self._directory / name_of(draft.step)
 
         return self._on_rank_0("save", write)
 
+    def _save_together(self, prepared: Callable[[], Draft]) -> Location:
+        """Settle who writes what, and let each rank write its part."""
+        comm = self._comm
+        assert comm is not None
+
+        draft = self._ranks.prepared("save: prepare", prepared)
+        self._on_rank_0("save", self._claim)  # after what is in the background
+        crew = self._crew = self._crew or together.Crew(comm)
+        share = sharing.writers(comm.allgather_object(draft.held()))[comm.rank]
+        number, given = crew.next(), checkpoint.pieces(draft, share)
+        if self._background is not None:
+            given = self._ranks.prepared("save: copy", lambda: self._copied(given))
+            self._behind(
+                (lambda: crew.follow(given, number))
+                if comm.rank
+                else (lambda: crew.lead(self._directory, draft, given, number))
+            )
+            return self._directory / name_of(draft.step)
+        return self._on_rank_0(
+            "save",
+            lambda: crew.lead(self._directory, draft, given, number),
+            lambda: crew.follow(given, number),
+        )
+
     def restore_or_none(
-        self, path: str | os.PathLike[str] | None = None
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        slices: Mapping[str, Box] | None = None,
     ) -> checkpoint.Checkpoint | None:
         """Read the newest complete checkpoint; None where there is none.
 
@@ -122,37 +184,51 @@ class CheckpointManager:
 
         Args:
             path: of another checkpoint, such as that of `best()`, as rank 0 sees it.
+            slices: name -> which elements of a tensor this rank wants, where it does not want all;
+                may differ between ranks. What the checkpoint does not hold is passed over.
 
         Returns:
-            The same checkpoint on every rank, bit-equal arrays in memory of its own.
+            The same checkpoint on every rank but for `slices`, bit-equal arrays in memory of its
+            own.
 
         Raises:
+            InvalidArgumentError: a slice does not lie inside of its tensor; on every rank.
             OpError: as the function `restore`, the same on every rank.
-        Cost: one broadcast of the names and one per tensor.
+        Cost: one broadcast of the manifest and one per tensor, or slice in a file.
         """
-        kept: dict[str, npt.NDArray[Any]] = {}
+        wanted = dict(slices or {})
+        whole: dict[str, npt.NDArray[Any]] = {}
 
-        def read() -> tuple[checkpoint.Checkpoint, list[tuple[str, str, tuple[int, ...]]]] | None:
-            place = checkpoint.latest(self._directory) if path is None else Path(path)
+        def find() -> tuple[Location, Manifest] | None:
+            place = checkpoint.latest(self._directory) if path is None else located(path)
             if place is None:
                 return None
-            found = checkpoint.restore(place)
-            kept.update(found.tensors)
-            specs = [(name, array.dtype.name, array.shape) for name, array in kept.items()]
-            return checkpoint.Checkpoint(found.step, {}, found.metadata, found.path), specs
+            place = directory.choose(place, None)
+            if self._sharded:
+                return place, manifest.read(place)
+            plan, tensors = checkpoint.read_all(place)
+            whole.update(tensors)
+            return place, plan
 
-        header = self._on_rank_0("restore", read)
-        if header is None:
+        found = self._on_rank_0("restore", find)
+        if found is None:
             return None
-        found, specs = header
-        tensors = {name: self._spread(kept.get(name), dtype, shape) for name, dtype, shape in specs}
-        return checkpoint.Checkpoint(found.step, tensors, found.metadata, found.path)
+        place, plan = found
+        if wanted or self._sharded:
+            self._ranks.prepared("restore: slices", lambda: reading.check(wanted, plan))
+        if self._sharded:
+            assert self._comm is not None
+            tensors = reading.read_together(self._comm, place, plan, wanted)
+        else:
+            tensors = reading.share_out(self._comm, plan, whole)
+            tensors = reading.parts(tensors, wanted, plan)
+        return checkpoint.Checkpoint(plan.step, tensors, dict(plan.metadata), place)
 
-    def latest(self) -> Path | None:
+    def latest(self) -> Location | None:
         """Find the newest complete checkpoint, as the function `latest`. Collective: all ranks."""
         return self._on_rank_0("latest", lambda: checkpoint.latest(self._directory))
 
-    def best(self) -> Path | None:
+    def best(self) -> Location | None:
         """Find the checkpoint with the best metric, None without any. Collective: all ranks.
 
         Raises:
@@ -175,7 +251,8 @@ class CheckpointManager:
         """Release the directory for other writers; not collective; harmless when called again.
 
         Raises:
-            OpError: of a checkpoint in the background, on rank 0 alone. After `wait` there is none.
+            OpError: of a checkpoint in the background, on a rank that wrote it. After `wait` there
+                is none.
         """
         lock, self._lock = self._lock, None
         try:
@@ -202,32 +279,50 @@ class CheckpointManager:
                 # What ends the block says more, and the other ranks do not wait for this.
                 _log.error("save: the last checkpoint is not there: %s", error)
 
-    def _write_behind(
-        self, background: Background, draft: checkpoint.Draft, lock: durable.DirectoryLock
-    ) -> Path:
-        """Copy the arrays, and have the copies written; the path where they will be."""
+    def _claim(self) -> None:
+        """Take the directory for this job, on rank 0."""
+        if self._lock is None and not isinstance(self._directory, Url):
+            self._lock = DirectoryLock(self._directory)
+
+    def _copied(self, given: list[Piece]) -> list[Piece]:
+        """Copy the arrays, into memory of the save before where that fits."""
         old, copies = self._copies, {}
-        for name, array in draft.arrays.items():
-            copy = old.pop(name, None)
-            if copy is None or (copy.shape, copy.dtype) != (array.shape, array.dtype):
-                copy = _empty_like(array, name)
+        for piece in given:
+            place, array = (piece.name, piece.box), piece.array
+            copy = old.pop(place, None)
+            if copy is None or copy.dtype != array.dtype:
+                copy = _empty_like(array, piece.name)
             copy[...] = array
-            copies[name] = copy
+            copies[place] = copy
         self._copies = copies
-        copied = dataclasses.replace(draft, arrays=copies)
+        return [piece._replace(array=copies[piece.name, piece.box]) for piece in given]
 
-        def write(held: durable.DirectoryLock = lock) -> None:  # also if nobody else holds it
-            checkpoint.write(copied, self._directory)
+    def _behind(self, work: Callable[[], object]) -> None:
+        """Do some work in the background, with the lock, also if nobody else holds it any more."""
+        assert self._background is not None
 
-        background.start(write)
-        return self._directory / checkpoint.name_of(draft.step)
+        def run(held: DirectoryLock | None = self._lock) -> None:
+            work()
+
+        self._background.start(run)
 
     def _finish(self) -> None:
         if self._background is not None:
             self._background.finish()
 
-    def _on_rank_0(self, what: str, work: Callable[[], _T]) -> _T:
-        """Do `work` on rank 0, after what is in the background; result or error on every rank."""
+    def _on_rank_0(
+        self,
+        what: str,
+        work: Callable[[], _T],
+        others: Callable[[], object] | None = None,
+    ) -> _T:
+        """Do `work` on rank 0, after what is in the background; result or error on every rank.
+
+        Args:
+            what: the operation.
+            work: whose result or error all ranks get.
+            others: what other ranks do meanwhile. Rank 0 hears of their errors in `work`.
+        """
         comm = self._comm
         if comm is None or comm.size == 1:
             self._finish()
@@ -241,33 +336,32 @@ class CheckpointManager:
             except BaseException as error:  # an interrupt, too: the others wait for the outcome
                 failure = error
                 outcome = (type(error).__name__, str(error))
+        else:
+            failure = self._follow(others)
         try:
             kind, result = comm.broadcast_object(outcome, root=0)
         except cc.CollectiveError as unheard:
             if failure is None:
                 raise
             raise failure from unheard
-        if failure is not None:
+        if failure is not None and (comm.rank == 0 or not isinstance(failure, Exception)):
             raise failure
         if not kind:
             return result  # type: ignore[no-any-return]
-        error_type = getattr(errors, kind, None)
-        if isinstance(error_type, type) and issubclass(error_type, errors.OpError):
-            raise error_type(result)
-        raise errors.AbortedError(f"{what}: rank 0 stopped with {kind}: {result}")
+        raise together.error_of(what, kind, result, "")
 
-    def _spread(
-        self, array: npt.NDArray[Any] | None, dtype: str, shape: tuple[int, ...]
-    ) -> npt.NDArray[Any]:
-        """Give every rank rank 0's array; sent as bytes, whatever its dtype."""
-        comm = self._comm
-        mine = np.empty(shape, manifest.DTYPES[dtype]) if array is None else array
-        if comm is None or comm.size == 1 or not mine.nbytes:
-            return mine
-        received = comm.broadcast(shards.as_bytes(mine), root=0)
-        if comm.rank == 0:
-            return mine
-        return np.asarray(received).view(mine.dtype).reshape(shape)
+    def _follow(self, work: Callable[[], object] | None) -> BaseException | None:
+        """On other ranks: finish what is in the background, and do some work; return its error."""
+        try:
+            try:
+                self._finish()
+            except Exception as error:  # rank 0 has heard of it, and tells
+                _log.debug("save: in the background of this rank: %s", error)
+            if work is not None:
+                work()
+        except BaseException as error:
+            return error
+        return None
 
 
 def _empty_like(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:

@@ -15,12 +15,14 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from strategies import errors
 
-__all__ = ["DirectoryLock", "explained", "remove", "rename", "sync", "write_file"]
+__all__ = ["DirectoryLock", "explained", "new_file", "remove", "rename", "sync", "write_file"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ _ERROR_OF_ERRNO: dict[int | None, type[errors.OpError]] = {
 
 
 @contextlib.contextmanager
-def explained(operation: str, path: Path) -> Iterator[None]:
+def explained(operation: str, path: PathLike[str]) -> Iterator[None]:
     """Turn an `OSError` inside the block into the `OpError` that names the operation and file.
 
     Args:
@@ -57,13 +59,24 @@ def explained(operation: str, path: Path) -> Iterator[None]:
         raise kind(f"{operation}: {reason} (file: {error.filename or path})") from error
 
 
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Callable[[Any], None]]:
+    """Create `path`, which must not exist; yields what appends bytes; fsyncs it in the end."""
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as descriptor:
+
+        def put(data: Any) -> None:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+
+        yield put
+        os.fsync(descriptor)
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Create `path`, which must not exist, with `data`, and fsync it."""
-    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as descriptor:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
+    with new_file(path) as put:
+        put(data)
 
 
 def sync(path: Path) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from strategies import errors
 from strategies.training import checkpoint, manifest
+from strategies.training.location import Location, located
 
 __all__ = ["diff", "show", "verify"]
 
 
-def show(path: Path) -> Iterator[str]:
+def show(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield lines about a checkpoint, or about each in a directory of checkpoints.
 
     Only manifests are read.
@@ -26,7 +27,7 @@ def show(path: Path) -> Iterator[str]:
         OpError: as `checkpoint.restore`.
     """
     places = checkpoint.places(path)
-    if [path] != places:
+    if [located(path)] != places:
         yield f"{'checkpoint':<20} {'written':<19} {'metric':>10} {'arrays':>7} {'bytes':>14}"
         for place in places:
             plan = manifest.read(place)
@@ -36,7 +37,7 @@ def show(path: Path) -> Iterator[str]:
                 f"{sum(plan.files.values()):>14,}"
             )
         return
-    plan = manifest.read(path)
+    plan = manifest.read(located(path))
     yield f"step      {plan.step}"
     yield f"written   {_time(plan.written)} by {plan.world_size} ranks"
     if plan.metric is not None:
@@ -45,11 +46,12 @@ def show(path: Path) -> Iterator[str]:
         yield f"file      {file}, {nbytes:,} bytes"
     width = max([len(_printable(name)) for name in plan.tensors], default=0)
     for name, entry in plan.tensors.items():
-        yield f"{_printable(name):<{width}}  {entry.dtype:<9} {list(entry.shape)}"
+        parts = "" if len(entry.slices) == 1 else f", in {len(entry.slices)} slices"
+        yield f"{_printable(name):<{width}}  {entry.dtype:<9} {list(entry.shape)}{parts}"
     yield f"metadata  {json.dumps(plan.metadata)}"
 
 
-def verify(path: Path) -> Iterator[tuple[Path, errors.OpError | None]]:
+def verify(path: str | os.PathLike[str]) -> Iterator[tuple[Location, errors.OpError | None]]:
     """Read all of a checkpoint, or of each in a directory; yield what is wrong with it, or None.
 
     Memory is taken for a small buffer only.
@@ -66,7 +68,7 @@ def verify(path: Path) -> Iterator[tuple[Path, errors.OpError | None]]:
             yield place, None
 
 
-def diff(one: Path, other: Path) -> Iterator[str]:
+def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Iterator[str]:
     """Yield lines that say in what two checkpoints differ, none if they hold the same bits.
 
     Of a directory the newest counts. When it was written, by how many ranks and in which files does

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from strategies import errors
@@ -11,6 +10,7 @@ from strategies.ranks import Ranks
 from strategies.training import content
 from strategies.training import things as kinds
 from strategies.training.checkpoint_manager import CheckpointManager
+from strategies.training.location import Location
 from strategies.training.put_back import Put, put_back
 
 __all__ = ["Saver"]
@@ -63,11 +63,16 @@ class Saver:
         self._ranks = Ranks(checkpoints.comm)
         self._things = things
 
+    @property
+    def checkpoints(self) -> CheckpointManager:
+        """Where to, as given."""
+        return self._checkpoints
+
     def __getitem__(self, name: str) -> Any:
         """Return a thing: the one that was given last, or restored since."""
         return self._things[name]
 
-    def save(self, step: int, /, *, metric: float | None = None, **new: Any) -> Path:
+    def save(self, step: int, /, *, metric: float | None = None, **new: Any) -> Location:
         """Write a checkpoint of all things as they are now.
 
         Args:
@@ -93,7 +98,7 @@ class Saver:
                 )
             self._things |= new
             found, nodes = content.collect(self._things, self._ranks.comm)
-            if self._ranks.rank:
+            if self._ranks.rank and not self._checkpoints.sharded:
                 return {}, {}  # rank 0 writes
             return {name: kinds.hosted(array) for name, array in found.items()}, nodes
 

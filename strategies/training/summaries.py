@@ -158,7 +158,7 @@ class Progress:
     """Shows people how far the work is: a bar on a terminal, now and then a line elsewhere.
 
     Args:
-        total: number of steps.
+        total: number of steps; None where it is not known.
         description: what is going on, in a word or two.
         enabled: False shows nothing; for all ranks but one.
         interval: seconds between lines where the output is not a terminal.
@@ -173,14 +173,16 @@ class Progress:
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         *,
         description: str = "",
         enabled: bool = True,
         interval: float = 2.0,
         file: TextIO | None = None,
     ) -> None:
-        self._total = integer("Progress", "total", total, least=0)
+        if total is not None:
+            integer("Progress", "total", total, least=0)
+        self._total = total
         self._description = description
         self._file = sys.stderr if file is None else file
         self._interval = interval
@@ -231,12 +233,13 @@ class Progress:
         speed = f", {self._done / seconds:.4g}/s" if seconds > 0 else ""
         values = f", {_phrase(self._values)}" if self._values else ""
         name = f"{self._description}: " if self._description else ""
-        line = f"{name}{self._done}/{self._total}{share}, {seconds:.1f} s{speed}{values}\n"
+        of = "" if self._total is None else f"/{self._total}"
+        line = f"{name}{self._done}{of}{share}, {seconds:.1f} s{speed}{values}\n"
         self._file.write(line)
         self._file.flush()
 
 
-def _bar(total: int, description: str, file: TextIO) -> Any:
+def _bar(total: int | None, description: str, file: TextIO) -> Any:
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]

@@ -161,7 +161,7 @@ def check_shape(operation: str, array: npt.NDArray[Any], shape: Sequence[int], n
     if array.shape != tuple(shape):
         raise InvalidArgumentError(
             f"{operation}: the value has the wrong shape, expected {tuple(shape)}, got "
-            f"{array.shape} (variable: {name})"
+            f"{tuple(array.shape)} (variable: {name})"
         )
 
 

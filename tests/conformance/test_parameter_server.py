@@ -580,7 +580,7 @@ def test_a_ps_refuses_two_gradients_for_one_variable(strategy, server):
     if training(server):
         # As a worker would that does not look itself.
         place = parameters_of_first_ps(strategy)
-        told = {"worker": server.cluster.comm.rank, "version": 0, "parts": [[0, False]] * 2}
+        told = {"worker": server.cluster.comm.rank, "version": 0, "parts": [[0, False, None]] * 2}
         with pytest.raises(InvalidArgumentError, match=r"given twice \(variable: w\)"):
             server.service.request(place, "push", told, [np.ones(2)] * 2)
         strategy.pull()
@@ -607,7 +607,7 @@ def test_wrong_use_on_one_task_is_an_error_on_all(world):
             with pytest.raises(Exception, match="synchronous=True"):
                 make(synchronous=last)
             with pytest.raises(TypeError, match="expected one of strategies.optimizers"):
-                ParameterServerStrategy(server, None if last else strategies.SGD(1.0))
+                ParameterServerStrategy(server, object() if last else strategies.SGD(1.0))
             strategy = make()
             with pytest.raises(FailedPreconditionError, match="this name is taken"):
                 make()

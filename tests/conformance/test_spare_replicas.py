@@ -456,14 +456,71 @@ def test_wrong_use_is_an_error_on_all_ranks(world):
             ]:
                 with pytest.raises(ValueError, match=message):
                     strategy.apply_gradients(sgd, pairs)
-            with pytest.raises(ValueError, match="expected examples=None"):
-                strategy.apply_gradients(sgd, [(np.ones(2), w)], examples=3)
+            with pytest.raises(ValueError, match="bad examples, expected >= 0, got -1"):
+                strategy.apply_gradients(sgd, [(np.ones(2), w)], examples=-1)
             strategy.apply_gradients(sgd, [(np.ones(2), w), (None, b)])  # works all the same
             with pytest.raises(ValueError, match="the same variables in all calls"):
                 strategy.apply_gradients(sgd, [(np.ones(2), w)])
             with pytest.raises(ValueError, match="expected the optimizer of the first call"):
                 strategy.apply_gradients(SGD(1.0), [(np.ones(2), w), (None, b)])
             assert w.value.tolist() == [-1, -1]
+
+    world.run(run)
+
+
+@pytest.mark.parametrize("tasks", [(0,), (0, 1)])
+def test_a_step_is_the_mean_over_the_rows_of_its_gradients(world, tasks):
+    def run(strategy, comm):
+        w = strategy.variable(np.zeros(2), name="w")
+        table = strategy.variable(np.zeros((2, 1)), name="table")
+        half = strategy.variable(np.zeros(2, np.float16), name="half")
+        sgd = SGD(1.0)
+        for rows in ([1, 3], [0, 2], [0, 0]):  # of each worker; a mean over no rows may be NaN
+            own = rows[comm.rank]
+            gradient = np.full(2, comm.rank + 1.0 if own else np.nan)
+            pairs = [
+                (gradient, w),
+                (Rows([comm.rank], gradient[:1, None]), table),
+                (gradient.astype(np.float16), half),
+            ]
+            strategy.apply_gradients(sgd, pairs, examples=own)
+        first, second = (1 * 1 + 3 * 2) / 4, 2  # of 4 rows, of 2
+        np.testing.assert_allclose(w.value, -first - second)
+        # Each row over the gradients that had it.
+        np.testing.assert_allclose(table.value, [[-1], [-2 - 2]])
+        np.testing.assert_allclose(half.value, -first - second)
+        comm.barrier()
+        assert strategy.report().used == {0: 3, 1: 3}
+        comm.barrier()
+
+    on_workers(world, 2, run, tasks=tasks)
+
+
+def test_only_some_workers_say_how_many_rows(world):
+    def run(comm):
+        if comm.size == 1:
+            pytest.skip("needs two workers")
+        with SpareReplicaStrategy(comm=comm) as strategy:
+            w = strategy.variable(np.zeros(2), name="w")
+            sgd = SGD(1.0)
+
+            def deliver(examples):
+                strategy.apply_gradients(sgd, [(np.ones(2), w)], examples=examples)
+
+            if comm.rank == 0:
+                blocked = in_thread(deliver, 2)
+                until(lambda: strategy.report().used[0] == 1)
+            comm.barrier()
+            if comm.rank == 1:
+                with pytest.raises(InvalidArgumentError, match="only some gradients of a step say"):
+                    deliver(None)
+            comm.barrier()
+            if comm.rank:
+                deliver(1)
+            else:
+                blocked.result(LIMIT)
+            assert w.value.tolist() == [-1, -1]
+            comm.barrier()
 
     world.run(run)
 

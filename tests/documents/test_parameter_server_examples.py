@@ -32,7 +32,7 @@ def test_the_digits_are_learnt(size, options):
 
 
 def test_training_goes_on_from_a_checkpoint(tmp_path):
-    options = ["--synchronous", "--checkpoints", tmp_path / "run", "--epochs"]
+    options = ["--synchronous", "--resume", "--checkpoints", tmp_path / "run", "--epochs"]
     first, second, third = (
         mpirun(size, PROGRAM, *options, epochs, timeout=110).stdout
         for size, epochs in ((3, "20"), (3, "40"), (2, "40"))

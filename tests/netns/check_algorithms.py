@@ -11,7 +11,16 @@ from mpi4py import MPI
 import collectives as cc
 import oracle
 from collectives import topology
-from collectives.algorithms import halving, hierarchical, native, ring, rotation, tree
+from collectives.algorithms import (
+    double_tree,
+    doubling,
+    halving,
+    hierarchical,
+    native,
+    ring,
+    rotation,
+    tree,
+)
 from collectives.arrays import reduction
 from collectives.transport.transport import Deadline
 
@@ -34,6 +43,8 @@ COUNTS = [0, 1, 1001, 50_001, 600_001]
 ALLREDUCES = {
     "ring": lambda buffer, op: ring.allreduce(transport, buffer, op, limit()),
     "tree": lambda buffer, op: tree.allreduce(transport, buffer, op, limit()),
+    "double_tree": lambda buffer, op: double_tree.allreduce(transport, buffer, op, limit()),
+    "doubling": lambda buffer, op: doubling.allreduce(transport, buffer, op, limit()),
     "halving": lambda buffer, op: halving.allreduce(transport, buffer, op, limit()),
     "native": lambda buffer, op: native.allreduce(transport, buffer, op, limit()),
     "hierarchical": lambda buffer, op: hierarchical.allreduce(levels, buffer, op, limit()),
@@ -43,6 +54,7 @@ ALLREDUCES = {
 BROADCASTS = {
     "ring": lambda buffer, root: ring.broadcast(transport, buffer, root, limit()),
     "tree": lambda buffer, root: tree.broadcast(transport, buffer, root, limit()),
+    "double_tree": lambda buffer, root: double_tree.broadcast(transport, buffer, root, limit()),
     "native": lambda buffer, root: native.broadcast(transport, buffer, root, limit()),
     "hierarchical": lambda buffer, root: hierarchical.broadcast(levels, buffer, root, limit()),
     "in memory": lambda buffer, root: hierarchical.broadcast(in_memory, buffer, root, limit()),

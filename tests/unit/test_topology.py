@@ -117,6 +117,27 @@ def test_a_subtree_is_a_run_of_ranks_counted_from_the_root(size):
             assert members(rank) == {(rank + i) % size for i in range(span)}
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_double_trees_reach_every_rank_and_share_the_work(size):
+    for root in {0, 1 % size, size // 2, size - 1}:
+        places = [topology.double_tree(rank, size, root) for rank in range(size)]
+        for trees in zip(*places, strict=True):
+            assert trees[root].parent is None
+            assert len(trees[root].children) == min(1, size - 1)
+            assert sorted(c for tree in trees for c in tree.children) == [
+                rank for rank in range(size) if rank != root
+            ]
+            depths = {root: 0}
+            for rank, tree in enumerate(trees):
+                assert len(tree.children) <= 2
+                assert all(trees[child].parent == rank for child in tree.children)
+            while len(depths) < size:
+                depths |= {c: depths[r] + 1 for r in list(depths) for c in trees[r].children}
+            assert max(depths.values()) <= (size - 1).bit_length()
+        for rank, (one, other) in enumerate(places):
+            assert rank == root or not (one.children and other.children)
+
+
 def test_children_come_in_the_order_of_growing_subtrees():
     tree = topology.binomial_tree(0, 33, 0)
     spans = [topology.binomial_tree(child, 33, 0).span for child in tree.children]

@@ -9,7 +9,15 @@ import collectives as cc
 import inprocess
 import oracle
 from collectives import topology
-from collectives.algorithms import halving, hierarchical, ring, rotation, tree
+from collectives.algorithms import (
+    double_tree,
+    doubling,
+    halving,
+    hierarchical,
+    ring,
+    rotation,
+    tree,
+)
 from collectives.arrays import reduction
 from collectives.transport.transport import Deadline, Transport
 
@@ -52,8 +60,9 @@ def uneven(count, size):
     return [0, *sorted((7 * c * c) % (count + 1) for c in range(size - 1)), count]
 
 
-class Halving:
-    allreduce = staticmethod(halving.allreduce)
+class Flat:
+    def __init__(self, module):
+        self.allreduce = module.allreduce
 
     @staticmethod
     def setup(transport):
@@ -80,7 +89,9 @@ LEADERS = {
     "one large node": lambda size: [min(r, 2) for r in range(size)],
 }
 
-ROWS = {"halving": Halving()} | {
+FLAT = {"halving": halving, "doubling": doubling, "double_tree": double_tree}
+
+ROWS = {name: Flat(module) for name, module in FLAT.items()} | {
     f"hierarchical, {name}": Hierarchical(leaders) for name, leaders in LEADERS.items()
 }
 
@@ -113,8 +124,8 @@ def test_doubling_gives_the_same_bits_where_the_order_of_the_two_shows(size):
         bits = np.full(64, 0x7FC00000 + transport.rank, np.uint32)
         nans = bits.view(np.float32)
         zeros = np.full(64, -0.0 if transport.rank % 2 else 0.0, np.float32)
-        halving.allreduce(transport, nans, cc.SUM, deadline())
-        halving.allreduce(transport, zeros, cc.MIN, deadline())
+        doubling.allreduce(transport, nans, cc.SUM, deadline())
+        doubling.allreduce(transport, zeros, cc.MIN, deadline())
         return np.concatenate([nans, zeros]).view(np.uint32)
 
     results = on_ranks(size, run)
@@ -146,11 +157,26 @@ def test_halving_reduce_scatter_and_allgather_take_chunks_of_any_length(size, mo
             np.testing.assert_array_equal(other, results[0])
 
 
+@pytest.mark.parametrize("mode", inprocess.MODES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("algorithm", [tree, double_tree])
+def test_a_reduce_gives_the_reduction_to_any_root(algorithm, size, mode):
+    def run(transport):
+        for root in range(size):
+            for count in COUNTS:
+                buffer = prepared(transport.rank, count, cc.SUM, size)
+                algorithm.reduce(transport, buffer, cc.SUM, root, deadline())
+                if transport.rank == root:
+                    oracle.assert_close(buffer, everyones(count, size), cc.SUM)
+
+    on_ranks(size, run, mode)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("algorithm", "scatter_bytes"),
-    [(tree, 1 << 40), (tree, 0), (ring, 0)],
-    ids=["tree", "scatter and all-gather", "ring"],
+    [(tree, 1 << 40), (tree, 0), (ring, 0), (double_tree, 0)],
+    ids=["tree", "scatter and all-gather", "ring", "double tree"],
 )
 def test_a_broadcast_copies_the_roots_bits(algorithm, scatter_bytes, size, monkeypatch):
     monkeypatch.setattr(tree, "SCATTER_BYTES", scatter_bytes)
@@ -339,6 +365,7 @@ def no_sum(monkeypatch):
 MOVES = {
     "ring": lambda t: ring.allreduce(t, untouched(), cc.SUM, deadline()),
     "halving": lambda t: halving.allreduce(t, untouched(), cc.SUM, deadline()),
+    "double tree": lambda t: double_tree.allreduce(t, untouched(), cc.SUM, deadline()),
     "ring broadcast": lambda t: ring.broadcast(t, untouched(), 0, deadline()),
     "tree broadcast": lambda t: tree.broadcast(t, untouched(), 0, deadline()),
     "scatter": lambda t: tree.scatter(
@@ -356,6 +383,7 @@ ALLTOALL_COUNTS = [
 EXPECTED_BYTES = {  # sent by all ranks together
     "ring": 4 * HUGE,
     "halving": 4 * HUGE,
+    "double tree": 4 * HUGE,
     "ring broadcast": 2 * HUGE,
     "tree broadcast": 2 * HUGE,
     "scatter": HUGE,
@@ -372,7 +400,7 @@ def test_more_elements_than_an_int_counts(name, monkeypatch):
         MOVES[name](transport)
     sent = sum(transport.bytes["sent"] for transport in ranks)
     assert sent == sum(transport.bytes["received"] for transport in ranks)
-    assert abs(sent - EXPECTED_BYTES[name]) <= 3
+    assert abs(sent - EXPECTED_BYTES[name]) <= 12  # a byte says that a rank is ready
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 16, 33])
@@ -384,7 +412,9 @@ def test_an_allreduce_sends_no_more_than_it_must(algorithm, size, monkeypatch):
         transport = Ledger(rank, size)
         algorithm.allreduce(transport, np.zeros(count * 100), cc.SUM, deadline())
         least = 2 * 100 * 100 * (size - 1) * 8
-        assert transport.bytes == {"sent": least, "received": least}
+        ready = sum(algorithm is halving for _ in range(2 * (size - 1).bit_length()))
+        for total in transport.bytes.values():
+            assert least <= total <= least + ready
 
 
 def test_a_hierarchical_allreduce_crosses_the_network_once(monkeypatch):
@@ -398,4 +428,4 @@ def test_a_hierarchical_allreduce_crosses_the_network_once(monkeypatch):
             levels = hierarchical.levels(transport, leaders)
             hierarchical.allreduce(levels, np.zeros(nbytes // 8), cc.SUM, deadline())
             crossing += transport.bytes["sent"]
-        assert crossing == 2 * 3 * nbytes // 4
+        assert 0 <= crossing - 2 * 3 * nbytes // 4 <= 8, "more than bytes that say ready"

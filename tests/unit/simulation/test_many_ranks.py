@@ -103,7 +103,9 @@ def test_an_algorithm_gives_its_result(operation, algorithm, size, per_node, mod
 
 
 @pytest.mark.parametrize("size", [100, also(256)])
-@pytest.mark.parametrize("algorithm", [also("ring"), "tree", "halving", "hierarchical"])
+@pytest.mark.parametrize(
+    "algorithm", [also("ring"), "tree", "double_tree", "halving", "hierarchical"]
+)
 def test_allreduce_of_many_slices_gives_its_result(algorithm, size):
     conform("allreduce", algorithm, spread(size, 8), count=100_003)
 
@@ -136,7 +138,29 @@ def wrong_ring(around):
     return steps
 
 
+def wrong_double_tree(double_tree):
+    def places(rank, size, root):
+        one, other = double_tree(rank, size, root)
+        if size > 16 and rank == (root + 15) % size:
+            other = other._replace(parent=(other.parent + 1) % size)
+        return one, other
+
+    return places
+
+
+def wrong_doubling(doubling):
+    def part(rank, size):
+        found = doubling(rank, size)
+        if size > 16 and rank == 8:
+            return found._replace(partners=found.partners[:2] + found.partners[1:3])
+        return found
+
+    return part
+
+
 MUTATIONS = {
+    "double_tree": (wrong_double_tree, "double_tree"),
+    "doubling": (wrong_doubling, "doubling"),
     "halving_reduce_scatter": (wrong_halving, "halving"),
     "binomial_tree": (wrong_tree, "tree"),
     "ring_reduce_scatter": (wrong_ring, "ring"),

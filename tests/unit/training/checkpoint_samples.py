@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
-from strategies.training import manifest
+from strategies.training import checkpoint, manifest
 
 SHARD = "rank-00000.safetensors"
+
+
+def forge(path, change):
+    """Change the manifest and make its own checksum right again, as an attacker would."""
+    body = json.loads((path / "manifest.json").read_text())
+    body.pop("self_checksum")
+    change(body)
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    body["self_checksum"] = zlib.crc32(canonical)
+    (path / "manifest.json").write_text(json.dumps(body))
+
+
+def as_schema_1(path):
+    """Write the manifest as earlier versions did; the shard is the same."""
+    found = checkpoint.restore(path).tensors
+
+    def change(body):
+        body["schema"], body["checksum"] = 1, "crc32"
+        for name, entry in body["tensors"].items():
+            (one,) = entry.pop("slices")
+            entry["file"], entry["checksum"] = one["file"], zlib.crc32(found[name].tobytes())
+
+    forge(path, change)
 
 
 def tensors_of(seed):

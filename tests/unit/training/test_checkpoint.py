@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoint_samples import SHARD, assert_same_bits, leftovers, steps, tensors_of
+from checkpoint_samples import SHARD, as_schema_1, assert_same_bits, leftovers, steps, tensors_of
 
 from requirements import installed
 from strategies import errors
@@ -27,6 +28,17 @@ def test_round_trip_of_every_dtype(tmp_path):
         assert_same_bits(found.tensors, tensors)
     assert (path.parent / "latest").read_text() == "step-000120\n"
     assert leftovers(path.parent) == []
+
+
+def test_what_earlier_versions_have_written_is_read(tmp_path):
+    path = checkpoint.save(tmp_path, tensors_of(1), step=1, metadata={"epoch": 3})
+    as_schema_1(path)
+    assert json.loads((path / "manifest.json").read_text())["schema"] == 1
+    found = checkpoint.restore(tmp_path)
+    assert found.metadata == {"epoch": 3}
+    assert_same_bits(found.tensors, tensors_of(1))
+    checkpoint.save(tmp_path, {}, step=2)
+    assert json.loads((tmp_path / "step-000002" / "manifest.json").read_text())["schema"] == 2
 
 
 def test_restored_arrays_belong_to_the_caller(tmp_path):

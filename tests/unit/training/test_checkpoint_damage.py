@@ -7,27 +7,16 @@ import json
 import os
 import tempfile
 import tracemalloc
-import zlib
 
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoint_samples import SHARD, assert_same_bits
+from checkpoint_samples import SHARD, as_schema_1, assert_same_bits, forge
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from strategies import errors
 from strategies.training import checkpoint
-
-
-def forge(path, change):
-    """Change the manifest and make its own checksum right again, as an attacker would."""
-    body = json.loads((path / "manifest.json").read_text())
-    body.pop("self_checksum")
-    change(body)
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    body["self_checksum"] = zlib.crc32(canonical)
-    (path / "manifest.json").write_text(json.dumps(body))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", SHARD])
@@ -160,6 +149,66 @@ def rename_file(name):
 def test_forged_manifests(tmp_path, change):
     (tmp_path / "secret").write_bytes(b"secret")
     path = checkpoint.save(tmp_path / "run", {"w": np.ones((3, 2), "f4")}, step=1)
+    as_schema_1(path)
+    check_forged(path, change)
+
+
+def slice_of(**facts):
+    """A change of the only slice."""
+    return lambda body: body["tensors"]["w"]["slices"][0].update(facts)
+
+
+def slices(*boxes):
+    """A change that gives the tensor slices of rows: where they begin, and how many."""
+
+    def change(body):
+        (one,) = body["tensors"]["w"]["slices"]
+        body["tensors"]["w"]["slices"] = [
+            {**one, "start": [first, 0], "shape": [count, 2]} for first, count in boxes
+        ]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        slice_of(file="other"),
+        slice_of(file="../secret"),
+        slice_of(file=None),
+        slice_of(start=[0]),
+        slice_of(start=[-1, 0]),
+        slice_of(start=[1, 0]),
+        slice_of(start="00"),
+        slice_of(shape=[3, 2, 1]),
+        slice_of(shape=[1 << 62, 1 << 62]),
+        slice_of(shape=[3.0, 2]),
+        slice_of(checksum=-1),
+        slice_of(checksum=0),
+        slice_of(checksum=None),
+        slices(),
+        slices((0, 2)),
+        slices((0, 2), (1, 2)),
+        slices((0, 3), (0, 3)),
+        slices((0, 2), (2, 1)),  # which the file does not have
+        slices((0, 1), (1, 1), (2, 2)),
+        set_in("tensors", "w", "slices", None),
+        set_in("tensors", "w", "slices", {}),
+        set_in("tensors", "w", "slices", [3]),
+        set_in("tensors", "w", "shape", [1 << 31, 1 << 31]),
+        set_in("tensors", "w", "shape", [2, 3]),
+        set_in("checksum", "crc32"),
+        set_in("schema", 1),
+    ],
+    ids=lambda change: None,
+)
+def test_forged_slices(tmp_path, change):
+    path = checkpoint.save(tmp_path / "run", {"w": np.ones((3, 2), "f4")}, step=1)
+    check_forged(path, change)
+
+
+def check_forged(path, change):
+    """What is forged is told, with the name of the checkpoint, and takes no memory."""
     forge(path, change)
     tracemalloc.start()
     try:
@@ -169,7 +218,7 @@ def test_forged_manifests(tmp_path, change):
     finally:
         tracemalloc.stop()
     assert str(path) in str(caught.value)
-    assert checkpoint.latest(tmp_path / "run") in (None, path)
+    assert checkpoint.latest(path.parent) in (None, path)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +252,9 @@ def forge_empty_tensor(path, shape, dtype="float32"):
 
     def change(body):
         body["files"] = {SHARD: 8 + len(text)}
-        body["tensors"] = {"w": {"file": SHARD, "shape": shape, "dtype": dtype, "checksum": 0}}
+        start = [0] * len(shape) if isinstance(shape, list) else shape
+        one = {"file": SHARD, "start": start, "shape": shape, "checksum": 0}
+        body["tensors"] = {"w": {"shape": shape, "dtype": dtype, "slices": [one]}}
 
     forge(path, change)
 
@@ -264,8 +315,8 @@ def test_the_last_place_in_the_order_of_writing_leaves_no_later_one(tmp_path):
 
 def test_a_manifest_of_later_versions_says_so(tmp_path):
     path = checkpoint.save(tmp_path, {}, step=1)
-    forge(path, set_in("schema", 2))
-    with pytest.raises(errors.FailedPreconditionError, match="schema 2.*Update"):
+    forge(path, set_in("schema", 3))
+    with pytest.raises(errors.FailedPreconditionError, match="schema 3.*Update"):
         checkpoint.restore(path)
 
 

@@ -1,0 +1,68 @@
+"""What a session costs a step, with the hooks that a training has, and what each part of it costs.
+
+    mpirun -np 2 python benchmarks/session.py
+
+Steps do nothing, so that all of the time is that of the session. Ways take turns in each round, and
+the median of the rounds counts; a step of several ranks waits for the slowest of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import collectives as cc
+from strategies.training import Summaries, TrainingSession, hooks
+
+STEPS, ROUNDS = 2000, 7
+
+
+def microseconds(comm: cc.Communicator, around: list[hooks.Hook]) -> float:
+    """Return what a step takes on this rank."""
+    values = {"loss": 0.5}
+    with TrainingSession(comm=comm, hooks=around) as session:
+        comm.barrier()
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            session.run(lambda: values)
+        return (time.perf_counter() - began) / STEPS * 1e6
+
+
+def usual() -> list[hooks.Hook]:
+    """Return the hooks that look at every step but write now and then."""
+    return [
+        hooks.StopAtStep(10**9),
+        hooks.StepCounter(),
+        hooks.Logging(every_steps=100),
+        hooks.NanGuard(),
+        hooks.Checkpoints(every_steps=10**6),
+    ]
+
+
+def main() -> None:
+    """Measure all ways, and print a row for each on rank 0."""
+    comm = cc.init()
+    folder = Path(tempfile.mkdtemp())
+    ways: dict[str, Callable[[], list[hooks.Hook]]] = {
+        "no hooks": list,
+        "the usual hooks": usual,
+        "and metrics every 100 steps": lambda: [
+            *usual(), Summaries(metrics=folder / "some.jsonl", every_steps=100)
+        ],
+        "and metrics at every step": lambda: [*usual(), Summaries(metrics=folder / "all.jsonl")],
+    }  # fmt: skip
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, make in ways.items():
+            found[name].append(microseconds(comm, make()))
+    if comm.rank == 0:
+        print(f"us per step, {comm.size} ranks on {comm.num_nodes} node(s)")
+        for name, times in found.items():
+            print(f"{name:30} {statistics.median(times):6.2f}  (least {min(times):.2f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Two binary trees, each for one half of the buffer: large arrays in a logarithmic number of hops.
+
+In a binary tree a rank sends everything to two children, and at the leaves nothing. In two trees,
+built so that who has children in one is a leaf of the other, all ranks send and receive as much.
+The root is above both. For 7 ranks and root 0:
+
+    first half         0              second half        0
+                       |                                 |
+                       4                                 3
+                    /     \\                           /     \\
+                   2       6                         1       5
+                 /   \\    /                         /   \\    /
+                1     3  5                         6     2  4
+
+A *broadcast* goes down both trees at once, a *reduce* comes up, both in slices that are passed on
+as they arrive; an all-reduce is a reduce and a broadcast.
+
+Cost: a broadcast or a reduce moves S bytes in and S bytes out of each rank but the root's and the
+leaves', in about log2 P hops more than it has slices; an all-reduce twice that. Scratch S. Few
+messages cross between distant ranks, which helps where switches are narrow above.
+
+Order: a rank adds its left child's part, then its right one's; all ranks get the same bits, in
+every run.
+
+Source: P. Sanders, J. Speck, J. L. Traff, "Two-tree algorithms for full bandwidth broadcast,
+reduction and scan", Parallel Computing 35 (2009), sections 2 and 3.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from collectives import topology
+from collectives.algorithms import ring
+from collectives.algorithms.layout import Layout
+from collectives.arrays import device, reduction
+from collectives.arrays.host import Array
+from collectives.transport.transport import Deadline, Message, Transport
+
+__all__ = [
+    "allreduce",
+    "allreduce_seconds",
+    "broadcast",
+    "broadcast_seconds",
+    "reduce",
+    "reduce_seconds",
+]
+
+# Slices of a half for each level of a tree, where they are not shorter than the least: the way of
+# the first one is then a quarter of the whole. Shorter ones cost programs as much as lines.
+_SLICES_PER_LEVEL = 4
+_LEAST_SLICE_BYTES = 1 << 15
+
+
+def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline) -> None:
+    """Replace `buffer`, shape (n,), by the root's, in place."""
+    trees = topology.double_tree(transport.rank, transport.size, root)
+    halves = _halves(buffer, transport.size)
+    receives: list[dict[int, Message]] = [{}, {}]
+    for number, at in _in_turns(halves):
+        parent = trees[number].parent
+        if parent is not None:
+            receives[number][at] = transport.start_receive(halves[number][at], parent)
+    sends: list[Message] = []
+    for number, at in _in_turns(halves):
+        children = trees[number].children
+        if children and at in receives[number]:
+            transport.wait((receives[number][at],), deadline)
+        sends += [transport.start_send(halves[number][at], child) for child in children]
+    transport.wait([*receives[0].values(), *receives[1].values(), *sends], deadline)
+
+
+def broadcast_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `broadcast` of so many bytes should take."""
+    return _seconds(nbytes, layout, 0.0)
+
+
+def reduce(
+    transport: Transport, buffer: Array, op: reduction.Op, root: int, deadline: Deadline
+) -> None:
+    """Replace `buffer`, shape (n,), by the reduction over all ranks on the root, in place.
+
+    On the other ranks the buffer holds partial results afterwards.
+    """
+    trees = topology.double_tree(transport.rank, transport.size, root)
+    halves = _halves(buffer, transport.size)
+    combine = reduction.combine(op)
+    halves_of_children = [
+        [ring.landing(device.empty(sum(p.size for p in half), buffer), half) for _ in tree.children]
+        for half, tree in zip(halves, trees, strict=True)
+    ]
+    arriving = []  # in the order in which children send
+    for number, at in _in_turns(halves):
+        for child, parts in zip(trees[number].children, halves_of_children[number], strict=True):
+            arriving.append(transport.start_receive(parts[at], child))
+    # A slice that comes up one tree has passed a leaf, busy in the other: leaves send ahead.
+    free = [
+        (halves[number][at], parent)
+        for number, at in _in_turns(halves)
+        if (parent := trees[number].parent) is not None and not trees[number].children
+    ]
+    ahead = 2 * _levels(transport.size)
+    sends = [transport.start_send(*each) for each in free[:ahead]]
+    begun = len(sends)
+    received = 0
+    for number, at in _in_turns(halves):
+        tree, part = trees[number], halves[number][at]
+        for parts in halves_of_children[number]:
+            transport.wait((arriving[received],), deadline)
+            received += 1
+            combine(part, parts[at])
+        if tree.children and tree.parent is not None:
+            sends.append(transport.start_send(part, tree.parent))
+            sends += [transport.start_send(*each) for each in free[begun : begun + 1]]
+            begun += 1
+    sends += [transport.start_send(*each) for each in free[begun:]]
+    transport.wait(sends, deadline)
+
+
+def reduce_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `reduce` should take."""
+    return _seconds(nbytes, layout, layout.combined(1.0))
+
+
+def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: Deadline) -> None:
+    """Replace `buffer`, shape (n,), by the reduction over all ranks: reduce, then broadcast."""
+    reduce(transport, buffer, op, 0, deadline)
+    broadcast(transport, buffer, 0, deadline)
+
+
+def allreduce_seconds(nbytes: float, layout: Layout) -> float:
+    """Return how long `allreduce` should take."""
+    return reduce_seconds(nbytes, layout) + broadcast_seconds(nbytes, layout)
+
+
+def _levels(size: int) -> int:
+    """Return how many messages one after the other lead from the root to the farthest leaf."""
+    return (size - 1).bit_length()
+
+
+def _slice_bytes(nbytes: float, size: int) -> float:
+    """Return how long the slices of half a buffer are."""
+    wanted = nbytes / 2 / (_SLICES_PER_LEVEL * max(1, _levels(size)))
+    return min(ring.SLICE_BYTES, max(_LEAST_SLICE_BYTES, wanted))
+
+
+def _halves(buffer: Array, size: int) -> list[list[Array]]:
+    """Cut both halves of a buffer into slices."""
+    length = max(1, int(_slice_bytes(buffer.nbytes, size)) // buffer.itemsize)
+    bounds = topology.chunk_bounds(buffer.size, 2)
+    return [
+        [buffer[at : min(at + length, end)] for at in range(begin, end, length)]
+        for begin, end in pairwise(bounds)
+    ]
+
+
+def _in_turns(halves: list[list[Array]]) -> list[tuple[int, int]]:
+    """Return (half, number of the slice), slice by slice: how they travel between two ranks."""
+    longest = max(map(len, halves))
+    return [(half, at) for at in range(longest) for half in (0, 1) if at < len(halves[half])]
+
+
+def _seconds(nbytes: float, layout: Layout, gamma: float) -> float:
+    """Return the time of all slices on the way of one, with two children at every rank.
+
+    gamma: seconds for a byte that is combined.
+    """
+    if layout.size == 1:
+        return 0.0
+    own = min(nbytes / 2, _slice_bytes(nbytes, layout.size))
+    more = max(0.0, nbytes / 2 / own - 1) if own else 0.0
+    hops, follows = [], []
+    for link, programs, at_once in layout.links():
+        # Few edges of a tree leave a node: above those inside of it there are two for each half.
+        line = 2 * own * link.beta * min(at_once, 2)
+        hops.append(link.alpha + programs + max(0.0, line - programs) + own * gamma)
+        follows.append(max(line, 4 * programs + 2 * own * gamma))
+    return _levels(layout.size) * max(hops) + more * max(follows)

@@ -1,0 +1,170 @@
+"""The batch system asks a job to stop: all ranks hear of it, whichever of them got the signal.
+
+Ranks that train in step agree at the end of a step, in the few bytes that a session exchanges
+there anyway; no word of it travels in between. Ranks that are not in step, such as tasks of
+parameter servers, are told by a message::
+
+    rank 2   signal --> thread ----> note to ranks 0, 1, 3
+    rank 0   ............................ thread: asked = True, read at the end of its own step
+
+A signal handler does nothing but set a flag: Python calls it between two instructions of the
+main thread, not inside of MPI.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+import collectives as cc
+from strategies.checks import number
+
+__all__ = ["STOPPED_EARLY", "Preemption"]
+
+_log = logging.getLogger(__name__)
+
+STOPPED_EARLY = 85
+"""Exit status of a job that was asked to stop and can go on; the scripts in `slurm/` know it."""
+
+_NAP = 1.0  # seconds between two looks of the thread, whatever wakes it
+_NOTE = b"asked to stop"
+
+
+class Preemption:
+    """Hears of SIGTERM and SIGUSR1, and lets the job leave with status 85; to be used with `with`.
+
+    A `TrainingSession` makes one for itself. Ranks that take no part in a session, or do so beside
+    other work, open one around all of it: the block's end raises `SystemExit(85)` on all ranks if
+    a session has stopped for a signal.
+
+    Where a cloud says by other means that a machine will go, a thread that watches for it calls
+    `request`.
+
+    Args:
+        comm: ranks that are told of each other's signals at any time. *Collective*: all of them
+            open it and leave it together. None for ranks that meet in a session in step: it tells
+            them.
+        signals: of this process, for the time of the block; in the main thread alone.
+        grace_seconds: how long after the signal the machine is there for certain. A session then
+            saves at once, goes on, and saves again in time to leave. None: it saves and leaves.
+
+    Raises:
+        ValueError: seconds that are not above 0.
+
+    Attributes:
+        asked: whether this rank was asked to stop, or has been told of another one that was.
+        accepted: whether a session has stopped for it, with a checkpoint to go on from.
+        grace_seconds: as given.
+        asked_at: when this rank heard of it first, by `time.monotonic`; None before.
+    """
+
+    def __init__(
+        self,
+        comm: cc.Communicator | None = None,
+        *,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        grace_seconds: float | None = None,
+    ) -> None:
+        if grace_seconds is not None:
+            number("Preemption", "grace_seconds", grace_seconds)
+        self.grace_seconds = grace_seconds
+        self.asked = self.accepted = False
+        self.asked_at: float | None = None
+        self._comm = comm if comm is not None and comm.size > 1 else None
+        self._signals = tuple(signals)
+        self._before: dict[int, Any] = {}
+        self._notes: _Notes | None = None
+
+    def request(self) -> None:
+        """Do as if a signal had come; from any thread, harmless when repeated."""
+        if not self.asked:
+            self.asked_at = time.monotonic()
+            self.asked = True
+        if self._notes is not None:
+            self._notes.wake()
+
+    def accept(self) -> None:
+        """Say that a checkpoint was written for it; what a session does."""
+        self.accepted = True
+
+    def __enter__(self) -> Preemption:
+        if self._comm is not None:
+            self._notes = _Notes(self._comm, self)
+        if threading.current_thread() is threading.main_thread():
+            for each in self._signals:
+                self._before[each] = signal.signal(each, lambda *what: self.request())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Take signals no longer, and leave the program if a session has stopped for one.
+
+        Raises:
+            SystemExit: with status 85; on all ranks.
+        """
+        try:
+            if kind is None and self._comm is not None:
+                leave = self._comm.allreduce(np.array([self.accepted], np.uint8), op=cc.MAX)
+                self.accepted = bool(leave[0])
+        finally:
+            for each, before in self._before.items():
+                signal.signal(each, signal.SIG_DFL if before is None else before)
+            self._before.clear()
+            if self._notes is not None:
+                self._notes.close()
+                self._notes = None
+        if kind is None and self.accepted:
+            raise SystemExit(STOPPED_EARLY)
+
+
+class _Notes:
+    """The thread that tells other ranks, and hears from them."""
+
+    def __init__(self, comm: cc.Communicator, preemption: Preemption) -> None:
+        self._channel = comm.open_channel()
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._preemption = preemption
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="preemption", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # MPI ends after this: the thread must not be inside it then
+
+    def wake(self) -> None:
+        """Look now; also from a signal handler."""
+        self._channel.wake()
+
+    def close(self) -> None:
+        """End the thread; harmless when repeated."""
+        atexit.unregister(self.close)
+        self._closing = True
+        self._channel.wake()
+        self._thread.join()
+        self._channel.close()
+
+    def _run(self) -> None:
+        told = False
+        while not self._closing:
+            try:
+                if self._channel.poll() is not None:
+                    told = True  # whoever sent it has told all
+                    self._preemption.request()
+                elif self._preemption.asked and not told:
+                    told = True
+                    for rank in self._others:
+                        self._channel.send(rank, [_NOTE])
+                self._channel.wait(_NAP)
+            except cc.CollectiveError as error:
+                _log.warning("preemption: other ranks cannot be told any more: %s", error)
+                return

@@ -1,0 +1,171 @@
+"""Boxes of arrays: which elements of a large array somebody holds, wants or has written.
+
+::
+
+    array of shape (5, 4)        Box((0, 0), (2, 4))    rows 0 and 1
+    a a a a                      Box((2, 0), (3, 2))    b
+    a a a a                      Box((2, 2), (3, 2))    c
+    b b c c
+    b b c c                      These three tile it: each element is in exactly one.
+    b b c c
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["Box", "Slice", "check_tiles", "inside", "lies_in", "overlap", "rows", "whole"]
+
+
+class Box(NamedTuple):
+    """Some elements of an array: `shape` of them from `start` on, in every dimension."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a larger array that this rank holds, or wants.
+
+    Args:
+        array: host array or tensor with the elements.
+        start: where its first element lies in the whole array.
+        shape: of the whole array.
+
+    Raises:
+        ValueError: it does not lie inside.
+
+    Example:
+        >>> import numpy as np
+        >>> Slice(np.ones((2, 3)), start=(4, 0), shape=(6, 3)).box
+        Box(start=(4, 0), shape=(2, 3))
+    """
+
+    array: Any
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", tuple(map(int, self.start)))
+        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
+        if not lies_in(self.box, self.shape):
+            raise ValueError(
+                f"Slice: expected an array that lies inside of the whole one, got shape "
+                f"{self.box.shape} from {self.start} on, of {self.shape}"
+            )
+
+    @property
+    def box(self) -> Box:
+        """Where the array lies."""
+        return Box(self.start, tuple(self.array.shape))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box of all elements of an array."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return the elements that are in both boxes of one array; None if there are none.
+
+    Example:
+        >>> overlap(Box((0, 0), (2, 4)), Box((1, 3), (4, 4)))
+        Box(start=(1, 3), shape=(1, 1))
+    """
+    start = tuple(map(max, one.start, other.start))
+    ends = zip(one.start, one.shape, other.start, other.shape, strict=True)
+    shape = tuple(
+        min(a + n, b + m) - first for first, (a, n, b, m) in zip(start, ends, strict=True)
+    )
+    return Box(start, shape) if all(extent > 0 for extent in shape) else None
+
+
+def inside(box: Box, outer: Box) -> tuple[Any, ...]:
+    """Return the index by which the array of `outer` gives a view of the elements of `box`."""
+    index = [
+        slice(first - begin, first - begin + extent)
+        for first, extent, begin in zip(box.start, box.shape, outer.start, strict=True)
+    ]
+    return (*index, ...)  # without the last, an array of no dimensions would give a number
+
+
+def rows(box: Box, count: int) -> list[Box]:
+    """Cut a box along its first axis that is longer than 1, so that each part lies in one run.
+
+    Args:
+        box: what to cut.
+        count: into how many parts; fewer if it has fewer rows. Extents differ by at most one.
+
+    Example:
+        >>> rows(Box((2, 0), (3, 4)), 2)
+        [Box(start=(2, 0), shape=(2, 4)), Box(start=(4, 0), shape=(1, 4))]
+    """
+    axis = next((axis for axis, extent in enumerate(box.shape) if extent > 1), None)
+    if axis is None or count < 2:
+        return [box]
+    extent = box.shape[axis]
+    parts = []
+    each, more = divmod(extent, min(count, extent))
+    place = box.start[axis]
+    for number in range(min(count, extent)):
+        length = each + (number < more)
+        start = (*box.start[:axis], place, *box.start[axis + 1 :])
+        parts.append(Box(start, (*box.shape[:axis], length, *box.shape[axis + 1 :])))
+        place += length
+    return parts
+
+
+def check_tiles(shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Check that each element of an array is in exactly one of some boxes.
+
+    Raises:
+        ValueError: a box is not inside, two overlap, or elements are missing.
+    """
+    for box in boxes:
+        if not lies_in(box, shape):
+            raise ValueError(f"a slice does not lie inside of {list(shape)}, got {_text(box)}")
+    if not boxes:
+        raise ValueError("there is no slice of it")
+    # Along the axis that has most cuts, few boxes meet.
+    axis = max(range(len(shape)), key=lambda i: len({box.start[i] for box in boxes}), default=None)
+    filled = [box for box in boxes if box.size]
+    if axis is None:
+        if len(filled) > 1:
+            raise ValueError("two slices hold the same element")
+    else:
+        _check_apart(sorted(filled, key=lambda box: box.start[axis]), axis)
+    missing = math.prod(shape) - sum(box.size for box in filled)
+    if missing:
+        raise ValueError(f"slices hold all but {missing} of {math.prod(shape)} elements")
+
+
+def _check_apart(boxes: Sequence[Box], axis: int) -> None:
+    """Check that no two boxes overlap; they are sorted along the axis."""
+    open_: list[Box] = []
+    for box in boxes:
+        open_ = [one for one in open_ if one.start[axis] + one.shape[axis] > box.start[axis]]
+        for one in open_:
+            if overlap(one, box) is not None:
+                raise ValueError(f"slices overlap, got {_text(one)} and {_text(box)}")
+        open_.append(box)
+
+
+def lies_in(box: Box, shape: Sequence[int]) -> bool:
+    """Whether an array of a shape has all elements of a box."""
+    return len(box.start) == len(box.shape) == len(shape) and all(
+        first >= 0 and extent >= 0 and first + extent <= end
+        for first, extent, end in zip(box.start, box.shape, shape, strict=True)
+    )
+
+
+def _text(box: Box) -> str:
+    return f"{list(box.shape)} from {list(box.start)} on"

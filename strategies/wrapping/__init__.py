@@ -1,0 +1,1 @@
+"""Wrapped optimizers of models whose parameters a strategy updates elsewhere."""

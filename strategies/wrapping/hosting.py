@@ -1,0 +1,93 @@
+"""What a strategy that makes steps elsewhere takes over from a model, and what it gives back.
+
+::
+
+    model of PyTorch, JAX           wrapped optimizer               strategy
+    parameters, optimizer  ------>  names, values, formulas  ---->  host: variables on tasks
+    gradients of a batch   ------>  arrays, rows             ---->  push
+    parameters             <------  arrays                   <----  values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from strategies.optimizers import Optimizer
+from strategies.sparse import Gradient
+
+__all__ = ["Hosted", "HostingStrategy", "Parameter", "refuse_others"]
+
+
+class Parameter(NamedTuple):
+    """A parameter of a model, as a strategy takes it over.
+
+    Attributes:
+        name: as in checkpoints and errors.
+        value: in host memory.
+        optimizer: that updates it.
+    """
+
+    name: str
+    value: Any
+    optimizer: Optimizer
+
+
+class Hosted(Protocol):
+    """Parameters of a model that a strategy updates."""
+
+    @property
+    def values(self) -> Sequence[Any]:
+        """The newest values that this task knows, in host memory.
+
+        A parameter may have its numbers in that memory: later values come in other memory, or are
+        written there by `push` and `pull`.
+        """
+
+    def push(
+        self, gradients: Sequence[Gradient | None], rates: Sequence[float | None], examples: Any
+    ) -> None:
+        """Let the parameters be updated by gradients, and learn of new values.
+
+        Args:
+            gradients: of each parameter.
+            rates: the learning rate of each; None for that of its optimizer.
+            examples: how many rows they are the mean of, None if all gradients count alike.
+        """
+
+    def pull(self) -> None:
+        """Learn of the newest values."""
+
+
+class HostingStrategy(Protocol):
+    """A strategy that makes steps elsewhere."""
+
+    @property
+    def devices(self) -> Sequence[str]:
+        """Of this process."""
+
+    def host(self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False) -> Hosted:
+        """Take parameters over; see `ParameterServerStrategy.host`."""
+
+    def use(self, optimizer: Any) -> None:
+        """Let variables be updated by an optimizer."""
+
+    def apply_gradients(self, optimizer: Any, grads_and_vars: Any, *, examples: Any = None) -> None:
+        """Let variables be updated."""
+
+
+def refuse_others(parameters: Sequence[Parameter], variables: Sequence[Any]) -> None:
+    """Refuse parameters that are not what their variables hold.
+
+    Raises:
+        ValueError: they differ.
+    """
+    for parameter, variable in zip(parameters, variables, strict=True):
+        if not np.array_equal(parameter.value, variable.value, equal_nan=True):
+            raise ValueError(
+                f"DistributedOptimizer: a parameter is not the chief's, expected the same seed, or "
+                f"strategies.broadcast_parameters before, got other numbers (variable: "
+                f"{parameter.name})"
+            )

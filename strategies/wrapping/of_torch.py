@@ -1,0 +1,165 @@
+"""Optimizers of PyTorch whose steps a strategy makes elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from strategies import arrays
+from strategies.arrays import dtype_name
+from strategies.optimizers.from_torch import equivalents, rate_of
+from strategies.sparse import Rows
+from strategies.torch.parameters import names_of
+from strategies.wrapping.hosting import HostingStrategy, Parameter
+
+if TYPE_CHECKING:
+    _Optimizer: Any  # as in strategies.torch.optimizer
+else:
+    _Optimizer = torch.optim.Optimizer
+
+__all__ = ["StrategyTorchOptimizer"]
+
+
+class StrategyTorchOptimizer(_Optimizer):
+    """An optimizer of PyTorch whose steps a strategy makes elsewhere.
+
+    Made by `DistributedOptimizer` with a `strategy`; *collective* over its tasks. The parameters
+    take the chief's values then, and at the end of every `step` the newest. It shows the
+    `param_groups` and `defaults` of the optimizer that it holds, whose own `state` stays empty:
+    what has to be kept between steps is where they are made (`strategy.state_dict()`).
+
+    Attributes:
+        optimizer: the one that it was made of.
+        strategy: that makes the steps.
+    """
+
+    # `Optimizer.__init__` is not called: groups and hooks are those of the one held here.
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, strategy: HostingStrategy, named_parameters: Any
+    ) -> None:
+        self.optimizer = optimizer
+        self.strategy = strategy
+        self._grouped = [
+            (parameter, number)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        ]
+        self._adjust: list[tuple[float, int]] = []  # decay and sign of each group's gradients
+
+        def parameters() -> list[Parameter]:
+            names = names_of(optimizer, named_parameters)
+            formulas = equivalents(optimizer)
+            self._adjust = [(formula.decay, formula.sign) for formula in formulas]
+            return [
+                Parameter(names[parameter], _on_host(parameter), formulas[number].optimizer)
+                for parameter, number in self._grouped
+            ]
+
+        self._hosted = strategy.host(parameters)
+        self._take()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not yet there, as in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"StrategyTorchOptimizer({type(self.strategy).__name__}, {self.optimizer!r})"
+
+    def step(self, closure: Callable[[], Any] | None = None, *, examples: Any = None) -> Any:
+        """Push the gradients, and take the new values; as `strategy.apply_gradients`.
+
+        Args:
+            closure: computes the loss and the gradients, once.
+            examples: how many rows the gradients are the mean of, 0 allowed; None: all count alike.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():  # type: ignore[no-untyped-call,unused-ignore]
+                loss = closure()
+        groups = self.optimizer.param_groups
+        gradients = [self._gradient(parameter, number) for parameter, number in self._grouped]
+        rates = [rate_of(groups[number]) for _, number in self._grouped]
+        self._hosted.push(gradients, rates, examples)
+        # By it, schedulers of learning rates know that there was a step.
+        self.optimizer._opt_called = True
+        self._take()
+        return loss
+
+    def pull(self) -> None:
+        """Let the parameters take the newest values, such as for an evaluation."""
+        self._hosted.pull()
+        self._take()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients since the last step."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings of the wrapped optimizer; its slots are where steps are made."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the wrapped optimizer its settings back."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse more parameters: tasks agree on them once.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "add_param_group: parameters are on other tasks by now, expected all of them in the "
+            "optimizer that DistributedOptimizer is given"
+        )
+
+    def _gradient(self, parameter: torch.Tensor, number: int) -> Any:
+        """Return a gradient as strategies take it."""
+        gradient, (decay, sign) = parameter.grad, self._adjust[number]
+        if gradient is None:
+            return None
+        if gradient.is_sparse:
+            if decay:
+                raise ValueError("step: weight_decay is for dense gradients, got a sparse one")
+            gradient = gradient.detach().coalesce()
+            values = _on_host(gradient.values())
+            return Rows(gradient.indices()[0].cpu().numpy(), values if sign > 0 else -values)
+        gradient = gradient if sign > 0 else -gradient
+        if decay:
+            gradient = gradient.detach().add(parameter.detach(), alpha=decay)
+        return _on_host(gradient)
+
+    def _take(self) -> None:
+        """Let the parameters be what is known of them here."""
+        for (parameter, _), value in zip(self._grouped, self._hosted.values, strict=True):
+            if parameter.device.type != "cpu":
+                parameter.detach().copy_(_tensor(value))
+            elif parameter.data_ptr() == value.ctypes.data:
+                torch.autograd.graph.increment_version(parameter)
+            else:
+                # In the memory of the message: to copy it would take as long as to receive it. What
+                # autograd has kept of a pass before has the old numbers.
+                parameter.data = _tensor(value)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    """Return a tensor in the memory of an array; a copy of one that nobody may write."""
+    value = np.require(value, requirements=["C", "W"])
+    if dtype_name(value) == "bfloat16":  # which PyTorch does not take from NumPy
+        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(value)
+
+
+def _on_host(tensor: torch.Tensor) -> Any:
+    """Return a tensor as a NumPy array, without a copy where its memory allows."""
+    there = tensor.detach()
+    view = arrays.host(there)
+    return arrays.host(there.cpu()) if view is None else view

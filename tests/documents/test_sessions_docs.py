@@ -1,0 +1,25 @@
+"""The examples of docs/sessions.md are true."""
+
+from __future__ import annotations
+
+import doctest
+import re
+
+from launcher import ROOT
+from strategies.training import Summaries, hooks
+
+PAGE = ROOT / "docs" / "sessions.md"
+
+
+def test_examples(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = doctest.testfile(str(PAGE), module_relative=False)
+    assert result.attempted > 10
+    assert result.failed == 0
+
+
+def test_the_table_of_hooks_is_the_order_of_the_hooks():
+    rows = re.findall(r"^\| `(\w+)[`(].*?\| (\d\d) \|", PAGE.read_text(), re.M)
+    kinds = vars(hooks) | {"Summaries": Summaries}
+    assert [(name, kinds[name].order) for name, _ in rows] == [(n, int(o)) for n, o in rows]
+    assert len(rows) == 8
