@@ -49,7 +49,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # What UNISONO_REQUIRE names must not be skipped, so its packages are installed.
 REQUIRED := $(subst $(COMMA), ,$(UNISONO_REQUIRE))
-KINDS := $(foreach kind,torch jax mpich impi,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
+KINDS := $(foreach kind,torch jax mpich impi frameworks,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
 CUDA ?= 12
 
 .PHONY: install train test test-all test-gpu check slurm clean
@@ -93,6 +93,10 @@ $(VENV)/.unisono-kind-torch: $(STAMP)
 
 $(VENV)/.unisono-kind-jax: $(STAMP)
 	"$(VENV)/bin/python" -m pip install $(QUIETLY) -e ".[jax,optax]"
+	touch "$@"
+
+$(VENV)/.unisono-kind-frameworks: $(VENV)/.unisono-kind-torch
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) "accelerate>=1.15" "lightning>=2.6"
 	touch "$@"
 
 # Further MPI libraries for the tests, beside the first: not on PATH, found by tests/run.py.

@@ -38,6 +38,7 @@ from collectives.errors import (
 from collectives.launch import is_fault_tolerant, launched_processes
 from collectives.operations.heads import Envelope
 from collectives.operations.plan import Plan
+from collectives.operations.recorder import calls_from_here
 from collectives.operations.requests import Request
 from collectives.timeline import timeline_span
 from collectives.version import __version__ as __version__
@@ -73,6 +74,7 @@ __all__ = [
     "PeerFailure",
     "Plan",
     "Request",
+    "calls_from_here",
     "from_mpi",
     "is_fault_tolerant",
     "launched_processes",

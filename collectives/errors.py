@@ -43,7 +43,15 @@ class CollectiveError(RuntimeError):
 
 
 class MismatchError(CollectiveError):
-    """The ranks did not mean the same call; the communicator stays usable."""
+    """The ranks did not mean the same call; the communicator stays usable.
+
+    Attributes:
+        operations: the names of what the ranks called, as far as they are known; the same on all.
+        fields: in which facts of these calls they differ, such as "dtype"; the same on all.
+    """
+
+    operations: frozenset[str] = frozenset()
+    fields: frozenset[str] = frozenset()
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):

@@ -18,6 +18,7 @@ import pytest
 REQUIREMENTS = (
     "compiler",  # of C++
     "cores",  # two of them
+    "frameworks",  # over PyTorch: Accelerate, Lightning
     "gpu",  # a CUDA device, and CuPy
     "impi",  # Intel MPI, beside the first MPI library
     "jax",  # with Optax
@@ -32,7 +33,7 @@ REQUIREMENTS = (
 )
 
 # Packages that come with another one that has the requirement's name.
-_PART_OF = {"optax": "jax"}
+_PART_OF = {"optax": "jax", "accelerate": "frameworks", "lightning": "frameworks"}
 
 # In pytest's words the name begins the reason, or follows "Skipped: " if a whole file is skipped.
 _MARK = re.compile(rf"(?:^|'Skipped: )({'|'.join(REQUIREMENTS)}): ")

@@ -21,7 +21,10 @@ from collectives.kernels.intrinsics import (
 )
 from collectives.node import words as w
 
-__all__ = ["agreed", "announce", "end", "header", "next_round", "now", "slot", "state", "wait"]
+__all__ = [
+    "agreed", "alike", "announce", "end", "header", "next_round", "now", "slot", "state", "wait",
+    "wait_for",
+]  # fmt: skip
 
 _MONOTONIC = 1
 
@@ -66,31 +69,54 @@ def _wait_ends(block: Any, word: int, late: int) -> None:
 
 
 @njit
+def _polls(block: Any, word: int, rank: int, target: int) -> int:
+    """Wait until a word of a header has reached the target; returns the polls, -1 if too many."""
+    address = header(block, rank) + 8 * word
+    polls = 0
+    while load(address) < target:
+        polls += 1
+        if polls <= block[w.SPINS]:
+            pause()
+        elif polls <= block[w.SPINS] + block[w.YIELDS]:
+            sched_yield()
+        else:
+            block[w.MISSING] = rank
+            if state(block)[w.TIMES]:
+                carray(pointer(state(block)[w.TIMES]), w.TIMES_WORDS, np.int64)[w.LATE] = rank
+            return -1
+    return polls
+
+
+@njit
 def wait(block: Any, word: int, target: int) -> bool:
     """Wait until a word of all headers has reached the target; False after too many polls."""
-    spins, yields = block[w.SPINS], block[w.YIELDS]
     noting = state(block)[w.TIMES]
     late = -1
     if noting:
         _wait_begins(block)
     for rank in range(block[w.SIZE]):
-        address = block[w.HEADERS] + rank * w.HEADER_BYTES + 8 * word
-        polls = 0
-        while load(address) < target:
-            polls += 1
-            if polls <= spins:
-                pause()
-            elif polls <= spins + yields:
-                sched_yield()
-            else:
-                block[w.MISSING] = rank
-                if noting:
-                    carray(pointer(noting), w.TIMES_WORDS, np.int64)[w.LATE] = rank
-                return False
+        polls = _polls(block, word, rank, target)
+        if polls < 0:
+            return False
         if polls:
             late = rank  # in the end the last to come: those before it had come by then
     if noting:
         _wait_ends(block, word, late)
+    return True
+
+
+@njit
+def wait_for(block: Any, rank: int, target: int) -> bool:
+    """Wait until a rank has put so many parts; False after too many polls."""
+    if load(header(block, rank) + 8 * w.PARTS) >= target:
+        return True  # and no note of it
+    noting = state(block)[w.TIMES]
+    if noting:
+        _wait_begins(block)
+    if _polls(block, w.PARTS, rank, target) < 0:
+        return False
+    if noting:
+        _wait_ends(block, w.FILLED, rank)  # of whose filling it is a part
     return True
 
 
@@ -110,7 +136,10 @@ def slot(block: Any, rank: int, number: int) -> int:
 def announce(block: Any, first: int) -> None:
     """Begin a call: put its hash where the others look for it, before FILLED is stored."""
     block[w.FIRST] = first
-    store(header(block, block[w.RANK]) + 8 * (w.HASHES + first % 2), block[w.HASH])
+    own = header(block, block[w.RANK])
+    store(own + 8 * (w.HASHES + first % 2), block[w.HASH])
+    if block[w.DETAIL]:
+        store(own + 8 * (w.DETAILS + first % 2), block[w.DETAIL])
 
 
 @njit
@@ -120,6 +149,17 @@ def agreed(block: Any) -> bool:
         if load(header(block, rank) + 8 * (w.HASHES + block[w.FIRST] % 2)) != block[w.HASH]:
             return False
     return True
+
+
+@njit
+def alike(block: Any) -> bool:
+    """Compare the details of all ranks, which have agreed on the call; notes what comes of it."""
+    block[w.UNLIKE] = 0
+    for rank in range(block[w.SIZE]):
+        if block[w.DETAIL]:
+            own = load(header(block, rank) + 8 * (w.DETAILS + block[w.FIRST] % 2))
+            block[w.UNLIKE] |= own != block[w.DETAIL]
+    return block[w.UNLIKE] == 0
 
 
 @njit

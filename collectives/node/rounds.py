@@ -1,9 +1,9 @@
 """The rounds in which ranks of a node meet, compiled by numba at first use: fill, wait, combine.
 
-Each kind of call (`one_shot` ...) works until it is done or has waited for long. What happens to
-single elements is up to the loops of `collectives.kernels.loops`, whose addresses the block
-holds; so each kind is compiled once, whatever the dtype. Words, headers and slots are explained in
-`collectives.node.words`.
+Each kind of call (`one_shot` ...) works until it is done or has waited for long; kinds that only
+move bytes are in `collectives.node.flows`. What happens to single elements is up to the loops of
+`collectives.kernels.loops`, whose addresses the block holds; so each kind is compiled once,
+whatever the dtype. Words, headers and slots are explained in `collectives.node.words`.
 
 Round k uses slot k mod 2 of every rank. In a round each rank
 
@@ -29,14 +29,11 @@ from numba import carray, njit
 from collectives.kernels import compiling
 from collectives.kernels.intrinsics import call, copy, fence, pair, pointer, stream
 from collectives.node import words as w
+from collectives.node.flows import flow, publish
 from collectives.node.meeting import agreed, announce, end, next_round, slot, wait
 from collectives.node.stores import put, tell
 
-__all__ = ["make", "one_shot", "pipelined", "publish", "shared"]
-
-# A row of the table of `publish`: whose stream, its first byte, the one after its last, and where
-# they go, counted from OUT.
-PEER, FROM, TO, DEST = 0, 1, 2, 3
+__all__ = ["make", "one_shot", "pipelined", "shared"]
 
 # Bytes of an array from which on a result that does not replace it is stored past the caches, of
 # which it would take more than there are. 2 ranks, results read afterwards, so / by plain stores,
@@ -281,51 +278,9 @@ def shared(address: int) -> int:
     return end(block, w.DONE, 1)
 
 
-@njit
-def _copy_wanted(block: Any, turn: int) -> None:
-    """Copy what this rank wants of the others' slots."""
-    table = carray(pointer(block[w.TABLE]), (block[w.ROWS], 4), np.int64)
-    window = turn * block[w.SLOT_BYTES]
-    for row in range(block[w.ROWS]):
-        start = max(table[row, FROM], window)
-        stop = min(table[row, TO], window + block[w.SLOT_BYTES])
-        if start < stop:
-            source = slot(block, table[row, PEER], block[w.FIRST] + turn) + start - window
-            dest = block[w.OUT] + table[row, DEST] + start - table[row, FROM]
-            copy(dest, source, stop - start)
-
-
-def publish(address: int) -> int:
-    """Let every rank publish a stream of bytes, and copy what it wants of the others' streams.
-
-    Broadcast, gather, all-gather, scatter and all-to-all differ only in who publishes what and who
-    copies what.
-    """
-    block = carray(pointer(address), w.WORDS, np.int64)
-    if block[w.PHASE] == 0:
-        announce(block, next_round(block))
-    while block[w.DONE_ROUNDS] < block[w.ROUNDS]:
-        turn = block[w.DONE_ROUNDS]
-        number = block[w.FIRST] + turn
-        if block[w.PHASE] != 2:
-            at = turn * block[w.SLOT_BYTES]
-            n = max(0, min(block[w.SLOT_BYTES], block[w.COUNT] - at))
-            put(block, slot(block, block[w.RANK], number), block[w.SEND] + at, n)
-            tell(block, w.FILLED, number)
-            block[w.PHASE] = 2
-        if not wait(block, w.FILLED, number):
-            return w.WAITING
-        if turn == 0 and not agreed(block):
-            return end(block, w.MISMATCH, 1)
-        _copy_wanted(block, turn)
-        block[w.DONE_ROUNDS] = turn + 1
-        block[w.PHASE] = 1
-    return end(block, w.DONE, block[w.ROUNDS])
-
-
 def make(symbol: str, kind: str) -> bytes:
     """Return an object file with a kind of call; arguments as `machine_code.address`."""
     return compiling.python_code(_KINDS[kind], symbol)
 
 
-_KINDS = {kind.__name__: kind for kind in (one_shot, pipelined, shared, publish)}
+_KINDS = {kind.__name__: kind for kind in (one_shot, pipelined, shared, publish, flow)}

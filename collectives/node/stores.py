@@ -34,8 +34,9 @@ _SLOW = 3000
 # How many timings in a row change the way: in one of them the process may have been interrupted.
 _ENOUGH = 2
 
-# Bytes that are stored between two timings; and of a piece that is worth one.
-_BETWEEN = 1 << 22
+# Bytes that are stored between two timings; after a change, which a moment may have caused, fewer.
+_BETWEEN, _SOON = 1 << 22, 1 << 18
+# Of a piece that is worth a timing.
 _LEAST, _MOST = 1 << 12, w.TILE_BYTES
 
 
@@ -56,10 +57,11 @@ def _timed(block: Any, dest: int, source: int, nbytes: int) -> None:
     own[w.RATE] = 1000 * nbytes // max(1, now(block) - began)
     way = w.STREAMING if own[w.RATE] < _SLOW else w.PLAIN
     own[w.AGAINST] = 0 if way == own[w.WAY] else own[w.AGAINST] + 1
+    own[w.LEFT] = 0 if own[w.AGAINST] else _BETWEEN
     if own[w.AGAINST] == _ENOUGH:
         own[w.WAY] = way
         own[w.AGAINST] = 0
-    own[w.LEFT] = 0 if own[w.AGAINST] else _BETWEEN
+        own[w.LEFT] = _SOON
 
 
 @njit

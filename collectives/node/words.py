@@ -5,9 +5,9 @@ which only it writes, and two *slots* for its data. A kind of call (`collectives
 the address of a *block* of 64-bit integers: what it is about, and where it stands.
 
 All calls of a communicator are cut into numbered *rounds*. A rank stores the number of a round in
-its word FILLED when its slot holds what others read, and in its word READY when what it makes for
-others is there, or when it has read all that it needs. `store` makes visible what was stored before
-it to whoever sees it by `load`.
+its word FILLED when its slot holds what others read, or will do so part by part, and in its word
+READY when what it makes for others is there, or when it has read all that it needs. `store` makes
+visible what was stored before it to whoever sees it by `load`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,26 @@ SPINS, YIELDS = 7, 8  # polls that spin, and polls that yield, before a wait giv
 # The call's:
 HASH = 9  # of the call's description
 SEND, OUT = 10, 11  # addresses of the contribution and the result; may be equal
-COUNT = 12  # elements (one_shot), bytes of the stream (publish)
+COUNT = 12  # elements (one_shot), bytes of the stream (publish, flow)
 BOUNDS = 13  # address of P + 1 offsets of the ranks' chunks (pipelined, shared)
 TAKE = 14  # which results this rank wants (pipelined): TAKE_NONE, TAKE_OWN or TAKE_ALL
-TABLE = 15  # address of rows: what this rank wants (publish), the ranks' arrays (shared)
-ROWS = 16  # rows of the table (publish)
-ROUNDS = 17  # of the call (publish)
+TABLE = 15  # address of rows: what this rank wants (publish, flow), the ranks' arrays (shared)
+ROWS = 16  # rows of the table (publish, flow)
+ROUNDS = 17  # of the call (flow)
 WIDTH = 18  # bytes of an element
 FILL, START, ADD, SAVE = 19, 20, 21, 22  # addresses of the loops; 0 for a plain copy
 # Where the call stands; all 0 before it:
 PHASE, DONE_ROUNDS, FIRST = 23, 24, 25
 MISSING = 26  # the rank that is waited for, after WAITING
 EARLIER = 27  # address of the first of two parts that are combined
-WORDS = 28
+AT = 28  # parts of the round that have been read (flow)
+# Bytes of the stream that nobody else wants: the first, and the one after the last (publish, flow).
+KEPT, KEPT_TO = 29, 30
+LONGEST = 31  # bytes of the longest stream of all ranks, rounded up (flow)
+STREAMS = 32  # whether all results are stored past the caches (flow)
+DETAIL = 33  # hash of what ranks may know differently without an error (publish, flow); 0: nothing
+UNLIKE = 34  # whether they did in the last call, in which nothing has moved then
+WORDS = 35
 
 TAKE_NONE, TAKE_OWN, TAKE_ALL = 0, 1, 2
 
@@ -74,8 +81,14 @@ TIMES_WORDS = FIRST_NOTE + NOTE_WORDS * MOST_NOTES
 
 # Words of a header; one cache line with its neighbour, which processors fetch in pairs.
 FILLED, READY, HASHES = 0, 1, 2
+PARTS = 4  # parts of its stream that a rank has put into its slots, in all calls
+DETAILS = 5  # two words, as those of HASHES
+STORED = 7  # how the last part was stored: PLAIN or STREAMING
 HEADER_BYTES = 128
 
 # Elements that are combined at a time, so that they stay in the level 1 cache.
 TILE = 2048
 TILE_BYTES = TILE * 16  # of the widest type, complex128
+
+# Bytes of a part of a stream, which others read while its rank puts the next one.
+PART_BYTES = 1 << 15

@@ -272,7 +272,12 @@ def raise_mismatch(transport: Transport, call: Description, deadline: Deadline) 
     halving.allgather(transport, lines.reshape(-1), bounds, deadline)
     calls = [_parse(line.tobytes().rstrip(b"\0").decode(errors="replace")) for line in lines]
     text, first = _mismatch(calls, transport.name)
-    raise in_turn(MismatchError(text), (transport.rank - first) % transport.size)
+    error = MismatchError(text)
+    error.operations = frozenset(call.get("operation", "?") for call in calls)
+    error.fields = frozenset(
+        field for call in calls for field in call if len({c.get(field) for c in calls}) > 1
+    )
+    raise in_turn(error, (transport.rank - first) % transport.size)
 
 
 def _mismatch(

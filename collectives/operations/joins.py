@@ -20,6 +20,7 @@ from collectives.arrays import host
 from collectives.arrays.host import NEW, Array, Rows, address
 from collectives.errors import MismatchError, in_turn, some
 from collectives.node.engine import Engine
+from collectives.operations import compare
 from collectives.operations.call import Call
 from collectives.operations.group import Group
 from collectives.operations.ready import NodePlan
@@ -38,13 +39,16 @@ __all__ = [
 
 
 class JoinPlan:
-    """An all-gather in the node engine: ranks tell how many rows they bring, and then move them.
+    """A gather or an all-gather in the node engine: all move what each has brought the last time.
 
-    They also tell how many rows their `out` takes, so that all know of one that does not fit.
+    As they meet they compare what they know of that. Where a rank knows anything else, or nothing
+    yet, all tell how many rows they bring, and how many rows their `out` takes, so that all know of
+    one that does not fit; and then they move them.
 
     Args:
         call: that makes it, and has been described.
         array: shape (n, ...).
+        root: who gets the rows; None for all.
 
     Attributes:
         rows: how many each rank has brought in the last call.
@@ -52,8 +56,10 @@ class JoinPlan:
 
     by_messages = False
 
-    def __init__(self, call: Call, engine: Engine, array: Array) -> None:
+    def __init__(self, call: Call, engine: Engine, array: Array, root: int | None = None) -> None:
         self._group, self._operation = call.group, call.operation
+        self._takes = root in (None, call.group.rank)
+        self._alone = root is not None and self._takes  # nobody else wants what this rank brings
         self._dtype, self._row = array.dtype, array.shape[1:]
         self._row_bytes = array.itemsize * math.prod(self._row)
         self._own = np.array([len(array), NEW.number])
@@ -62,17 +68,22 @@ class JoinPlan:
         table = [(rank, 0, each, each * rank) for rank in range(engine.size)]
         self._addresses = address(self._own), address(self._everyones)
         self._tell = NodePlan(call, engine.plan_publish(each, table, call.digest, each))
-        self._move = self._tell  # for rows of all ranks that are not known yet
+        unknown = compare.digest({"rows": "unknown", "rank": engine.rank})
+        self._move = self._tell.like(0, [], 0, detail=unknown)
         self._told: list[list[int]] = []
         self.rows: list[int] = []
 
-    def first(self, call: Call, flat: Array, out: Rows = NEW) -> Array:
-        """Carry out the call that has made the plan."""
+    def first(self, call: Call, flat: Array, out: Rows = NEW) -> Array | None:
+        """Carry out the call that has made the plan; returns the rows, None where nobody asks."""
+        self._move.first(call)  # with ranks that know rows of earlier calls
         self._own[1] = out.number
         self._tell.first(call, self._own, self._everyones)
         self._own[1] = NEW.number  # in later calls
         if error := self._look():
             raise call.known(error)
+        if not self._takes:
+            self._move.first(call, flat)
+            return None
         result, joined = host.room(out.target, self.shape, self._dtype, flat, self.inside)
         self._move.first(call, flat, joined)
         return host.store(joined, result)
@@ -94,23 +105,28 @@ class JoinPlan:
         made: Array | None = None
         error: Exception | None = None
 
-        def move() -> None:
-            nonlocal made, error
-            error = self._look()
-            if error is not None:
-                return
-            usable = out and self._is_free(send, out)
-            if not usable:
-                made = np.empty(self.shape, self._dtype)
-            self._move.meet(send, address(made) if made is not None else out, timeout)
+        def room() -> int:
+            nonlocal made
+            made = None
+            if not self._takes or (out and self._is_free(send, out)):
+                return out
+            made = np.empty(self.shape, self._dtype)
+            return address(made)
 
-        if out:
-            self._own[1] = sum(self.rows)
-        try:
-            self._tell.run(*self._addresses, timeout, move)
-        finally:
-            if out:
+        def tell_and_move() -> None:
+            nonlocal error
+            if not self._move.unlike:
+                return
+            self._own[1] = sum(self.rows) if out else NEW.number
+            try:
+                self._tell.meet(*self._addresses, timeout)
+            finally:
                 self._own[1] = NEW.number
+            error = self._look()
+            if error is None:
+                self._move.meet(send, room(), timeout)
+
+        self._move.run(send, room(), timeout, tell_and_move)
         if error is not None:  # which all ranks know
             raise error
         if out and made is not None:
@@ -147,10 +163,12 @@ class JoinPlan:
             table = [
                 (rank, 0, stop - start, start)
                 for rank, (start, stop) in enumerate(itertools.pairwise(bounds))
-                if start < stop
+                if start < stop and self._takes
             ]
             own = int(self._own[0]) * self._row_bytes
-            self._move = self._tell.like(own, table, max(rows) * self._row_bytes)
+            kept = (0, own) if self._alone else (0, 0)
+            detail, longest = compare.digest({"rows": tuple(rows)}), max(rows) * self._row_bytes
+            self._move = self._tell.like(own, table, longest, kept, detail)
             self.rows = rows
         self._told = told
         return None
@@ -158,34 +176,28 @@ class JoinPlan:
 
 def gather(
     call: Call, array: Array, root: int, algorithm: str = "auto", out: Rows = NEW
-) -> tuple[Array | None, list[int]]:
+) -> tuple[Array | None, list[int], JoinPlan | None]:
     """Join the ranks' arrays, shape (n, ...), on the root, in a call that has been described.
 
     Returns:
-        The rows of all ranks, None elsewhere; and how many each has brought.
+        The rows of all ranks, None elsewhere; how many each has brought; and in the engine the plan
+        for later.
     """
-    rank, row = call.group.rank, array.shape[1:]
+    row, own = array.shape[1:], host.flat(array)
+    if engine := call.engine_for(algorithm):
+        plan = JoinPlan(call, engine, array, root)  # step 5
+        return plan.first(call, own, out), plan.rows, plan  # step 6
     told = call.tell(len(array), out.number)  # step 6
     rows, given = told.T.tolist()
     if error := unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
         raise call.known(error)
-    own, counts, shape = host.flat(array), [n * math.prod(row) for n in rows], (sum(rows), *row)
-    engine = call.engine_for(algorithm)
-    if engine is None:
-        run = call.algorithm("gather", algorithm, sum(counts) * own.itemsize)
-        joined: Array | None = run(own, counts, root, call.deadline)
-        if joined is None:
-            return None, rows
-        result = joined.reshape(shape) if out.target is None else host.store(joined, out.target)
-        return result, rows
-    longest = max(counts) * own.itemsize
-    if rank != root:
-        call.met(engine.publish(own, [], call.digest, call.deadline, longest))
-        return None, rows
-    result, flat = host.room(out.target, shape, own.dtype, own, sum(counts[:rank]) * own.itemsize)
-    wanted = _parts(flat, counts)
-    call.met(engine.publish(own, wanted, call.digest, call.deadline, longest))
-    return host.store(flat, result), rows
+    counts, shape = [n * math.prod(row) for n in rows], (sum(rows), *row)
+    run = call.algorithm("gather", algorithm, sum(counts) * own.itemsize)
+    joined: Array | None = run(own, counts, root, call.deadline)
+    if joined is None:
+        return None, rows, None
+    result = joined.reshape(shape) if out.target is None else host.store(joined, out.target)
+    return result, rows, None
 
 
 def allgather(
@@ -199,7 +211,9 @@ def allgather(
     own, row = array.reshape(-1), array.shape[1:]
     if engine := call.engine_for(algorithm):
         plan = JoinPlan(call, engine, array)  # step 5
-        return plan.first(call, own, out), plan.rows, plan  # step 6
+        joined = plan.first(call, own, out)  # step 6
+        assert joined is not None
+        return joined, plan.rows, plan
     rows, given = call.tell(len(array), out.number).T.tolist()  # step 6
     if error := unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
         raise call.known(error)
@@ -241,8 +255,8 @@ def scatter(
     nbytes, first = dtype.itemsize * sum(counts), dtype.itemsize * sum(counts[:rank])
     result, own = host.room(out.target, (rows[rank], *row), dtype, send, -first)
     if engine := call.engine_for(algorithm):
-        wanted = [(root, first, own)]
-        call.met(engine.publish(send, wanted, call.digest, call.deadline, nbytes))
+        wanted, kept = [(root, first, own)], (first, first + own.nbytes)
+        call.met(engine.publish(send, wanted, call.digest, call.deadline, nbytes, kept))
     elif call.carries(algorithm, nbytes):
         data = np.zeros(nbytes, np.uint8) if send is None else send.view(np.uint8)
         joined = call.carry(data)
@@ -289,7 +303,8 @@ def alltoall(
     parts = _parts(joined, [n * width for n in received])
     wanted = [(source, starts[source], part) for source, _, part in parts]
     longest = int(table.sum(axis=1).max()) * row_bytes
-    call.met(engine.publish(send, wanted, call.digest, call.deadline, longest))
+    kept = starts[rank], starts[rank] + received[rank] * row_bytes
+    call.met(engine.publish(send, wanted, call.digest, call.deadline, longest, kept))
     return host.store(joined, result), received
 
 

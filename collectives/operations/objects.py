@@ -76,7 +76,7 @@ def gather_object(
         data = pickled(obj)
         call.check_root(root)
         call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
-        joined, lengths = joins.gather(call, data, root)  # step 6
+        joined, lengths, _ = joins.gather(call, data, root)  # step 6
     if joined is None:
         return None
     parts = zip(itertools.accumulate(lengths), lengths, strict=True)

@@ -21,7 +21,7 @@ from collectives.algorithms.letters import HASH, INVERSE, Block, Letters
 from collectives.arrays.host import Array, address
 from collectives.errors import MismatchError
 from collectives.node.engine import Rows, Work
-from collectives.node.words import NOTED, OUT, SEND
+from collectives.node.words import NOTED, OUT, SEND, UNLIKE
 from collectives.operations import compare
 from collectives.operations.call import Call, enter
 
@@ -116,12 +116,24 @@ class NodePlan(_AddressPlan):
         self.kernel = work.kernel
         self.block = address(work.block)
 
-    def like(self, nbytes: int, table: Rows, longest: int) -> NodePlan:
+    def like(
+        self,
+        nbytes: int,
+        table: Rows,
+        longest: int,
+        kept: tuple[int, int] = (0, 0),
+        detail: int = 0,
+    ) -> NodePlan:
         """Plan another meeting of the same call; arguments as `Engine.plan_publish`."""
         other = copy.copy(self)
         digest = compare.digest(self._description)
-        other._use(self._engine.plan_publish(nbytes, table, digest, longest))
+        other._use(self._engine.plan_publish(nbytes, table, digest, longest, kept, detail))
         return other
+
+    @property
+    def unlike(self) -> bool:
+        """Whether the ranks knew different details in the last meeting, and nothing has moved."""
+        return bool(self._words[UNLIKE])
 
     @property
     def inside(self) -> int:

@@ -25,6 +25,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ __all__ = [
     "Recorder",
     "Site",
     "caller",
+    "calls_from_here",
     "default_directory",
     "install",
     "last_call",
@@ -115,6 +117,39 @@ def origin() -> Origin:
             inner = frame
         frame = frame.f_back
     return Origin(Site(frame.f_code, frame.f_lasti), _entry(inner))
+
+
+class _CallsFrom:
+    """A block in which the calls of a thread come from somewhere else."""
+
+    __slots__ = ("_before", "_origin")
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self._before: tuple[Site | None, str] = (None, "")
+
+    def __enter__(self) -> None:
+        self._before = given.site, given.entry
+        given.site, given.entry = self._origin
+
+    def __exit__(self, *error: object) -> None:
+        given.site, given.entry = self._before
+
+
+def calls_from_here() -> AbstractContextManager[None]:
+    """Return a block for another thread, in which its calls count as made here.
+
+    Errors and flight records then name this line of the program instead of one of the thread. The
+    block may be entered many times, by one thread at a time. It costs some microseconds.
+
+    Example:
+        >>> import collectives as cc
+        >>> here = cc.calls_from_here()
+        >>> def work(comm):  # in a thread
+        ...     with here:
+        ...         comm.barrier()
+    """
+    return _CallsFrom(origin())
 
 
 def caller(ours: int) -> tuple[CodeType, int]:

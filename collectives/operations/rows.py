@@ -72,15 +72,24 @@ def gather(
             ranks.
         CollectiveTimeout: as `allreduce`.
     """
+    key, here = ("gather", root, algorithm), group.rank == root
+    if here and out is not None:
+        known = plans.into(group, key, x, out, timeout)  # step 1
+    else:
+        known = plans.again(group, key, x, plans.LATER, timeout)
+    if known is not None:
+        return known if here else None
     with enter(group, "gather", timeout) as call:  # step 2
         loan = host.borrow(x, operation="gather")  # step 3
         array = np.atleast_1d(loan.host)
         call.check_root(root)
         row = array.shape[1:]
-        wanted = out if group.rank == root else None
+        wanted = out if here else None
         to = host.borrow_rows(wanted, row, array.dtype, loan, operation="gather")
         call.describe(dtype=array.dtype, row=row, root=root, algorithm=algorithm)  # step 4
-        result, _ = joins.gather(call, array, root, algorithm, to)
+        result, _, plan = joins.gather(call, array, root, algorithm, to)
+        if plan is not None:
+            plans.keep(group, key, x, None, plan)  # step 7
     return None if result is None else to.give_back(result)
 
 

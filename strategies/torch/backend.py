@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ _KNOWN_AS = {"UnisonoGroup": "torch.distributed"}
 
 # Tags of `Communicator.group` end here.
 _TAGS = 1 << 14
+
+
+# Where DDP makes its last buckets, which C++ does: in a forward pass, or in that of a rank that has
+# no more data.
+_DDP, _REBUILD = "torch.nn.parallel.distributed", ("_pre_forward", "main_hook")
 
 
 class _Default:
@@ -166,6 +172,8 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Give every rank the root's tensor."""
+        if self._buckets is not None and _tells_new_buckets(sys._getframe(1)):
+            self._buckets.expect(tensors[0].numel())
         run = partial(moves.broadcast, self.comm, tensors[0], opts.rootRank, self._limit)
         return self._start("broadcast", run, opts, tensors)
 
@@ -262,14 +270,12 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> distributed.Work:
         """Start sending a tensor to another rank."""
-        self._check_open("send")
-        message = messages.send(self.comm, tensors[0], dest, tag, self._limit)
+        message = self._message("send", tensors[0], dest, tag)
         return Pending(message, "send", tensors)
 
     def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> distributed.Work:
         """Start receiving a tensor from another rank."""
-        self._check_open("recv")
-        message = messages.receive(self.comm, tensors[0], source, tag, self._limit)
+        message = self._message("recv", tensors[0], source, tag)
         return Pending(message, "recv", tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> distributed.Work:
@@ -307,16 +313,17 @@ class UnisonoGroup(distributed.ProcessGroup):
         """Close the group without waiting for other ranks."""
         self._line.close(0.0)
 
-    def _check_open(self, operation: str) -> None:
-        """Refuse what would go on after an error, or the end of the group.
-
-        Raises:
-            DistBackendError: this is so.
-        """
+    def _message(
+        self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int
+    ) -> messages.Message:
+        """Start sending or receiving a tensor, unless the group has ended, also by an error."""
+        begin: Any = messages.send if operation == "send" else messages.receive
         try:
             self.comm.check_usable(operation)
-        except cc.CollectiveError as error:
+            message: messages.Message = begin(self.comm, tensor, peer, tag, self._limit)
+        except Exception as error:
             raise translated(error) from error.__cause__
+        return message
 
     def _start(
         self, operation: str, run: Callable[[], Any], opts: Any, results: Tensors
@@ -334,7 +341,7 @@ class UnisonoGroup(distributed.ProcessGroup):
         self, tensor: torch.Tensor, how: moves.Reduction, codec: cc.Compression = cc.NONE
     ) -> distributed.Work:
         """Reduce a bucket of DDP."""
-        if self._buckets is not None:
+        if self._buckets is not None and not tensor.is_sparse:
             self._line.now(partial(self._buckets.allreduce, tensor, how, self._limit, codec))
             return Done([tensor])
         run = partial(moves.allreduce, self.comm, [tensor], how, self._limit, codec)
@@ -342,3 +349,13 @@ class UnisonoGroup(distributed.ProcessGroup):
             self._line.now(run)
             return Done([tensor])
         return Pending(self._line.later(run), "allreduce", [tensor])
+
+
+def _tells_new_buckets(frame: FrameType) -> bool:
+    """Tell whether this calls a broadcast by which DDP says what its last buckets are.
+
+    Before the second forward pass rank 0 tells the order of the parameters, and then the size of
+    each bucket, so that the last of these broadcasts has as many elements as there are buckets.
+    """
+    code = frame.f_code
+    return code.co_name in _REBUILD and frame.f_globals.get("__name__") == _DDP

@@ -1,7 +1,9 @@
 """Buckets of DDP, moved to where all ranks of the node reduce them in place.
 
 DDP makes buckets of its own, and gives each to `allreduce` again and again, but for the one of the
-first backward pass. The second time that a bucket comes, the memory below it is exchanged::
+first backward pass. Before the second one it tells its ranks of the last buckets; some models have
+these from the beginning. So a bucket that was announced stays, and one that comes again. The memory
+below it is exchanged::
 
     before    bucket -> storage -> private memory     its views, such as `.grad`, know the storage
     after     bucket -> storage -> shared memory      private memory is given back
@@ -51,9 +53,14 @@ class Buckets:
     def __init__(self, comm: cc.Communicator) -> None:
         self._comm = comm
         self._regions: list[_Region] = []
-        # Storages that have come; those that have come twice, and were moved if all ranks could.
+        self._announced = 0  # buckets that will come, and stay
+        # Storages that have come once; those that stay, and were moved if all ranks could.
         self._once: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._twice: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._staying: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def expect(self, count: int) -> None:
+        """Take it that the next new buckets, so many, will come again and again."""
+        self._announced = count
 
     def allreduce(
         self, tensor: torch.Tensor, how: Reduction, limit: float, codec: cc.Compression
@@ -65,12 +72,14 @@ class Buckets:
 
     def _look_at(self, tensor: torch.Tensor, limit: float) -> None:
         storage = tensor.untyped_storage()
-        if storage in self._twice:
+        if storage in self._staying:
             return
         if storage not in self._once:
-            self._once.add(storage)
-            return
-        self._twice.add(storage)
+            if not self._announced:
+                self._once.add(storage)
+                return
+            self._announced -= 1
+        self._staying.add(storage)
         nbytes = storage.nbytes()
         if nbytes and tensor.nbytes == nbytes and tensor.is_contiguous():
             try:

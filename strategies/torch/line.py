@@ -31,9 +31,6 @@ from strategies.torch.work import translated
 
 __all__ = ["Line", "Operation"]
 
-# By which name errors call it; as in `strategies.distributed_optimizer`.
-_KNOWN_AS = {"Line": "torch.distributed, in the background"}
-
 # Seconds that the end of the program waits for what is in line.
 _DRAIN = 5.0
 
@@ -51,6 +48,7 @@ class Operation:
     def __init__(self, line: Line, run: Callable[[], Any]) -> None:
         self._line = line
         self._run: Callable[[], Any] | None = run
+        self._called_here = cc.calls_from_here()  # whichever thread carries it out
         self._over = threading.Event()
         self._callbacks: list[Callable[[], Any]] = []
         self._lock = threading.Lock()
@@ -79,7 +77,8 @@ class Operation:
         run, self._run = self._run, None  # whose arrays would live on with a forgotten future
         assert run is not None
         try:
-            run()
+            with self._called_here:
+                run()
         except BaseException as error:
             self.error = translated(error)
         while True:
@@ -113,7 +112,7 @@ class Line:
         if not self._jobs and self._turn.acquire(blocking=False):
             try:
                 run()
-            except cc.CollectiveError as error:
+            except Exception as error:
                 raise translated(error) from error.__cause__
             finally:
                 self._turn.release()

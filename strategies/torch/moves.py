@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -85,6 +84,9 @@ def allreduce(
 ) -> None:
     """Reduce tensors in place."""
     for tensor in tensors:
+        if tensor.is_sparse:
+            _allreduce_rows(comm, tensor, how, limit)
+            continue
         array, write = _lend(comm, tensor, adds=True)
         try:
             _reduce(comm, array, how, limit, out=array, codec=codec)
@@ -96,6 +98,26 @@ def allreduce(
             write()
 
 
+def _allreduce_rows(
+    comm: cc.Communicator, tensor: torch.Tensor, how: Reduction, limit: float
+) -> None:
+    """Reduce a sparse tensor in place: the result has the elements that any rank has."""
+    own = tensor.detach().coalesce()
+    sizes = tuple(own.shape[: own.sparse_dim()])
+    values, _ = lend(own.values())
+    if how.factor is not None:
+        values = values * np.asarray(how.factor, values.dtype)
+    where = np.ravel_multi_index(tuple(own.indices().cpu().numpy()), sizes)
+    found, rows = comm.sparse_allreduce(
+        where, values, num_rows=math.prod(sizes), op=how.op, timeout=limit
+    )
+    result = torch.empty(rows.shape, dtype=own.dtype)
+    shown(result)[...] = rows
+    indices = torch.from_numpy(np.stack(np.unravel_index(found, sizes)))
+    with torch.no_grad():
+        tensor.copy_(torch.sparse_coo_tensor(indices, result, own.shape, check_invariants=False))
+
+
 def differs_in_memory(error: cc.MismatchError) -> bool:
     """Tell whether ranks that reduce the same bucket differ only in where it lies.
 
@@ -103,10 +125,9 @@ def differs_in_memory(error: cc.MismatchError) -> bool:
     each time, and the others' are in shared memory, or about to be moved there by a call of
     `allgather_object` (`strategies.torch.buckets`). All ranks get the same error, so all do alike.
     """
-    text = str(error)
-    operations = set(re.findall(r"\((\w+)\) at ", text))
-    moving = operations == {"allreduce", "allgather_object"}
-    return moving or (operations == {"allreduce"} and "memory is " in text)
+    if error.operations == {"allreduce"}:
+        return "memory" in error.fields
+    return error.operations == {"allreduce", "allgather_object"}
 
 
 def broadcast(comm: cc.Communicator, tensor: torch.Tensor, root: int, limit: float) -> None:

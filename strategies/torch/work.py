@@ -38,21 +38,39 @@ class _CollectiveError(cc.CollectiveError, distributed.DistBackendError):
     """The same for all others."""
 
 
-_KINDS: tuple[tuple[type[cc.CollectiveError], type[cc.CollectiveError]], ...] = (
+class _ValueError(ValueError, RuntimeError):
+    """A wrong argument; Gloo raises a `RuntimeError`, which programs may catch."""
+
+
+class _TypeError(TypeError, RuntimeError):
+    """The same for `TypeError`."""
+
+
+_KINDS: tuple[tuple[type[Exception], type[Exception]], ...] = (
     (cc.MismatchError, _MismatchError),
     (cc.CollectiveTimeout, _CollectiveTimeout),
     (cc.PeerFailure, _PeerFailure),
     (cc.CollectiveError, _CollectiveError),
+    (ValueError, _ValueError),
+    (TypeError, _TypeError),
 )
+_OURS = tuple(ours for _, ours in _KINDS)
 for _, _kind in _KINDS:  # in tracebacks the name that users know
     _kind.__name__ = _kind.__qualname__ = _kind.__name__.removeprefix("_")
 
 
 def translated(error: BaseException) -> BaseException:
-    """Return an error that is also PyTorch's `DistBackendError`, if it is one between ranks."""
-    if not isinstance(error, cc.CollectiveError) or isinstance(error, distributed.DistBackendError):
+    """Return an error that programs for other backends catch, too.
+
+    What ranks learn of each other is also a `DistBackendError` of PyTorch, a wrong argument also a
+    `RuntimeError`.
+    """
+    if isinstance(error, _OURS):
         return error
-    made = next(ours for theirs, ours in _KINDS if isinstance(error, theirs))(*error.args)
+    kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), None)
+    if kind is None:
+        return error
+    made = kind(*error.args)
     vars(made).update(vars(error))
     made.__cause__, made.__suppress_context__ = error.__cause__, True
     return made.with_traceback(error.__traceback__)

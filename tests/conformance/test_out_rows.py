@@ -222,6 +222,35 @@ def test_an_out_that_does_not_fit_is_an_error_for_ranks_that_have_a_plan(world):
     world.run(check)
 
 
+@pytest.mark.parametrize("base", [3, 5_000, 200_000])
+def test_a_repeated_gather_while_ranks_bring_other_rows(world, base):
+    """At once, in parts, and in several slots; who brings the same all the time has a plan."""
+
+    def check(comm):
+        for step in range(7):
+            root = step // 4 % comm.size
+            rows = [base + rank * (step % 3 == 1) for rank in range(comm.size)]
+            x = np.full(rows[comm.rank], comm.rank + step, F32)
+            out = np.zeros(sum(rows), F32) if comm.rank == root and step % 2 else None
+            found = comm.gather(x, root, out=out)
+            if comm.rank != root:
+                assert found is None
+                continue
+            assert out is None or found is out
+            np.testing.assert_array_equal(found, np.repeat(np.arange(comm.size) + step, rows))
+        x, whole = np.ones(base, F32), comm.size * base
+        comm.gather(x)
+        out = np.zeros(whole + 1, F32) if comm.rank == 0 else None
+        error = raised(lambda: comm.gather(x, out=out))
+        assert isinstance(error, ValueError if comm.rank == 0 else cc.MismatchError)
+        assert f"expected ({whole},), got ({whole + 1},)" in str(error)
+        found = comm.gather(x)
+        assert (found is None) == (comm.rank != 0)
+        assert comm.rank != 0 or found.sum() == whole
+
+    world.run(check)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_repeated_out_while_other_ranks_bring_other_rows(world, inside):
     def check(comm):

@@ -129,14 +129,18 @@ def test_ranks_that_disagree_about_a_known_call_all_say_so_and_go_on(world):
     def check(comm):
         if comm.size == 1:
             return
-        x = np.ones(4, np.float32)
+        x, large = np.ones(4, np.float32), np.ones(300_000, np.float32)
         calls = [
+            lambda: comm.broadcast(large, 0, out=large),
+            lambda: comm.allgather(large),
+            lambda: comm.gather(large),
             lambda: comm.allreduce(x, op=cc.SUM),
             lambda: comm.allreduce(x, op=cc.MAX),
             lambda: comm.allreduce(x[:2], op=cc.SUM),
             lambda: comm.reduce(x, 0, op=cc.SUM),
             lambda: comm.broadcast(x, 0),
             lambda: comm.broadcast(x, 1),
+            lambda: comm.gather(x),
             lambda: comm.allgather(x),
             lambda: comm.reduce_scatter(x),
             comm.barrier,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,28 @@ def test_ddp_trains_as_one_process(torch_ranks, hook, options):
         model.register_comm_hook(*HOOKS[hook])
     train(model, rank, 8, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     assert_alike(model, alone(size, 8), 1e-5 if "16" not in hook else 0.02)
+
+
+def is_shared(tensor):
+    """Whether the elements lie in a file that is mapped for several processes."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        places, kind, *_ = line.split()
+        first, _, last = places.partition("-")
+        if int(first, 16) <= tensor.data_ptr() < int(last, 16):
+            return kind.endswith("s")
+    return False
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_gradients_lie_where_they_are_reduced_from_the_second_backward_pass_on(
+    torch_ranks, world, options
+):
+    rank, size = torch_ranks
+    model = DDP(network(), gradient_as_bucket_view=True, bucket_cap_mb=0.005, **options)
+    for step in range(3):
+        loss_of(model, *batch_of(rank, step)).backward()
+        found = {is_shared(parameter.grad) for parameter in model.parameters()}
+        assert found == {step > 0 and size > 1 and world.shared}
 
 
 def test_ddp_stays_alike_for_200_steps(torch_ranks):

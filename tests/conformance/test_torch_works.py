@@ -144,6 +144,10 @@ def test_calls_that_differ_are_one_error_on_all(torch_ranks, asynchronous):
     with pytest.raises(cc.MismatchError, match="rank 0") as caught:
         call()
     assert isinstance(caught.value, dist.DistBackendError)
+    line = call.__code__.co_firstlineno + 1
+    assert f"test_torch_works.py:{line}" in str(caught.value)
+    assert "torch.distributed.allreduce" in str(caught.value)
+    assert caught.value.operations == {"allreduce"}
     future = dist.all_reduce(x, async_op=True).get_future()
     with pytest.raises(RuntimeError, match="allreduce"):
         future.wait()

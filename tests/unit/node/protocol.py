@@ -32,6 +32,8 @@ X86_64, ARM64 = "x86-64", "ARM64"
 LOAD, STORE, RELEASE, WAIT, FENCE = "load", "store", "release", "wait", "fence"
 
 TURNS = 2  # rounds of a call that has several
+# Of a slot, whose two places are put and read as one, or each by itself.
+WHOLE, HALVES = ((False, True),), ((False,), (True,))
 RESULT = 1000  # of a round, where data of the round are meant by its number
 
 
@@ -52,8 +54,8 @@ class Wrong(Exception):
 class Rank:
     """Writes down the steps of a rank.
 
-    The methods are the functions of `collectives.node.rounds` and `meeting`, with their names and
-    in their order. `without` leaves one thing out: what a method does for a word, such as
+    The methods are the functions of `collectives.node.rounds`, `flows` and `meeting`, with their
+    names and in their order. `without` leaves one thing out: what a method does for a word, such as
     ("pipelined", "wait", "READY"), or one of two places, such as ("", "slot", "").
 
     Args:
@@ -62,6 +64,7 @@ class Rank:
         places: numbers of places by their names, which all ranks share.
         streams: whether what is put into a slot is streamed, by how often that was done before.
         without: see above.
+        parts: in which a flow puts and reads the two places of a slot.
     """
 
     def __init__(
@@ -71,8 +74,10 @@ class Rank:
         places: dict[tuple[object, ...], int],
         streams: Callable[[int], bool],
         without: tuple[str, str, str],
+        parts: Sequence[Sequence[bool]] = WHOLE,
     ) -> None:
         self.rank, self.places, self.streams, self.without = rank, places, streams, without
+        self.parts = parts
         self.everybody = range(size)
         self.others = [other for other in self.everybody if other != rank]
         self.steps: list[Step] = []
@@ -151,20 +156,34 @@ class Rank:
             self._store(("array", rank, self.rank), number + RESULT)
 
     def publish(self) -> None:
-        self.announce(self.next_round(TURNS))
-        for number in range(self.first, self.first + TURNS):
-            self.put(number, result=False)
-            self.put(number, result=True)  # the whole slot
-            self.tell("FILLED", number)
-            self.wait("FILLED", number)
-            if number == self.first:
-                self.agreed()
-            self.copy_wanted(number)
-
-    def copy_wanted(self, number: int) -> None:
+        number = self.next_round()
+        self.announce(number)
+        self.put(number, result=False)
+        self.put(number, result=True)  # the whole slot
+        self.tell("FILLED", number)
+        self.wait("FILLED", number)
+        self.agreed()
         for rank in self.others:
             self.read(rank, number, result=False)
             self.read(rank, number, result=True)
+
+    def flow(self) -> None:
+        self.announce(self.next_round(TURNS))
+        for number in range(self.first, self.first + TURNS):
+            self.tell("FILLED", number)
+            for part, halves in enumerate(self.parts):
+                for result in halves:
+                    self.put(number, result=result)
+                self.tell("PARTS", 2 * number + part)
+            if number == self.first:
+                self.wait("FILLED", number)
+                self.agreed()
+            for part, halves in enumerate(self.parts):
+                for rank in self.others:
+                    self.wait_for(rank, 2 * number + part)
+                    for result in halves:
+                        self.read(rank, number, result=result)
+            self.wait("FILLED", number)
 
     def next_round(self, rounds: int = 1) -> int:
         self.first = self.number + 1
@@ -208,6 +227,11 @@ class Rank:
             for rank in self.others:
                 self.steps.append(Step(WAIT, self._place((word, rank)), number))
 
+    def wait_for(self, rank: int, number: int) -> None:
+        self.said.append(("wait", "PARTS"))
+        if not self._is_left_out("wait", "PARTS"):
+            self.steps.append(Step(WAIT, self._place(("PARTS", rank)), number))
+
     def _fence(self, word: str) -> None:
         if not self._is_left_out("fence", word):
             self.steps.append(Step(FENCE, -1, 0))
@@ -234,6 +258,7 @@ KINDS = {
     "reduce_scatter": Rank.reduce_scatter,
     "shared": Rank.shared,
     "publish": Rank.publish,
+    "flow": Rank.flow,
 }
 
 
@@ -275,7 +300,8 @@ def explore(
     places: dict[tuple[object, ...], int] = {}
     programs = []
     for number in range(size):
-        rank = Rank(number, size, places, lambda put, n=number: streams(n, put), without)
+        parts = HALVES if size == 2 else WHOLE  # of which three ranks have too many states
+        rank = Rank(number, size, places, lambda put, n=number: streams(n, put), without, parts)
         for kind in calls:
             rank.call(kind)
         programs.append(rank.steps)

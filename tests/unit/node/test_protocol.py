@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from collectives.node import rounds
+from collectives.node import flows, rounds
 from pairwise import also
 from protocol import ARM64, KINDS, X86_64, Wrong, explore, steps_of
 
@@ -66,7 +66,8 @@ def test_three_ranks_find_what_is_meant_for_them_in_every_order(processor, strea
 
 
 # What a kind of call does for each word. `reduce_scatter` and `shared` put nothing before READY and
-# before either word: their fences are those of the others, and not needed.
+# before either word, `flow` nothing before FILLED: their fences are those of the others, and not
+# needed.
 NEEDED = {
     ("wait", "FILLED"): list(KINDS),
     ("wait", "READY"): ["pipelined", "reduce_scatter", "shared"],
@@ -74,6 +75,9 @@ NEEDED = {
     ("release", "READY"): ["pipelined", "reduce_scatter", "shared"],
     ("fence", "FILLED"): ["one_shot", "pipelined", "reduce_scatter", "publish"],
     ("fence", "READY"): ["pipelined"],
+    ("wait", "PARTS"): ["flow"],
+    ("release", "PARTS"): ["flow"],
+    ("fence", "PARTS"): ["flow"],
     ("fence", "change"): [""],
     ("slot", ""): [""],
     ("hash", ""): [""],
@@ -102,7 +106,8 @@ def steps_written(kind):
     """Return what a kind of call in `rounds` says to the others, in the order of its text."""
     functions = {
         node.name: node
-        for node in ast.parse(inspect.getsource(rounds)).body
+        for module in (rounds, flows)
+        for node in ast.parse(inspect.getsource(module)).body
         if isinstance(node, ast.FunctionDef)
     }
 
@@ -113,6 +118,8 @@ def steps_written(kind):
             name = ast.unparse(node.func)
             if name in ("wait", "tell"):
                 yield name, ast.unparse(node.args[1]).removeprefix("w.")
+            elif name == "wait_for":
+                yield "wait", "PARTS"
             elif name in ("announce", "put", "agreed"):
                 yield name, ""
             elif name in functions:
@@ -121,7 +128,7 @@ def steps_written(kind):
     return list(follow(functions[kind]))
 
 
-@pytest.mark.parametrize("kind", ["one_shot", "pipelined", "shared", "publish"])
+@pytest.mark.parametrize("kind", ["one_shot", "pipelined", "shared", "publish", "flow"])
 def test_the_model_takes_the_steps_of_the_rounds(kind):
     """Up to the end of the first turn; parts of slots, which have several sizes, count once."""
 
