@@ -36,7 +36,13 @@ class _TooFew(errors.UnavailableError):
     """Fewer ranks live than the program wants."""
 
 
-def run_elastic(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
+def run_elastic(
+    train: Callable[[State], T],
+    state: State,
+    *,
+    min_ranks: int = 1,
+    on_reset: Callable[[], object] | None = None,
+) -> T:
     """Call `train(state)`; when ranks have died, again, by those that live, from the last commit.
 
     In a job that outlives its ranks: Open MPI >= 5 under `mpirun --with-ft ulfm`. In any other the
@@ -52,6 +58,7 @@ def run_elastic(train: Callable[[State], T], state: State, *, min_ranks: int = 1
         train: what to do; begins where `state` is.
         state: what it goes on from.
         min_ranks: how few may go on.
+        on_reset: called after ranks have died, when the state is that of the commit again.
 
     Returns:
         What `train` has returned; all ranks that live return together.
@@ -80,6 +87,8 @@ def run_elastic(train: Callable[[State], T], state: State, *, min_ranks: int = 1
         try:
             if began is not None or state.number < 0:
                 _go_on(state, min_ranks, began)
+                if began is not None and on_reset is not None:
+                    on_reset()
                 began = None
             result = train(state)
             if state.comm.agreed(True):
