@@ -44,7 +44,7 @@ FLOORS = {
         {"replicas"},
         {"averaging"},
         {"jax", "strategy", "torch"},
-        {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous"},
+        {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous", "tpu"},
         {"horovod"},
         {"__init__"},
         {"__main__"},
