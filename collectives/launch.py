@@ -238,10 +238,11 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     """From now on, let an exception that nobody catches end all ranks of the job.
 
     The rank prints its traceback, each line marked with `[rank/size]`, with the page about errors
-    of its kind, and calls `MPI_Abort`; the exit status is 1. Where all ranks raise the same error, one of them prints it. This holds for
-    the main thread and all others. `sys.exit` on the main thread with a text, or a status other
-    than 0, does the same, with that text and status. Nothing is changed inside pytest and IPython,
-    which show exceptions themselves, in a world of one, and in forked children.
+    of its kind, and calls `MPI_Abort`; the exit status is 1. Where all ranks raise the same error,
+    one of them prints it. This holds for the main thread and all others. `sys.exit` on the main
+    thread with a text, or a status other than 0, does the same, with that text and status. Nothing
+    is changed inside pytest and IPython, which show exceptions themselves, in a world of one, and
+    in forked children.
 
     Where a job survives the death of a rank (`is_fault_tolerant`), only this rank ends, by SIGKILL;
     where all end, the last one with the status. But a `CollectiveTimeout` ends the job there, too.

@@ -14,6 +14,7 @@ from strategies import arrays, errors
 from strategies.agreement import compare, raise_everywhere
 from strategies.training import content, events
 from strategies.training import things as kinds
+from strategies.training.distributed import Parts
 from strategies.training.put_back import put_back
 
 __all__ = ["State"]
@@ -187,7 +188,7 @@ class State:
         others = self._others()
         # Things may keep what they are given.
         tensors = {name: array.copy() for name, array in copy.tensors.items()}
-        new, puts = put_back(copy.nodes, tensors, others, None)
+        new, puts = put_back(copy.nodes, tensors, others, None, Parts({}))
         for put in puts:
             put()
         self._things |= new

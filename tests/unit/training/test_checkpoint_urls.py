@@ -178,7 +178,7 @@ def test_a_second_job_is_found_out_and_harms_nothing(root, monkeypatch):
     checkpoint.save(root, {"w": np.ones(1)}, step=1)
     kind = type(fsspec.core.url_to_fs(root)[0])
     done = []
-    real_open = kind._open
+    real_open = kind.open
 
     def opened(files, *args, **kwargs):
         if not done and "wb" in (*args, *kwargs.values()):
@@ -186,7 +186,7 @@ def test_a_second_job_is_found_out_and_harms_nothing(root, monkeypatch):
             checkpoint.save(root, {"w": np.full(1, 5)}, step=5)  # between two steps of the first
         return real_open(files, *args, **kwargs)
 
-    monkeypatch.setattr(kind, "_open", opened)
+    monkeypatch.setattr(kind, "open", opened)
     with pytest.raises(errors.FailedPreconditionError, match="another writer"):
         checkpoint.save(root, {"w": np.full(1, 2)}, step=2)
     assert checkpoint.restore(root).tensors["w"].tolist() == [5]
