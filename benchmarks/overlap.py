@@ -1,4 +1,4 @@
-"""A training step of PyTorch between machines: with and without overlap, and DDP over Gloo.
+"""A training step of PyTorch between machines: with and without overlap, and DDP.
 
     python benchmarks/overlap.py [--json FILE] [--rounds 3] [--mbit 1000] [--width 1024]
 
@@ -77,6 +77,7 @@ def rank_main(width: int) -> int:
 
     import collectives as cc
     import strategies
+    import strategies.torch  # the backend
 
     comm = cc.init()
     address = f"tcp://10.77.0.1:{PORT}"
@@ -96,14 +97,18 @@ def rank_main(width: int) -> int:
             model, strategies.DistributedOptimizer(optimizer, **options)
         )  # fmt: skip
 
+    def ddp(group):
+        return lambda model, optimizer: (
+            torch.nn.parallel.DistributedDataParallel(model, process_group=group), optimizer
+        )  # fmt: skip
+
     ways = {
         "alone": made(lambda model, optimizer: (model, optimizer)),
         "in the step": made(distributed()),
         "overlap": made(distributed(overlap=True)),
         "overlap, FP16": made(distributed(overlap=True, compression=cc.FP16)),
-        "DDP": made(
-            lambda model, optimizer: (torch.nn.parallel.DistributedDataParallel(model), optimizer)
-        ),
+        "DDP, unisono": made(ddp(torch.distributed.new_group(backend="unisono"))),
+        "DDP, Gloo": made(ddp(torch.distributed.group.WORLD)),
     }
     x = torch.randn(BATCH, width)
     times: dict[str, list[float]] = {way: [] for way in ways}

@@ -1,41 +1,73 @@
-"""Training steps by DDP, and all-reduces of torch.distributed: this backend beside Gloo, in turns.
+"""Training steps, and all-reduces of torch.distributed: this project beside Gloo, in turns.
 
-    mpirun -np 2 python benchmarks/torch_step.py
+    mpirun -np 2 python benchmarks/torch_step.py [--only steps|calls]
 
-Prints medians, in milliseconds and microseconds, and how many times as long Gloo takes.
+Prints medians, in milliseconds and microseconds, and how many times as long DDP, or `all_reduce`,
+takes over Gloo. `alone` is the same step without any exchange: nothing is faster than that.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 
 import torch
+from shapes import resnet50
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import strategies.torch  # noqa: F401  (the backend)
+import strategies
+import strategies.torch  # the backend
 
-ROUNDS, FIRST = 15, 4
+ROUNDS, FIRST = 2, 3
+
+# Calls that are timed together: one alone would mostly be the wait for the other rank.
+CALLS = {4 << 10: 100, 1 << 20: 10, 64 << 20: 1}
 
 
 def main() -> None:
+    """Measure what was asked for; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=["steps", "calls"])
+    options = parser.parse_args()
     torch.set_num_threads(1)
     distributed.init_process_group("unisono")
     groups = {
         "unisono": distributed.group.WORLD,
         "Gloo": distributed.new_group(backend="gloo"),
     }
-    images, rows = torch.randn(16, 1, 28, 28), torch.randn(8, 2048)
-    for view in (False, True):
-        for name, make, x in (("perceptron 25 M", perceptron, rows), ("small CNN", cnn, images)):
-            steps = {g: step(make(), x, group, view) for g, group in groups.items()}
-            report(f"{name}{', bucket views' if view else ''}", "ms", measure(steps, ROUNDS))
-    for nbytes in (4 << 10, 1 << 20, 64 << 20):
-        x = torch.zeros(nbytes // 4)
-        calls = {g: call(x, group) for g, group in groups.items()}
-        report(f"all_reduce {nbytes >> 10} KiB", "us", measure(calls, 20 if nbytes > 1e7 else 300))
+    if options.only != "calls":
+        rows = torch.randn(8, 2048)
+        for name, make, x in (
+            ("161 tensors of ResNet-50", Gradients, torch.ones(1)),
+            ("perceptron 25 M", perceptron, rows),
+            ("small CNN", cnn, torch.randn(16, 1, 28, 28)),
+        ):
+            ways = {"alone": in_step(make(), x, None), "optimizer": in_step(make(), x, False)}
+            ways["overlap"] = in_step(make(), x, True)
+            for group_name, group in groups.items():
+                ways[group_name] = step(make(), x, group, False)
+                ways[f"{group_name}, views"] = step(make(), x, group, True)
+            report(name, "ms", measure(ways, ROUNDS))
+    if options.only != "steps":
+        for nbytes, count in CALLS.items():
+            x = torch.zeros(nbytes // 4)
+            calls = {g: call(x, group, count) for g, group in groups.items()}
+            report(f"all_reduce {nbytes >> 10} KiB", "us", measure(calls, 2 * ROUNDS, count))
     distributed.destroy_process_group()
+
+
+class Gradients(nn.Module):
+    """The parameters of ResNet-50, and hardly anything to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(shape) for shape in resnet50()])
+
+    def forward(self, x):
+        """Read every parameter once."""
+        return sum((w * x).sum() for w in self.weights)
 
 
 def perceptron() -> nn.Module:
@@ -63,11 +95,29 @@ def step(module, x, group, view):
     return run
 
 
-def call(x, group):
-    return lambda: distributed.all_reduce(x, group=group)
+def in_step(module, x, overlap):
+    """A step by `DistributedOptimizer`; without any exchange if `overlap` is None."""
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    if overlap is not None:
+        optimizer = strategies.DistributedOptimizer(optimizer, overlap=overlap)
+
+    def run():
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+
+    return run
 
 
-def measure(runs, rounds):
+def call(x, group, count):
+    def run():
+        for _ in range(count):
+            distributed.all_reduce(x, group=group)
+
+    return run
+
+
+def measure(runs, rounds, count=1):
     """Return the median seconds of each, taken in turns; the first rounds do not count."""
     times = {name: [] for name in runs}
     for number in range(rounds + FIRST):
@@ -76,16 +126,17 @@ def measure(runs, rounds):
             began = time.perf_counter()
             run()
             if number >= FIRST:
-                times[name].append(time.perf_counter() - began)
+                times[name].append((time.perf_counter() - began) / count)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def report(what, unit, medians):
     if distributed.get_rank() == 0:
         factor = {"ms": 1e3, "us": 1e6}[unit]
-        told = "  ".join(f"{name} {t * factor:9.2f}" for name, t in medians.items())
-        ratio = medians["Gloo"] / medians["unisono"]
-        print(f"{what:32} {unit}  {told}  Gloo/unisono {ratio:5.2f}", flush=True)
+        print(f"{what}, {unit}")
+        for name, seconds in medians.items():
+            ratio = medians["Gloo"] / seconds
+            print(f"    {name:16} {seconds * factor:9.2f}   Gloo is {ratio:5.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from collectives.errors import (
     MismatchError,
     PeerFailure,
 )
-from collectives.launch import launched_processes
+from collectives.launch import is_fault_tolerant, launched_processes
 from collectives.operations.heads import Envelope
 from collectives.operations.plan import Plan
 from collectives.operations.recorder import calls_from_here
@@ -76,6 +76,7 @@ __all__ = [
     "Request",
     "calls_from_here",
     "from_mpi",
+    "is_fault_tolerant",
     "launched_processes",
     "timeline_span",
 ]

@@ -14,13 +14,20 @@ from collectives.errors import LaunchError
 
 if TYPE_CHECKING:
     from collectives import links, settings
+    from collectives.simulation.cluster import Cluster
 
 # The other modules are imported by the command that needs them: `explain` does without MPI.
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status, the same on all ranks."""
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["simulate"]:
+        try:
+            words = _with_file(words)
+        except (ImportError, OSError, ValueError) as error:
+            return _refuse(error)
+    options = _parser().parse_args(words)
     try:
         status: int = options.run(options)
     except LaunchError as error:
@@ -130,10 +137,12 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     def gigabits(text: str) -> float:
         return 8e-9 / links.seconds_per_byte(text)
 
+    text = "a file that says some of the options of a cluster, nodes to dead, below [cluster]"
+    simulate.add_argument("--cluster", type=Path, metavar="FILE", help=text)
     simulate.add_argument("--op", default="allreduce", help="default %(default)s")
     text = "of the whole array: 64M, FIRST:LAST in steps of 4, or A,B,C"
-    simulate.add_argument("--bytes", required=True, help=text)
-    simulate.add_argument("--nodes", type=int, required=True)
+    simulate.add_argument("--bytes", help=text)
+    simulate.add_argument("--nodes", type=int)
     simulate.add_argument("--ranks", type=int, default=1, help="on each node (default 1)")
     text = "of a node's line in either direction, as 100Gbit/s"
     simulate.add_argument("--link", dest="gigabits", type=gigabits, metavar="RATE", help=text)
@@ -151,8 +160,21 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     text = "a rank whose program is slower, as 3:10; may be said several times"
     simulate.add_argument("--slow", type=_slow, action="append", default=[], help=text)
+    text = "a rank that dies after some time of the simulated clock, as 3:2ms; also several times"
+    simulate.add_argument("--dead", type=_dead, action="append", default=[], help=text)
+    text = "instead of a call a training step of every rank, on 1, 2, 4 ... of the nodes"
+    simulate.add_argument("--step", action="store_true", help=text)
+    text = "of a step: how long a rank computes, as 150ms"
+    simulate.add_argument("--compute", type=links.seconds, metavar="TIME", help=text)
+    text = "of a step: standard deviation of that over its mean (default %(default)g)"
+    simulate.add_argument("--spread", type=float, default=0.0, help=text)
+    text = "of a step: bytes of its buckets, as they get ready: 25M,25M,48M"
+    simulate.add_argument("--gradients", metavar="BYTES", help=text)
+    text = "of a step: reduce buckets while later ones are computed"
+    simulate.add_argument("--overlap", action="store_true", help=text)
+    simulate.add_argument("--half", action="store_true", help="of a step: send 16 bits for 32")
     _limit(simulate, "--within", 60.0, "how long one algorithm may take to simulate")
-    text = "draw the times of all sizes, with matplotlib"
+    text = "draw the times of all sizes, or the efficiency of steps, with matplotlib"
     simulate.add_argument("--picture", type=Path, metavar="FILE.png", help=text)
     simulate.set_defaults(run=_simulate)
 
@@ -232,13 +254,20 @@ def _simulate(options: argparse.Namespace) -> int:
 
     try:
         _, known = _links(options)
+        for name in ("nodes", *(["compute", "gradients"] if options.step else ["bytes"])):
+            if getattr(options, name) is None:
+                raise ValueError(f"simulate: --{name} is missing")
         cluster = Cluster(
             options.nodes * options.ranks, options.nodes, known.machine,
             nodes_per_switch=options.switch, oversubscription=options.oversubscribed,
             noise=options.noise, seed=options.seed, slow=dict(options.slow),
+            deaths=dict(options.dead),
         )  # fmt: skip
         if options.picture is not None and not plot.is_possible():
             raise ValueError("--picture needs matplotlib: pip install matplotlib")
+        if options.step:
+            _simulate_step(options, cluster)
+            return 0
         found = []
         for nbytes in units.sizes(options.bytes):
             question = Question(options.op, nbytes)
@@ -250,6 +279,33 @@ def _simulate(options: argparse.Namespace) -> int:
     except (ImportError, OSError, ValueError) as error:
         return _refuse(error)
     return 0
+
+
+def _simulate_step(options: argparse.Namespace, cluster: Cluster) -> None:
+    from collectives.simulation.training import Compute
+    from collectives.tools import plot, simulate_step, units
+
+    step = simulate_step.Step(
+        Compute(options.compute, options.spread, seed=options.seed),
+        units.sizes(options.gradients), options.overlap, options.half,
+    )  # fmt: skip
+    found = simulate_step.points(step, cluster, options.within)
+    print(simulate_step.table(step, found))
+    if options.picture is not None:
+        curve = [(point.nodes, point.efficiency) for point in found]
+        plot.draw_efficiency("a training step, simulated", curve, options.picture)
+
+
+def _with_file(arguments: list[str]) -> list[str]:
+    """Put what a cluster's file says before the other options, which count where both say it."""
+    from collectives.tools import simulate
+
+    for at, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--cluster" and (equals or at + 1 < len(arguments)):
+            file = Path(value if equals else arguments[at + 1])
+            return [arguments[0], *simulate.options_of(file), *arguments[1:]]
+    return arguments
 
 
 def _links(options: argparse.Namespace) -> tuple[settings.Settings, links.Links]:
@@ -276,6 +332,13 @@ def _refuse(error: Exception) -> int:
 def _slow(text: str) -> tuple[int, float]:
     rank, _, factor = text.partition(":")
     return int(rank), _seconds(factor)
+
+
+def _dead(text: str) -> tuple[int, float]:
+    from collectives import links
+
+    rank, _, after = text.partition(":")
+    return int(rank), links.seconds(after)
 
 
 def _seconds(text: str) -> float:

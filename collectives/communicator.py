@@ -138,6 +138,7 @@ class Communicator(Group):
     plan_buckets = buckets.plan_buckets
     split = groups.split
     group = groups.group
+    agreed = shrink.agreed
     shrink = shrink.shrink
 
     allreduce_async = asynchronous(allreduce)

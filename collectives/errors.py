@@ -27,6 +27,7 @@ __all__ = [
     "PeerFailure",
     "await_turn",
     "in_turn",
+    "page",
     "some",
 ]
 
@@ -75,6 +76,19 @@ def some(texts: Sequence[str], most: int = 8) -> str:
     """
     more = f", and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def page(error: BaseException) -> str | None:
+    """Return where the documentation says what an error means and what to do; None if not ours.
+
+    Example:
+        >>> page(MismatchError("ranks disagree"))
+        'docs/errors.md#mismatcherror'
+    """
+    for kind in type(error).__mro__:
+        if kind.__module__ in ("collectives.errors", "strategies.errors"):
+            return f"docs/errors.md#{kind.__name__.lower()}"
+    return None
 
 
 def in_turn(error: E, turn: int) -> E:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from collectives.errors import CollectiveTimeout, LaunchError, await_turn
+from collectives.errors import CollectiveTimeout, LaunchError, await_turn, page
 from collectives.settings import Settings
 
 if TYPE_CHECKING:
@@ -237,11 +237,12 @@ def _count(text: str) -> int:
 def abort_on_exception(world: MPI.Intracomm) -> None:
     """From now on, let an exception that nobody catches end all ranks of the job.
 
-    The rank prints its traceback, each line marked with `[rank/size]`, and calls `MPI_Abort`; the
-    exit status is 1. Where all ranks raise the same error, one of them prints it. This holds for
-    the main thread and all others. `sys.exit` on the main thread with a text, or a status other
-    than 0, does the same, with that text and status. Nothing is changed inside pytest and IPython,
-    which show exceptions themselves, in a world of one, and in forked children.
+    The rank prints its traceback, each line marked with `[rank/size]`, with the page about errors
+    of its kind, and calls `MPI_Abort`; the exit status is 1. Where all ranks raise the same error,
+    one of them prints it. This holds for the main thread and all others. `sys.exit` on the main
+    thread with a text, or a status other than 0, does the same, with that text and status. Nothing
+    is changed inside pytest and IPython, which show exceptions themselves, in a world of one, and
+    in forked children.
 
     Where a job survives the death of a rank (`is_fault_tolerant`), only this rank ends, by SIGKILL;
     where all end, the last one with the status. But a `CollectiveTimeout` ends the job there, too.
@@ -269,7 +270,9 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     def abort(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        end("".join(traceback.format_exception(kind, error, trace)), 1, error)
+        text = "".join(traceback.format_exception(kind, error, trace))
+        place = None if error is None else page(error)
+        end(text if place is None else f"{text}what to do: {place}", 1, error)
         sys.__excepthook__(kind, error or kind(), trace)  # in a forked child, or after MPI
 
     def abort_thread(args: threading.ExceptHookArgs) -> None:

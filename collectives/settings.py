@@ -16,7 +16,13 @@
 | `UNISONO_NODE_LINK` | alpha=2us,beta=8GB/s,gamma=30GB/s | tuned | cost of messages inside a node |
 | `UNISONO_NETWORK_LINK` | as above | tuned | cost of messages between nodes |
 
-Read by `strategies`: `UNISONO_CLUSTER`, such as `ps:2,worker:*`, the jobs of a cluster's ranks.
+Read by `strategies`:
+
+| variable | meaning |
+| --- | --- |
+| `UNISONO_CLUSTER` | the jobs of a cluster's ranks, such as `ps:2,worker:*` |
+| `UNISONO_EVENTS` | directory for what happens to the job (`strategies.training.events`) |
+| `UNISONO_FAULT` | faults on purpose, for tests (`strategies.training.faults`) |
 
 A variable that begins with `UNISONO_` and is none of those is most likely a slip: `init` warns.
 """
@@ -154,5 +160,5 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "UNISONO_CUDA_AWARE": ("cuda_aware", partial(_one_of, get_args(CudaAware))),
 }
 
-VARIABLES = (*_READERS, "UNISONO_CLUSTER")
+VARIABLES = (*_READERS, "UNISONO_CLUSTER", "UNISONO_EVENTS", "UNISONO_FAULT")
 """What the packages read."""

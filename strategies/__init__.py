@@ -47,6 +47,7 @@ from strategies.synchronous import (
     get_strategy,
     in_cross_replica_context,
 )
+from strategies.tpu import TPUStrategy
 from strategies.training.checkpoint_manager import CheckpointManager
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "Server",
     "SpareReplicaStrategy",
     "Strategy",
+    "TPUStrategy",
     "Variable",
     "accumulators",
     "broadcast_optimizer_state",

@@ -1,6 +1,6 @@
 """`python -m strategies`: look at checkpoints (`checkpoint`), try the library (`demo`).
 
-`python -m strategies submit PROGRAM ... -- ARGUMENTS` writes a batch script and submits it to Slurm.
+`python -m strategies submit PROGRAM ... -- ARGUMENTS` submits a batch script to Slurm.
 """
 
 from __future__ import annotations

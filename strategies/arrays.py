@@ -56,6 +56,8 @@ def host(array: Any) -> npt.NDArray[Any] | None:
     """View an array as a NumPy array, without a copy; None if it is on a device."""
     if isinstance(array, (np.ndarray, np.generic)):
         return np.asarray(array)
+    if hasattr(array, "addressable_shards") and len(array.devices()) > 1:  # JAX, on several devices
+        return np.asarray(array) if next(iter(array.devices())).platform == "cpu" else None
     device = getattr(array, "__dlpack_device__", None)
     if device is None or device()[0] not in (_CPU, _CPU_PINNED):
         return None
@@ -182,7 +184,7 @@ def near(like: Any, array: Any) -> Any:
     xp, there = place(like)
     if there is None or array_api_compat.device(array) == there:
         return array
-    if array_api_compat.is_jax_array(like):
+    if array_api_compat.is_jax_array(array):
         return array.to_device(there)
     with at(like):
         return xp.asarray(array, device=there)

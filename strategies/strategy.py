@@ -26,7 +26,7 @@ from strategies.ranks import Ranks
 from strategies.replicas import context, datasets, reductions, run
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy, ValueContext
-from strategies.replicas.devices import CPU, parse_devices
+from strategies.replicas.devices import CPU, parse_devices, put
 from strategies.replicas.per_replica import PerReplica, differs, select
 from strategies.replicas.reductions import Axis, ReduceOp
 from strategies.replicas.variable import Aggregation, Synchronization, Variable
@@ -318,6 +318,15 @@ class Strategy:
         """
         change()
 
+    def placed(self, value: Any, *, shared: bool) -> list[Any]:
+        """Return an array for each replica of this process, on its device.
+
+        Args:
+            value: the array; it may be returned itself.
+            shared: whether replicas may see one array.
+        """
+        return [put(value, name) if self.is_placed else value for name in self.devices]
+
     def distribute_dataset(
         self, batches: Iterable[Any], *, policy: Policy = "data"
     ) -> Iterator[Any]:
@@ -370,7 +379,7 @@ class Strategy:
         return PerReplica(tuple(value_fn(ValueContext(first + i, total)) for i in range(count)))
 
     def _on_devices(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return datasets.on_devices(batches, self.devices) if self.is_placed else batches
+        return datasets.on_devices(batches, self.devices, put) if self.is_placed else batches
 
     def _refuse_taken(self, name: str) -> None:
         if name in self._names:

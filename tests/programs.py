@@ -19,7 +19,7 @@ from launcher import ROOT, mpirun_path, run
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _OF_ONE_RUN = "<!-- numbers and folders are of one run -->"
-_ANY = re.compile(r"\d+(?:\.\d+)?|/[\w/-]+(?=/)")
+_ANY = re.compile(r"\d+(?:\.\d+)?|/[\w./-]+(?=/)")
 _NAME = re.compile(r"`([\w-]+\.py)`")
 
 

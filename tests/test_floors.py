@@ -45,7 +45,7 @@ FLOORS = {
         {"averaging"},
         {"jax", "strategy", "torch"},
         {"wrapping"},
-        {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous"},
+        {"distributed_optimizer", "parameter_server", "spare_replica", "synchronous", "tpu"},
         {"demo", "horovod"},
         {"__init__"},
         {"__main__"},

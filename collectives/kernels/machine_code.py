@@ -15,7 +15,8 @@ which the function is `symbol`. That module imports numba, and is imported only 
 What it is made from: the source of all files in the module's folder and in this one, the versions
 of the compiler, the processor, and variables that change what numba does. A file is written aside
 and renamed, and taken for absent if it is not whole and fresh: a full disk or a file cut short
-costs a compilation and nothing else, and ranks that compile the same at once write the same.
+costs a compilation and nothing else. Of the ranks of a machine one compiles, while the others wait
+for it (`collectives.kernels.turn`); those of several machines that do the same write the same.
 
 Files lie next to the source, or in the user's cache directory where that cannot be written, or
 where `NUMBA_CACHE_DIR` says.
@@ -37,6 +38,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from collectives.kernels import turn
 
 __all__ = ["KNOWN_SYMBOLS", "address", "function"]
 
@@ -110,8 +113,11 @@ def _load(name: tuple[str, ...]) -> int:
     code = _Code(name)
     content = code.read()
     if content is None:
-        content = importlib.import_module(name[0]).make(code.symbol, *name[1:])
-        code.write(content)
+        with turn.first(code.described):
+            content = code.read()  # which another process may have made meanwhile
+            if content is None:
+                content = importlib.import_module(name[0]).make(code.symbol, *name[1:])
+                code.write(content)
     import llvmlite.binding as llvm
 
     linker = _linker()
@@ -175,6 +181,11 @@ class _Code:
 
     def _digest(self, code: bytes) -> bytes:
         return hashlib.sha256(self._made_from + code).digest()
+
+    @property
+    def described(self) -> str:
+        """What this is made from and where it is kept, for others who need the same."""
+        return f"{self._digest(b'').hex()} {[str(folder) for folder in self._folders()]}"
 
     def _folders(self) -> Iterator[Path]:
         if chosen := os.environ.get("NUMBA_CACHE_DIR"):

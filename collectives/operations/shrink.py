@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TypeVar
 
 from collectives import launch
+from collectives.arrays.reduction import MIN
 from collectives.errors import LaunchError
 from collectives.operations.group import Group
 from collectives.operations.point_to_point import PointToPoint
+from collectives.operations.reduce import allreduce
 from collectives.operations.requests import background
 from collectives.transport.transport import Deadline
 
-__all__ = ["shrink"]
+__all__ = ["agreed", "shrink"]
 
 G = TypeVar("G", bound=Group)
 
@@ -70,6 +72,44 @@ def shrink(group: G, *, timeout: float | None = None) -> G:
     transport.world = [world[rank] for rank in members]
     leaders = [group.leaders[rank] for rank in members]
     return type(group)(transport, leaders, group.settings, f"{group.recorder.name}.shrunk")
+
+
+def agreed(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
+    """Tell whether all ranks say yes, and none has died; the same answer on all that live.
+
+    *Collective* over these. For what must not be done by some and left undone by others, such as to
+    leave a part of a program in which the others may still need this rank. `allreduce` is faster,
+    but when a rank dies meanwhile some may have its result and others its error.
+
+    Args:
+        flag: what this rank says.
+        timeout: seconds within which all have to come; the setting's if None.
+
+    Returns:
+        False, too, if the communicator is of no use any more.
+
+    Raises:
+        CollectiveTimeout: a rank that lives has not come.
+        PeerFailure: a rank has died, where the job does not outlive its ranks.
+
+    Example:
+        >>> import collectives as cc
+        >>> cc.init().agreed(True)
+        True
+    """
+    if not launch.is_fault_tolerant() or group.size == 1:
+        return bool(allreduce(group, int(flag), op=MIN, timeout=timeout))
+    limit = group.settings.timeout if timeout is None else timeout
+    deadline = Deadline("agreed", limit, group.settings.stall_warning)
+    record = group.begin("agreed", ours=2)
+    try:
+        answer = group.transport.agree(flag and group.unusable is None, deadline)
+    except BaseException as error:
+        group.failed("agreed", error)
+        group.end(record, error)
+        raise
+    group.end(record, None)
+    return answer
 
 
 def _let_go(group: Group) -> None:

@@ -14,6 +14,7 @@ from collectives.simulation import ranks
 from collectives.simulation.clock import NEVER
 from collectives.simulation.cluster import Cluster
 from collectives.simulation.ranks import Access
+from collectives.simulation.transport import EAGER_BYTES
 from collectives.transport.transport import Deadline
 
 __all__ = ["seconds"]
@@ -27,6 +28,7 @@ def seconds(
     nbytes: int,
     cluster: Cluster,
     *,
+    eager: int = EAGER_BYTES,
     within: float = NEVER,
     progress: Callable[[int, float], None] | None = None,
 ) -> float:
@@ -37,6 +39,7 @@ def seconds(
         algorithm: of that operation, but "native"; the root is rank 0.
         nbytes: of the whole array, of float32; what is left over by 4 does not count.
         cluster: the ranks.
+        eager: bytes of the longest message that does not ask its receiver first.
         within: real seconds that it may take.
         progress: as for `Clock.run`.
 
@@ -55,7 +58,7 @@ def seconds(
         over = access.levels if algorithm == "hierarchical" else access.transport
         run(over, *arguments(access, count, bounds, lengths), Deadline(operation, NEVER))
 
-    ended = ranks.run(cluster, call, payload=False, within=within, progress=progress)
+    ended = ranks.run(cluster, call, payload=False, eager=eager, within=within, progress=progress)
     error = ranks.first_error(ended)
     if error is not None:
         raise error

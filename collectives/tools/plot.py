@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collectives.tools.explain import Point
 
-__all__ = ["draw", "draw_curve", "draw_sizes", "is_possible"]
+__all__ = ["draw", "draw_curve", "draw_efficiency", "draw_sizes", "is_possible"]
 
 
 def is_possible() -> bool:
@@ -101,5 +101,22 @@ def draw_sizes(title: str, curves: Mapping[str, Sequence[tuple[int, float]]], pa
     axes.set_ylabel("simulated ms")
     axes.grid(alpha=0.3)
     axes.legend()
+    axes.set_title(title)
+    figure.savefig(path)
+
+
+def draw_efficiency(title: str, curve: Sequence[tuple[int, float]], path: Path) -> None:
+    """Draw the efficiency of a step into a file: machines and share."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.semilogx(*zip(*((n, 100 * share) for n, share in curve), strict=True), "o-", base=2)
+    axes.set_xlabel("machines")
+    axes.set_ylabel("efficiency, %")
+    axes.set_ylim(0, 102)
+    axes.grid(alpha=0.3)
     axes.set_title(title)
     figure.savefig(path)

@@ -7,7 +7,10 @@ move on (`collectives.simulation`): ranks wait for each other as they would.
 
 from __future__ import annotations
 
+import configparser
+import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -15,13 +18,14 @@ from tqdm import tqdm
 from collectives import links
 from collectives.algorithms import selection
 from collectives.algorithms.layout import Layout
+from collectives.errors import PeerFailure
 from collectives.simulation import calls
 from collectives.simulation.clock import Stopped
 from collectives.simulation.cluster import Cluster
 from collectives.tools import explain
 from collectives.tools.explain import Question
 
-__all__ = ["Row", "drawable", "least_seconds", "rows", "table", "title"]
+__all__ = ["Row", "drawable", "least_seconds", "options_of", "rows", "table", "title"]
 
 
 class Row(NamedTuple):
@@ -32,12 +36,14 @@ class Row(NamedTuple):
         seconds: on the simulated clock; until it was stopped, if it was.
         stopped: whether it took too long to simulate, or too much memory.
         estimated: seconds by the closed form.
+        failed: the error with which it ends where a rank dies; "" if with none.
     """
 
     algorithm: str
     seconds: float
     stopped: bool
     estimated: float
+    failed: str = ""
 
 
 def rows(question: Question, cluster: Cluster, within: float) -> list[Row]:
@@ -49,11 +55,10 @@ def rows(question: Question, cluster: Cluster, within: float) -> list[Row]:
         within: real seconds that each algorithm may take; then it is stopped.
 
     Returns:
-        Fastest first; those that were stopped come last.
+        Fastest first; those that were stopped, and those in which a rank died, come last.
 
     Raises:
         ValueError: there is no such operation, or a negative size.
-        PeerFailure: a rank died, as the cluster says.
         ImportError: greenlet is not installed.
     """
     found = []
@@ -71,6 +76,8 @@ def rows(question: Question, cluster: Cluster, within: float) -> list[Row]:
                 found.append(Row(name, seconds, False, estimated))
             except Stopped as stopped:
                 found.append(Row(name, stopped.reached, True, estimated))
+            except PeerFailure as error:
+                found.append(Row(name, math.inf, True, estimated, f"PeerFailure: {error}"))
     return sorted(found, key=lambda row: (row.stopped, row.seconds))
 
 
@@ -119,11 +126,11 @@ def table(question: Question, found: Sequence[Row], cluster: Cluster, known: lin
     ]
     for row in found:
         sign = ">" if row.stopped else ""
-        time = f"{sign}{1e3 * row.seconds:.4f}"
+        time = "-" if row.failed else f"{sign}{1e3 * row.seconds:.4f}"
         share = f"{100 * least / row.seconds:.0f} %" if least and not row.stopped else "-"
         marks = ["fastest"] * (row is found[0] and not row.stopped)
         marks += ["picked by auto"] * (row.algorithm == auto)
-        marks += ["stopped"] * row.stopped
+        marks += [row.failed or "stopped"] * row.stopped
         text = f"{row.algorithm:<14}{time:>13}{share:>13}{1e3 * row.estimated:14.4f}"
         lines.append(f"{text}  {', '.join(marks)}".rstrip())
     if auto == "together":
@@ -148,3 +155,35 @@ def drawable(found: Sequence[tuple[int, Sequence[Row]]]) -> dict[str, list[tuple
             if not row.stopped:
                 curves.setdefault(row.algorithm, []).append((nbytes, row.seconds))
     return curves
+
+
+# What the settings file of a cluster may say: the options of these names.
+_OF_A_CLUSTER = ("nodes", "ranks", "link", "latency", "tuned", "switch", "oversubscribed", "noise",
+                 "seed", "slow", "dead")  # fmt: skip
+
+
+def options_of(file: Path) -> list[str]:
+    """Read the settings file of a cluster as options of the command line.
+
+    Args:
+        file: lines such as `nodes = 512` below `[cluster]`; of `slow` and `dead` several in a line.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it cannot be understood, or names something that is not of a cluster.
+    """
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read_string(file.read_text())
+        settings = parser["cluster"]
+    except (configparser.Error, KeyError) as error:
+        raise ValueError(f"{file}: expected lines below [cluster]: {error}") from None
+    found = []
+    for name, value in settings.items():
+        if name not in _OF_A_CLUSTER:
+            raise ValueError(
+                f"{file}: unknown setting, expected one of {' '.join(_OF_A_CLUSTER)}, got {name!r}"
+            )
+        for each in value.split() if name in ("slow", "dead") else [value]:
+            found += [f"--{name}", each]
+    return found

@@ -68,6 +68,7 @@ class MpiTransport(Transport):
         # Of the messages by which ranks tell each other where they are.
         self._key = whereabouts.next_key(self._largest)
         self._tag = _TAG
+        self._meetings = 0  # before agreements
         # Whether threads of ours may call MPI while others do.
         self._any_thread = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
 
@@ -170,6 +171,12 @@ class MpiTransport(Transport):
             return survivors.form(self.mpi, MpiTransport)
         except NotImplementedError as error:
             raise LaunchError(f"{deadline.operation}: this MPI cannot do that: {error}") from error
+
+    def agree(self, flag: bool, deadline: Deadline) -> bool:
+        """Tell whether all say yes, and none is dead."""
+        self._meetings += 1
+        met = survivors.meet(self, self._numbers[0], self._key, deadline, self._meetings)
+        return met and survivors.agree(self.mpi, flag)
 
     def revoke(self) -> None:
         """Let all ranks leave their operations, where MPI can do that."""

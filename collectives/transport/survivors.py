@@ -32,9 +32,12 @@ from collectives.transport.waiting import Deadline, Known, Ranks, Wait
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["form", "meet", "revoke"]
+__all__ = ["agree", "form", "meet", "revoke"]
 
 T = TypeVar("T")
+
+# Of a key: those of communicators are counted.
+_KEY_BITS = 40
 
 # Communicators of attempts during which a rank has died. MPI may still have calls on them.
 _given_up: list[object] = []
@@ -50,28 +53,49 @@ def revoke(comm: MPI.Comm) -> None:
             comm.Revoke()
 
 
-def meet(ranks: Ranks, numbers: Sequence[int], key: int, deadline: Deadline) -> None:
-    """Wait until every rank has come or died.
+def meet(
+    ranks: Ranks, numbers: Sequence[int], key: int, deadline: Deadline, number: int = 0
+) -> bool:
+    """Wait until every rank has come or died; tell whether they have come to this meeting.
 
     Args:
         ranks: the group, as errors name it.
         numbers: of its ranks in the world.
         key: of the communicator (`whereabouts.next_key`).
         deadline: the limit.
+        number: of the meeting, of those that a communicator has; its last one is number 0, and
+            who has come to that one will come to no other.
 
     Raises:
         CollectiveTimeout: a rank that lives has not come; names it.
     """
     world = whereabouts.current
     if world is None:  # a world of some processes only: MPI's own waits have to do
-        return
+        return True
+    own = key | number << _KEY_BITS
     others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-    world.come(key, [numbers[rank] for rank in others])
+    world.come(own, [numbers[rank] for rank in others])
     wait = Wait()
-    while missing := [rank for rank in others if numbers[rank] not in world.here(key)]:
+    while True:
+        dead, come = world.here(own)
+        missing = [rank for rank in others if numbers[rank] not in dead | come]
+        if not missing:
+            return True
+        if number and not world.here(key).come.isdisjoint(numbers):
+            return False
         absent = [Known(f"{ranks.name([rank])} to come", (rank,), False) for rank in missing]
         deadline.check(ranks, absent)
         wait.pause()
+
+
+def agree(comm: MPI.Comm, flag: bool) -> bool:
+    """Tell whether all say yes, and none is dead: the same on all that live; *collective*."""
+    from mpi4py import MPI
+
+    try:
+        return bool(comm.Agree(int(flag)))
+    except MPI.Exception:  # that a rank has died: on all of them
+        return False
 
 
 def form(comm: MPI.Comm, make: Callable[[MPI.Comm], T]) -> tuple[T, list[int]]:
@@ -94,10 +118,7 @@ def form(comm: MPI.Comm, make: Callable[[MPI.Comm], T]) -> tuple[T, list[int]]:
             made = make(part)
         except (MPI.Exception, CollectiveError):
             revoke(part)  # others may wait for this rank
-        whole = False
-        with contextlib.suppress(MPI.Exception):  # that a rank has died: on all of them
-            whole = bool(part.Agree(int(made is not None)))
-        if made is not None and whole:
+        if agree(part, made is not None) and made is not None:
             own, before = part.Get_group(), comm.Get_group()
             numbers = list(own.Translate_ranks(None, before))
             own.Free()

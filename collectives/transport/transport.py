@@ -117,6 +117,13 @@ class Transport(Ranks, ABC):
         kind = type(self).__name__
         raise LaunchError(f"shrink: ranks of {kind} do not outlive each other")
 
+    def agree(self, flag: bool, deadline: Deadline) -> bool:
+        """Tell whether all say yes, and none is dead: the same on all that live; *collective*.
+
+        Errors as `shrink`.
+        """
+        raise LaunchError(f"agree: ranks of {type(self).__name__} do not outlive each other")
+
     def revoke(self) -> None:  # noqa: B027  (not every transport can do that)
         """Let all ranks leave what they do here, with `PeerFailure`; nothing can follow."""
 

@@ -42,7 +42,7 @@ from collectives.transport.waiting import Ranks, Wait
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["News", "Whereabouts", "current", "install", "next_key"]
+__all__ = ["Here", "News", "Whereabouts", "current", "install", "next_key"]
 
 _ASK, _TELL, _COME = 1, 2, 3  # tags
 _QUESTION = struct.Struct("q")  # key of the communicator
@@ -77,6 +77,18 @@ class News(NamedTuple):
     rank: int
     text: str
     heard: float
+
+
+class Here(NamedTuple):
+    """Who is at a meeting.
+
+    Attributes:
+        dead: ranks of the world that have died.
+        come: those that have come.
+    """
+
+    dead: set[int]
+    come: set[int]
 
 
 class Whereabouts(Ranks):
@@ -142,12 +154,12 @@ class Whereabouts(Ranks):
             for peer in peers:
                 self._send(_QUESTION.pack(key), peer, _COME)
 
-    def here(self, key: int) -> set[int]:
-        """Return the ranks that have come, or will never do so since they are dead."""
+    def here(self, key: int) -> Here:
+        """Return the ranks that have come to a meeting, and those that never will."""
         with self._lock:
             self._take()
             dead = self.endpoint.dead()
-            return {rank for rank, of in self._come if of == key} | set(dead)
+            return Here(set(dead), {rank for rank, of in self._come if of == key})
 
     def fail(self, key: int, rank: int, how: str) -> None:
         """Tell those who wait for this rank that it waits no more, since another one has left.
@@ -216,7 +228,7 @@ class Whereabouts(Ranks):
         others = set(range(self.size)) - {self.rank}
         self.come(_EVERYWHERE, sorted(others))
         wait = Wait()
-        while not others <= self.here(_EVERYWHERE):
+        while not others <= set.union(*self.here(_EVERYWHERE)):
             wait.pause()
         liveness.end_soon()
 

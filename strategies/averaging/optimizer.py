@@ -59,7 +59,8 @@ class AveragingOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.comm = comm
-        self._averaging = Averaging(comm, rule, facts or partial(facts_of_optimizer, optimizer))
+        self._rule, self._facts = rule, facts or partial(facts_of_optimizer, optimizer)
+        self._averaging = Averaging(comm, rule, self._facts)
         self._passes = Passes(rule.backward_passes_per_step)
 
     @property
@@ -120,6 +121,15 @@ class AveragingOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the wrapped optimizer its state back, the same on all ranks."""
         self.optimizer.load_state_dict(state)
+        self._passes.clear()
+
+    def move(self, comm: cc.Communicator) -> None:
+        """Average among other ranks from now on; *collective* over these.
+
+        For ranks that have outlived others: what the old communicator held is let go.
+        """
+        self.comm = comm
+        self._averaging = Averaging(comm, self._rule, self._facts)
         self._passes.clear()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from strategies.cluster.resolvers import (
     RanksClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
+    TPUClusterResolver,
     UnionResolver,
 )
 from strategies.cluster.scopes import current_device, device
@@ -37,6 +38,7 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
     "UnionResolver",
     "byte_size",
     "current_device",

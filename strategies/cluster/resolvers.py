@@ -6,12 +6,14 @@
 | `RanksClusterResolver` | the ranks, divided by `UNISONO_CLUSTER=ps:2,worker:*` | by rank |
 | `TFConfigClusterResolver` | the environment variable `TF_CONFIG` | the same |
 | `SlurmClusterResolver` | the Slurm step | the same |
+| `TPUClusterResolver` | the ranks, all workers | by rank |
 | `UnionResolver` | several others together | that of the first one |
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -26,10 +28,14 @@ __all__ = [
     "RanksClusterResolver",
     "SimpleClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
     "UnionResolver",
     "from_environment",
     "with_scheme",
 ]
+
+
+_log = logging.getLogger(__name__)
 
 
 class ClusterResolver(ABC):
@@ -180,6 +186,59 @@ class TFConfigClusterResolver(ClusterResolver):
         return with_scheme(self.rpc_layer, super().master(task_type, task_id))
 
 
+class TPUClusterResolver(ClusterResolver):
+    """The TPUs of this job: those that JAX finds in each of its ranks.
+
+    Args:
+        tpu: "local", or None or "" for the same. Another name, such as other programs have for a
+            machine somewhere else, is kept, of no effect, and told in the log.
+        ranks: a communicator, or how many ranks there are; None for all ranks of the job.
+
+    Attributes:
+        tpu: as given.
+    """
+
+    def __init__(
+        self, tpu: str | None = None, *, ranks: cc.Communicator | int | None = None
+    ) -> None:
+        self.tpu = tpu
+        self._ranks = ranks
+        if tpu not in (None, "", "local"):
+            _log.warning("TPUClusterResolver: the TPUs of this job are used, and not %r", tpu)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the ranks as workers."""
+        return ClusterSpec.from_ranks(self._ranks)
+
+    def devices(self) -> tuple[str, ...]:
+        """Return the names of this process's TPUs, or of whatever devices JAX has instead.
+
+        JAX is started for that; the log tells if it finds no TPU.
+
+        Raises:
+            RuntimeError: JAX is not installed, or cannot start.
+        """
+        jax = _jax()
+        try:
+            found = jax.local_devices(backend="tpu")
+        except RuntimeError:
+            found = jax.local_devices()
+            _log.warning(
+                "TPUClusterResolver: JAX finds no TPU; what it has takes its place: %d of kind %s",
+                len(found), found[0].platform,
+            )  # fmt: skip
+        return tuple(f"/{device.platform}:{i}" for i, device in enumerate(found))
+
+    def num_accelerators(self) -> dict[str, int]:
+        """Return how many devices of each type, besides CPUs, this process has for JAX.
+
+        Raises:
+            RuntimeError: as `devices`.
+        """
+        kinds = [name.split(":")[0].strip("/").upper() for name in self.devices()]
+        return {kind: kinds.count(kind) for kind in kinds if kind != "CPU"}
+
+
 class UnionResolver(ClusterResolver):
     """Several clusters as one.
 
@@ -241,6 +300,17 @@ def from_environment(
 def with_scheme(rpc_layer: str | None, address: str) -> str:
     """Return an address as a URL, if there is a scheme."""
     return f"{rpc_layer}://{address}" if rpc_layer and address else address
+
+
+def _jax() -> Any:
+    try:
+        import jax
+    except ImportError as error:
+        raise RuntimeError(
+            "TPUClusterResolver: TPUs are reached through JAX, which is not installed: "
+            "`pip install unisono[jax]`, and for TPUs `jax[tpu]`"
+        ) from error
+    return jax
 
 
 def _joined(job: str, some: Any, others: Any) -> Any:

@@ -1,47 +1,227 @@
-"""Horovod's names for jobs that change their size while they run: each says what to do instead.
+"""Horovod's names for jobs whose ranks may die: `hvd.elastic.run`, states and a sampler.
 
-A rank that dies ends the job here: its error names the rank, and a job that is submitted again goes
-on from the last checkpoint, with any number of ranks.
+They stand on `strategies.training.run_elastic` and `State`, and work where these do: in a job that
+outlives its ranks, Open MPI >= 5 under `mpirun --with-ft ulfm`. Ranks only leave: no rank is added,
+so that nothing asks hosts. In any other job a rank that dies ends it, and `run` is only a call.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any, TypeVar
+
+import numpy as np
+
+import collectives as cc
+from strategies import training
+from strategies.checks import integer
+from strategies.errors import InvalidArgumentError
+from strategies.horovod import objects, sessions
+from strategies.horovod.process_sets import global_process_set
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
-_HELP = (
-    "write checkpoints by strategies.CheckpointManager, start the job again when it has ended, and "
-    "go on from checkpoints.restore_or_none(), with any number of ranks; batches by "
-    "strategies.torch.sampler.ShardedSampler, whose state goes into the checkpoint. "
-    "docs/migrate-from-horovod.md has an example"
-)
+T = TypeVar("T")
 
 
-def _refuse(name: str) -> NoReturn:
-    raise NotImplementedError(f"hvd.elastic.{name}: jobs do not change their size here; {_HELP}")
+def _world() -> cc.Communicator:
+    comm = global_process_set.bound("elastic").comm
+    assert comm is not None
+    return comm
 
 
-def run(func: Any) -> NoReturn:
-    """Say what to do instead of running again after a rank is lost."""
-    _refuse("run")
+class State:
+    """What a job goes on from when ranks have died; `ObjectState` and `TorchState` are made.
+
+    Things are attributes. `commit` copies them, `restore` gives them back, also what has been
+    changed in place.
+
+    Args:
+        things: by name; what `strategies.training.State` takes.
+    """
+
+    def __init__(self, **things: Any) -> None:
+        self._names = list(things)
+        self._callbacks: list[Callable[[], Any]] = []
+        self._kept: training.State | None = None
+        for name, thing in things.items():
+            setattr(self, name, thing)
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
+        """Let functions be called after ranks have died, before training goes on."""
+        self._callbacks.extend(callbacks)
+
+    def commit(self) -> None:
+        """Copy all things as they are now; *collective*."""
+        self.save()
+
+    def save(self) -> None:
+        """Copy all things as they are now; *collective*."""
+        self._state().commit(**self._things())
+
+    def restore(self) -> None:
+        """Give all things back as they were at the last commit; *collective*."""
+        self._state().restore()
+        self._take()
+
+    def check_host_updates(self) -> None:
+        """Do nothing: no rank is added."""
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's things; *collective*."""
+        for name, thing in self._things().items():
+            if hasattr(thing, "param_groups"):
+                objects.broadcast_optimizer_state(thing)
+            elif hasattr(thing, "state_dict"):
+                objects.broadcast_parameters(thing.state_dict())
+            elif not hasattr(thing, "load_state"):
+                setattr(self, name, objects.broadcast_object(thing, name=f"state.{name}"))
+
+    def _things(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def _state(self) -> training.State:
+        if self._kept is None:
+            self._kept = training.State(_world(), **self._things())
+        return self._kept
+
+    def _take(self) -> None:
+        """Take what is not the same object any more."""
+        for name in self._names:
+            setattr(self, name, self._state()[name])
+
+    def _reset(self) -> None:
+        """Go on after ranks have died, with the optimizers among those that live."""
+        self._take()
+        comm = self._state().comm
+        with contextlib.suppress(cc.CollectiveError):  # that ranks have died
+            sessions.shutdown()
+        sessions.init(comm)
+        for thing in self._things().values():
+            if hasattr(thing, "move"):
+                thing.move(comm)
+        for callback in self._callbacks:
+            callback()
 
 
-def State(*args: Any, **kwargs: Any) -> NoReturn:
-    """Say what to do instead."""
-    _refuse("State")
+class ObjectState(State):
+    """Numbers, text, arrays and containers of these, as attributes; see `State`.
+
+    Example:
+        >>> import strategies.horovod.numpy as hvd
+        >>> hvd.init()
+        >>> state = hvd.elastic.ObjectState(epoch=0, seen=[])
+        >>> state.commit()
+        >>> state.seen.append(3)
+        >>> state.restore()
+        >>> state.seen
+        []
+        >>> hvd.shutdown()
+    """
 
 
-def ObjectState(*args: Any, **kwargs: Any) -> NoReturn:
-    """Say what to do instead."""
-    _refuse("ObjectState")
+class TorchState(State):
+    """A module, its optimizer, and whatever else, as attributes; see `State`.
+
+    Args:
+        model: a module of PyTorch.
+        optimizer: of PyTorch, wrapped or not. A wrapped one averages among those that live.
+        things: such as an `ElasticSampler`, `batch=0` and `epoch=0`.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **things: Any) -> None:
+        own = {"model": model, "optimizer": optimizer}
+        super().__init__(**{k: v for k, v in own.items() if v is not None}, **things)
 
 
-def TorchState(*args: Any, **kwargs: Any) -> NoReturn:
-    """Say what to do instead."""
-    _refuse("TorchState")
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Make a function of a state go on when ranks have died, with those that live.
+
+    All ranks begin with rank 0's state. After a death `func(state)` is called again, with the state
+    of the last commit. Errors of `func` itself end the job on all ranks.
+
+    Args:
+        func: takes a state first.
+    """
+
+    @functools.wraps(func)
+    def elastic(state: State, *args: Any, **kwargs: Any) -> T:
+        state.sync()
+        state.commit()
+        kept = state._state()
+        train = lambda kept: func(state, *args, **kwargs)  # noqa: E731
+        return training.run_elastic(train, kept, on_reset=state._reset)
+
+    return elastic
 
 
-def ElasticSampler(*args: Any, **kwargs: Any) -> NoReturn:
-    """Say what to do instead."""
-    _refuse("ElasticSampler")
+class ElasticSampler:
+    """Numbers of rows for a `DataLoader`, of which those that are done do not come again.
+
+    All ranks get equally many in a pass, for which some rows come twice at its end. After ranks
+    have died, what is left is dealt to the others. Give it to the state by name.
+
+    Args:
+        dataset: or how many rows there are.
+        shuffle: whether rows come in another order in each epoch.
+        seed: of the order, the same on all ranks.
+
+    Attributes:
+        epoch: the present one.
+        processed_indices: rows that this rank knows to be done in it.
+    """
+
+    def __init__(self, dataset: Sized | int, shuffle: bool = True, seed: int = 0) -> None:
+        rows = dataset if isinstance(dataset, int) else len(dataset)
+        self._rows = integer("ElasticSampler", "number of rows", rows)
+        self._shuffle, self._seed = shuffle, seed
+        self.epoch = 0
+        self.processed_indices: set[int] = set()
+        self._place: cc.Communicator | None = None
+        self._indices: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, of which no row is done."""
+        self.epoch = epoch
+        self.processed_indices = set()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that this rank has done a batch of the present pass, counted from 0."""
+        begin = batch_idx * batch_size
+        self.processed_indices.update(self._indices[begin : begin + batch_size])
+
+    def state(self, comm: cc.Communicator) -> dict[str, Any]:
+        """Return what all ranks have done; *collective*."""
+        done = comm.allgather_object(sorted(self.processed_indices))
+        rows = sorted(set(itertools.chain.from_iterable(done)))
+        return {"rows": self._rows, "epoch": self.epoch, "processed_indices": rows}
+
+    def load_state(self, state: Mapping[str, Any], *, comm: cc.Communicator | None = None) -> None:
+        """Go on where a state says, perhaps among fewer ranks."""
+        if state["rows"] != self._rows:
+            raise InvalidArgumentError(
+                f"ElasticSampler: the state is of another dataset, expected {self._rows} rows, got "
+                f"{state['rows']}"
+            )
+        self.epoch = state["epoch"]
+        self.processed_indices = set(state["processed_indices"])
+        self._place = comm or self._place
+
+    def __iter__(self) -> Iterator[int]:
+        self._indices = self._dealt()
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._dealt())
+
+    def _dealt(self) -> list[int]:
+        comm = self._place or _world()
+        order = np.arange(self._rows)
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, self.epoch]).permutation(self._rows)
+        left = [row for row in order.tolist() if row not in self.processed_indices]
+        count = -(-len(left) // comm.size) * comm.size
+        return list(itertools.islice(itertools.cycle(left), count))[comm.rank :: comm.size]

@@ -12,6 +12,8 @@ from strategies.input.pipelines import Batches, Options, Read
 from strategies.input.producers import string_input_producer
 from strategies.input.reader import Damage
 from strategies.input.readers import TextLineReader
+from strategies.input.resuming import ShardedRows
+from strategies.input.sharded import ShardedInput
 from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, Queue, RandomShuffleQueue
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ _ROWS_PER_READ = 256  # lines decoded at a time: enough that the work per call d
 
 
 def batch(
-    read: Read,
+    read: Read | ShardedInput[Any],
     batch_size: int,
     *,
     num_threads: int = 1,
@@ -37,7 +39,9 @@ def batch(
     Args:
         read: called again and again by each thread; returns one value per component, bare or in a
             list, tuple or dict, and raises `OutOfRangeError` when there is no more. All elements
-            have the dtypes and, unless they are padded, the shapes of the first.
+            have the dtypes and, unless they are padded, the shapes of the first. Or a
+            `ShardedInput`: then `state` and `go_on` know a place that any number of ranks goes on
+            from; with one thread, and without `enqueue_many`.
         batch_size: rows per batch.
         num_threads: threads that call `read` at the same time.
         capacity: rows that wait to become batches.
@@ -65,6 +69,10 @@ def batch(
         [0 1 2]
         [3 4 5]
     """
+    if isinstance(read, ShardedInput):
+        if num_threads != 1 or options.get("enqueue_many"):
+            raise ValueError("batch: of a ShardedInput expected num_threads=1 and no enqueue_many")
+        read = ShardedRows(read)
     return batch_join(
         [read] * num_threads,
         batch_size,
@@ -93,7 +101,7 @@ def batch_join(
         known: Any = shapes or first_shapes
         return FIFOQueue(capacity, dtypes, known, names=names, name="batch")
 
-    return Batches(reads, batch_size, make_queue, **options)
+    return Batches(reads, batch_size, make_queue, repeatable=True, **options)
 
 
 def shuffle_batch(
@@ -157,7 +165,7 @@ def shuffle_batch_join(
             capacity, keep, dtypes, shapes, names=names, seed=seed, name="shuffle_batch"
         )
 
-    return Batches(reads, batch_size, make_queue, **options)
+    return Batches(reads, batch_size, make_queue, repeatable=seed is not None, **options)
 
 
 @contextmanager
@@ -178,6 +186,9 @@ def csv_batches(
     **decode_options: Any,
 ) -> Iterator[Batches]:
     """Read CSV files in threads, mix their rows, and iterate over batches.
+
+    `Saver` takes the batches as a thing: with one thread, and a seed where rows are shuffled, a run
+    that was interrupted inside an epoch goes on with the batches of one that was not.
 
     The end of the block, also an early one, ends all threads and closes all files. With one epoch
     each row comes once; with several, rows of two epochs may mix where these meet.

@@ -18,9 +18,11 @@ from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
+import collectives as cc
 from strategies.checks import integer
-from strategies.errors import OutOfRangeError
+from strategies.errors import FailedPreconditionError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
+from strategies.input.resuming import Counted, ShardedRows, batches_of_rank
 from strategies.input.runners import QueueRunner, start_queue_runners
 from strategies.queues.kinds import FIFOQueue, Queue
 from strategies.queues.values import dtype_of
@@ -66,6 +68,7 @@ class Batches:
         enqueue_many: bool = False,
         allow_smaller_final_batch: bool = False,
         runners: Sequence[QueueRunner] = (),
+        repeatable: bool = False,
     ) -> None:
         integer("batch", "batch_size", batch_size)
         if not reads:
@@ -83,6 +86,9 @@ class Batches:
         self._threads: list[threading.Thread] = []
         self._ready: FIFOQueue | None = None
         self._closed = False
+        self._counted = Counted(repeatable=repeatable and len(reads) == 1)
+        self._sharded = reads[0] if isinstance(reads[0], ShardedRows) else None
+        self._pass_over = 0  # batches that an earlier run has taken
         self._gave = False  # a batch, or the warning that there is none
         self._raised: BaseException | None = None
 
@@ -119,8 +125,14 @@ class Batches:
         began = time.perf_counter()
         try:
             self._raise_error()
+            while self._pass_over:
+                self._ready.dequeue()
+                self._pass_over -= 1
             batch = self._ready.dequeue()
             self._gave = True
+            self._counted.taken += 1
+            if self._sharded is not None:
+                self._sharded.take(len(_parts(batch)[0]))
             return batch
         except OutOfRangeError:
             self._raise_error()
@@ -128,6 +140,56 @@ class Batches:
             raise StopIteration from None
         finally:
             self.wait_seconds += time.perf_counter() - began
+
+    def state(self, comm: cc.Communicator | None = None) -> dict[str, Any]:
+        """Return how far the batches have been taken; *collective*.
+
+        Args:
+            comm: the ranks, each of which has such a pipeline; None for one rank.
+
+        Returns:
+            What JSON can carry; the same on all ranks.
+
+        Raises:
+            FailedPreconditionError: another time the batches may come in another order: several
+                threads read, or rows are shuffled without a seed.
+        """
+        if self._sharded is not None:
+            return self._sharded.state(comm)
+        return self._counted.state(comm)
+
+    def go_on(self, state: Mapping[str, Any], comm: cc.Communicator | None = None) -> None:
+        """Go on after the batches that were taken when a state was made.
+
+        The next batches are those that an undisturbed run has there. What comes before them is read
+        and passed over, but of a `ShardedInput`, which goes on where it was, with any number of
+        ranks.
+
+        Args:
+            state: of a pipeline that was made in the same way.
+            comm: the ranks.
+
+        Raises:
+            InvalidArgumentError: the state is not one of such a pipeline, or of another number of
+                ranks.
+            FailedPreconditionError: later batches have been taken, or, of a `ShardedInput`, the
+                pipeline is open.
+        """
+        if self._sharded is not None:
+            if self._ready is not None:
+                raise FailedPreconditionError(
+                    "batch: the pipeline is open, expected go_on before its `with` statement"
+                )
+            self._sharded.load_state(state)
+            return
+        batches = batches_of_rank(state, comm)
+        if batches < self._counted.taken:
+            raise FailedPreconditionError(
+                f"batch: expected at most {batches} batches taken before, got "
+                f"{self._counted.taken}. Make the pipeline anew"
+            )
+        self._pass_over = batches - self._counted.taken
+        self._counted.taken = batches
 
     def close(self) -> None:
         """Stop all threads and wait for their end; harmless when repeated.

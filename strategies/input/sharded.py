@@ -134,13 +134,19 @@ class ShardedInput(Generic[R]):
         own = self.position() if position is None else position
         return merge_positions([own] if comm is None else comm.allgather_object(own))
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any], *, comm: cc.Communicator | None = None) -> None:
         """Go on where a state says, as if this input had been made with it.
+
+        Args:
+            state: from `state`; possibly of another number of ranks.
+            comm: the ranks that share what is left, where they are others than so far.
 
         Raises:
             ValueError: the state belongs to other files or another seed.
         """
         self._go_on(state)
+        if comm is not None:
+            self._rank, self._size = comm.rank, comm.size
         self._used, self._begun = 0, None
         self._records = self._all_epochs()
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import array_api_compat
 import numpy as np
 
 from strategies import arrays
@@ -113,12 +114,19 @@ class Optimizer(abc.ABC):
         gradients.check_slots(pairs, self._slots, self._loaded, self._name)
         rate = self._rate()
         changes = [(pair, self._slots_of(pair)) for pair in pairs if pair.gradient is not None]
+        later = []
         for pair, slots in changes:
             updates = 0
             if self._updates is not None:
                 updates = self._updates[pair.key] = self._updates.get(pair.key, 0) + 1
             with arrays.at(pair.value):
-                _change(self._rule, pair, slots, self._numbers(rate, pair, updates))
+                numbers = self._numbers(rate, pair, updates)
+                if pair.rows is None and array_api_compat.is_jax_array(pair.value):
+                    later.append((pair, slots, numbers))
+                else:
+                    _change(self._rule, pair, slots, numbers)
+        if later:
+            _change_together(self._rule, later)
         self._slots |= {pair.key: slots for pair, slots in changes if slots}
         self._loaded.clear()
         self.step += 1
@@ -183,6 +191,17 @@ class Optimizer(abc.ABC):
             return [arrays.beside(value, slot) for slot in slots]
         dtype = COMPUTE[arrays.dtype_name(value)]
         return [arrays.full(value, initial, dtype) for initial in self._kinds.values()]
+
+
+def _change_together(rule: Rule, changes: list[tuple[Pair, list[Any], Sequence[float]]]) -> None:
+    """Change variables of JAX, and their slots."""
+    from strategies.optimizers.compiled import Change, apply
+
+    given = [Change(pair.value, pair.gradient, slots, n) for pair, slots, n in changes]
+    for (pair, slots, _), (value, *others) in zip(changes, apply(rule, given), strict=True):
+        slots[:] = others
+        assert pair.settle is not None
+        pair.settle(value)
 
 
 def _change(rule: Rule, pair: Pair, slots: list[Any], numbers: Sequence[float]) -> None:

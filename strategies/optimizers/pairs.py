@@ -106,8 +106,10 @@ def refuse_jax(value: Any, operation: str, where: str) -> None:
         )
 
 
-def floats(what: str, array: Any, operation: str, where: str) -> Any:
+def floats(what: str, array: Any, operation: str, where: str, *, seen: bool = True) -> Any:
     """Return an array of floats, as a NumPy array where its memory allows.
+
+    One of JAX stays what it is unless it is to be `seen` so, which waits for its elements.
 
     Raises:
         TypeError: it is not an array.
@@ -121,6 +123,8 @@ def floats(what: str, array: Any, operation: str, where: str) -> Any:
             f"{operation}: unsupported dtype, expected {', '.join(COMPUTE)}, "
             f"got {arrays.dtype_name(array)} ({where})"
         )
+    if not seen and array_api_compat.is_jax_array(array):
+        return array
     try:
         view = arrays.host(array)
     except (TypeError, RuntimeError) as error:  # a sparse tensor, say
@@ -139,10 +143,9 @@ def _writable(value: Any, operation: str, where: str, *, replaced: bool) -> Any:
         )
     if not replaced:
         refuse_jax(value, operation, where)
-    view = floats("variable", value, operation, where)
+    value = floats("variable", value, operation, where, seen=not replaced)
     if array_api_compat.is_jax_array(value):
         return value
-    value = view
     if isinstance(value, np.ndarray):
         if not value.flags.writeable:
             raise ValueError(f"{operation}: variable is read-only ({where})")
@@ -160,9 +163,11 @@ def _paired(key: str, where: str, value: Any, gradient: Any, operation: str) -> 
     if gradient is None:
         return Pair(key, where, value, None)
     sparse = isinstance(gradient, Rows)
-    array = floats("gradient", gradient.values if sparse else gradient, operation, where)
-    if array_api_compat.is_jax_array(value):
-        array = arrays.near(value, gradient.values if sparse else gradient)
+    array = gradient.values if sparse else gradient
+    jax = array_api_compat.is_jax_array(value)
+    array = floats("gradient", array, operation, where, seen=not jax)
+    if jax:
+        array = arrays.near(value, array)
     both_host = isinstance(array, np.ndarray) and isinstance(value, np.ndarray)
     if not both_host and arrays.place(array) != arrays.place(value):
         raise TypeError(

@@ -13,16 +13,17 @@ joined and cut again; of counts that differ among parts or ps tasks, the largest
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from strategies.parameter_server.served_variable import ServedVariable
+from strategies.training.slices import Slice
 from strategies.variables.store import Stored
 
-__all__ = ["State", "divided", "joined", "load", "state_of"]
+__all__ = ["State", "divided", "is_large", "joined", "load", "own_states", "slices", "state_of"]
 
 Array = npt.NDArray[Any]
 
@@ -132,6 +133,86 @@ def divided(
             f"optimizer, got {sorted(rest)}"
         )
     return states, updates
+
+
+def slices(
+    variables: Iterable[ServedVariable],
+    states: Mapping[str, State],
+    server: int,
+    servers: int,
+    updates: int,
+) -> dict[str, Slice]:
+    """Return what one ps holds of what `joined` gives; see `ParameterServerStrategy.state_slices`.
+
+    Args:
+        variables: whose state it is.
+        states: name of each part there -> its state.
+        server: index of the ps.
+        servers: how many there are.
+        updates: of the ps.
+
+    Raises:
+        ValueError: a ps has several parts of one variable: a slice is one box.
+    """
+    result = {_UPDATES: Slice(np.array([updates], np.int64), (server,), (servers,))}
+    for variable, number in _own(variables, states):
+        state = states[variable.parts[number].name]
+        start = (variable.offsets[number],) + (0,) * (len(variable.shape) - 1)
+        for kind, array in state.arrays.items():
+            where = start if variable.shape else ()
+            result[_key(kind, variable.name)] = Slice(array, where, variable.shape)
+        for kind, count in state.counts.items():
+            one, whole = np.array([count], np.int64), (len(variable.parts),)
+            result[_key(kind, variable.name)] = Slice(one, (number,), whole)
+    return result
+
+
+def is_large(name: str, part: Slice) -> bool:
+    """Whether this is a variable or a slot with rows, of which a task reads its own only."""
+    counts = name == _UPDATES or name.startswith(("optimizer/step/", "optimizer/updates/"))
+    return bool(part.shape) and not counts
+
+
+def own_states(
+    given: Mapping[str, npt.ArrayLike],
+    variables: Iterable[ServedVariable],
+    like: Mapping[str, State],
+    server: int,
+    servers: int,
+) -> tuple[dict[str, State], int]:
+    """Return the state of each part of one ps, and its updates, from what `slices` has named.
+
+    Raises:
+        ValueError: a name is missing, or a shape or a dtype does not fit.
+    """
+    rest = {name: np.asarray(value) for name, value in given.items()}
+    updates = _counts(_taken(rest, _UPDATES), servers, _UPDATES)[server]
+    states = {}
+    for variable, number in _own(variables, like):
+        part = variable.parts[number].name
+        arrays, counts = {}, {}
+        for kind, now in like[part].arrays.items():
+            name = _key(kind, variable.name)
+            arrays[kind] = _fitting(_taken(rest, name), now.shape, now.dtype, name)
+        for kind in like[part].counts:
+            name = _key(kind, variable.name)
+            counts[kind] = _counts(_taken(rest, name), len(variable.parts), name)[number]
+        states[part] = State(counts, arrays)
+    return states, updates
+
+
+def _own(
+    variables: Iterable[ServedVariable], states: Mapping[str, State]
+) -> Iterator[tuple[ServedVariable, int]]:
+    """Yield the variables of which a ps has a part, and the number of it."""
+    for variable in variables:
+        found = [n for n, part in enumerate(variable.parts) if part.name in states]
+        if len(found) > 1:
+            raise ValueError(
+                f"state_slices: a ps has several parts of a variable, expected one at most, got "
+                f"{len(found)} (variable: {variable.name})"
+            )
+        yield from ((variable, number) for number in found)
 
 
 def _key(kind: str, variable: str) -> str:

@@ -102,10 +102,11 @@ class ServedVariable:
 
     Args:
         name: of the variable.
-        value: what it starts from.
+        shape: of the whole.
+        dtype: of the whole.
         parts: where it is.
         strategy: that made it.
-        resident: whether there is a copy here.
+        value: what it starts from, if there is a copy here.
 
     Attributes:
         name: as in checkpoints and errors.
@@ -123,22 +124,21 @@ class ServedVariable:
     def __init__(
         self,
         name: str,
-        value: Array,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
         parts: Sequence[Part],
         strategy: Owner,
-        resident: bool,
+        value: Array | None,
     ) -> None:
         self.name = name
         self.parts = tuple(parts)
-        self.shape = value.shape
-        self.dtype = value.dtype
-        self.offsets = offsets(value.shape, len(parts))
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.offsets = offsets(self.shape, len(parts))
         self.strategy = strategy
-        self.resident = resident
+        self.resident = value is not None
         self.learning_rate: float | None = None
-        self._value: Array | None = None
-        if resident:
-            self.take(value)
+        self._value = value
 
     def __repr__(self) -> str:
         return f"ServedVariable(name={self.name!r}, shape={self.shape}, dtype={self.dtype})"

@@ -132,7 +132,7 @@ class Shard:
     def add(
         self,
         name: str,
-        value: npt.NDArray[Any],
+        value: npt.NDArray[Any] | Callable[[], npt.NDArray[Any]],
         *,
         optimizer: Optimizer | None = None,
         resident: bool = True,
@@ -141,7 +141,7 @@ class Shard:
 
         Args:
             name: in messages.
-            value: shape (...), copied.
+            value: shape (...), copied; or a function that makes it.
             optimizer: of this variable, which gets a copy; that of the rules if None.
             resident: whether workers hold a copy, which every answer brings up to date.
         """
@@ -150,7 +150,7 @@ class Shard:
             part = Stored(name)
             part.initialize(value, optimizer or self.rules.optimizer)
             # Others are never updated, only assigned.
-            if part.optimizer is not None and value.dtype.name in COMPUTE:
+            if part.optimizer is not None and dtype_name(part.held) in COMPUTE:
                 part.optimizer.prepare([part.named()])
             self._parts.append(part)
             if resident:
@@ -419,6 +419,24 @@ class Shard:
         parts = [[held.counts, list(held.arrays)] for held in states]
         work.reply(arrays, parts=parts, updates=self._updates)
 
+    def own_state(self) -> tuple[dict[str, State], int]:
+        """Return name of a part -> its state, as views, and the number of updates."""
+
+        def look() -> tuple[dict[str, State], int]:
+            return {part.name: saved.state_of(part) for part in self._parts}, self._updates
+
+        return self._line.submit(look).result()
+
+    def load_own(self, states: Mapping[str, State], updates: int) -> None:
+        """Go on from what `own_state` has returned."""
+
+        def load() -> None:
+            for part in self._parts:
+                saved.load(part, states[part.name])
+            self._go_on_from(updates)
+
+        self._line.submit(load).result()
+
     def load(self, work: Work) -> None:
         """Go on from what `state` has answered."""
         if self._waiting:
@@ -430,11 +448,14 @@ class Shard:
         values = iter(work.values)
         for part, (counts, kinds) in zip(self._parts, told["parts"], strict=True):
             saved.load(part, State(counts, {kind: next(values) for kind in kinds}))
-        self._before = told["updates"] - self._ledger.version
+        self._go_on_from(told["updates"])
+        work.reply()
+
+    def _go_on_from(self, updates: int) -> None:
+        self._before = updates - self._ledger.version
         if self._updates < self.rules.warmup_steps:
             self._warm_at = None
         self._go_on()
-        work.reply()
 
 
 _OPERATIONS = ("assign", "join", "load", "pull", "push", "report", "rows", "state")

@@ -14,8 +14,10 @@ mean.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from strategies.checks import integer, number
 from strategies.cluster.scopes import Placeable
 from strategies.cluster.setter import RoundRobin
 from strategies.optimizers import Optimizer
+from strategies.parameter_server import saved
 from strategies.parameter_server.client import Client, Report
 from strategies.parameter_server.hosted_parameters import HostedParameters
 from strategies.parameter_server.served_variable import (
@@ -45,6 +48,7 @@ from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.sparse import Gradient, Rows, fitted
 from strategies.strategy import Strategy
+from strategies.training.slices import Box, Slice
 from strategies.variables import partition
 from strategies.variables.partition import Partitioner
 from strategies.wrapping.hosting import Parameter, refuse_others
@@ -208,10 +212,11 @@ class ParameterServerStrategy(Strategy):
 
     def variable(  # type: ignore[override]
         self,
-        initial_value: npt.ArrayLike | Callable[[], npt.ArrayLike],
+        initial_value: npt.ArrayLike | Callable[..., npt.ArrayLike],
         *,
         name: str | None = None,
         dtype: Any = None,
+        shape: Sequence[int] | None = None,
         optimizer: Optimizer | None = None,
         resident: bool = True,
     ) -> ServedVariable:
@@ -219,9 +224,12 @@ class ParameterServerStrategy(Strategy):
 
         Args:
             initial_value: shape (...), or a function that returns it. The chief's counts; the
-                others' must have the same shape and dtype.
+                others' must have the same shape and dtype. With `shape`, an initializer, such as
+                those of `strategies.variables.initializers`: each ps makes its rows by it, and
+                nobody else any.
             name: "variable", "variable_1", ... if None.
-            dtype: of the variable, that of the initial value if None.
+            dtype: of the variable, that of the initial value if None; float32 for an initializer.
+            shape: of the whole, at least one axis; None if the initial value says it.
             optimizer: of this variable, copied; that of the strategy if None.
             resident: whether workers have a copy of all of it. A large table of which a step uses
                 a few rows has none: `look_up` gives rows, and its gradients are `Rows`.
@@ -230,31 +238,51 @@ class ParameterServerStrategy(Strategy):
             ValueError: the name is taken, or the partitioner's answer is of no use; on all tasks.
             MismatchError: the tasks make variables of other names, shapes or dtypes.
 
-        Cost: a broadcast of the value to all tasks.
+        Cost: a broadcast of the value to all tasks, if it is not made by an initializer.
         """
         require_cross_replica(self, "variable")
         chosen = self._free_name() if name is None else name
 
-        def local() -> tuple[npt.NDArray[Any], int]:
+        def local() -> tuple[npt.NDArray[Any] | None, tuple[int, ...], np.dtype[Any], int]:
             self._refuse_taken(chosen)
             self._refuse_no_optimizer(chosen, optimizer)
-            given = initial_value() if callable(initial_value) else initial_value
-            value = np.array(given, dtype=dtype)
-            return value, number_of_parts(chosen, value.shape, value.dtype, self._partitioner)
+            given: Any = initial_value
+            value = None
+            if shape is None:
+                value = np.array(given() if callable(given) else given, dtype=dtype)
+                whole, kind = value.shape, value.dtype
+            else:
+                whole, kind = _checked_shape(given, shape, chosen), np.dtype(dtype or np.float32)
+            count = number_of_parts(chosen, whole, kind, self._partitioner)
+            return value, whole, kind, count
 
-        value, count = self._all.prepared(f"variable {chosen}", local)
-        parts = self._all.prepared(f"variable {chosen}", lambda: self._cut(chosen, value, count))
-        self._all.agree(f"variable {chosen} {value.dtype} {value.shape} {parts} {resident}")
-        chief = self._workers[0]
-        value = self._all.together(
-            "variable", lambda: self.cluster.comm.broadcast(value, root=chief)
-        )
-        variable = ServedVariable(chosen, value, parts, self, resident)
+        name_of_call = f"variable {chosen}"
+        value, whole, kind, count = self._all.prepared(name_of_call, local)
+        parts = self._all.prepared(name_of_call, lambda: self._cut(chosen, whole, kind, count))
+        self._all.agree(f"variable {chosen} {kind} {whole} {parts} {resident}")
+        if value is not None:
+            chief, first = self._workers[0], value
+            value = self._all.together(
+                "variable", lambda: self.cluster.comm.broadcast(first, root=chief)
+            )
+        make: Any = initial_value
+        copy = value
+        if resident and value is None:
+            copy = self._all.prepared(
+                name_of_call, lambda: np.array(make(0, whole[0], whole, kind))
+            )
+        variable = ServedVariable(chosen, whole, kind, parts, self, copy if resident else None)
         self._client.add(variable)
         self.variables[chosen] = variable
         self._names.add(chosen)
+        pieces: Sequence[Any]
+        if value is None:
+            ends = itertools.pairwise(variable.offsets)
+            pieces = [partial(_made, make, low, high, variable) for low, high in ends]
+        else:
+            pieces = variable.pieces(value)
         self._all.prepared(
-            f"variable {chosen} is there", lambda: self._hold(variable, value, optimizer)
+            f"variable {chosen} is there", lambda: self._hold(variable, pieces, optimizer)
         )
         return variable
 
@@ -266,9 +294,9 @@ class ParameterServerStrategy(Strategy):
                 f"before, got none (variable: {name})"
             )
 
-    def _cut(self, name: str, value: npt.NDArray[Any], count: int) -> list[Part]:
+    def _cut(self, name: str, shape: tuple[int, ...], dtype: Any, count: int) -> list[Part]:
         """Return the parts of a new variable."""
-        parts = parts_of(name, value.shape, value.dtype, count, self._choice)
+        parts = parts_of(name, shape, dtype, count, self._choice)
         taken = {part.name for known in self.variables.values() for part in known.parts}
         if both := taken & {part.name for part in parts}:
             raise ValueError(
@@ -278,10 +306,10 @@ class ParameterServerStrategy(Strategy):
         return parts
 
     def _hold(
-        self, variable: ServedVariable, value: npt.NDArray[Any], optimizer: Optimizer | None
+        self, variable: ServedVariable, pieces: Sequence[Any], optimizer: Optimizer | None
     ) -> None:
-        """On a ps: take over its parts of a variable."""
-        for part, piece in zip(variable.parts, variable.pieces(value), strict=True):
+        """On a ps: take over its parts of a variable, arrays or functions that make them."""
+        for part, piece in zip(variable.parts, pieces, strict=True):
             if self._shard is not None and self._servers[part.task] == self.cluster.comm.rank:
                 self._shard.add(
                     part.name,
@@ -467,6 +495,58 @@ class ParameterServerStrategy(Strategy):
         """
         self._client.load_state_dict(state)
 
+    def state_slices(self) -> dict[str, Slice]:
+        """Return what this ps holds of `state_dict`, for a checkpoint by parts.
+
+        All tasks save together, `CheckpointManager(path, cluster.comm).save(...)`, so that nobody
+        needs the memory for a whole variable. Variables are views, slots are copies. It is empty on
+        other tasks. Nobody trains meanwhile: an update would first copy what is still held.
+
+        Raises:
+            ValueError: this ps has several parts of one variable: a slice is one box.
+        """
+        if self._shard is None:
+            return {}
+        states, updates = self._shard.own_state()
+        server = self._servers.index(self.cluster.comm.rank)
+        return saved.slices(self.variables.values(), states, server, len(self._servers), updates)
+
+    def state_boxes(self) -> dict[str, Box]:
+        """Return what each task needs of a checkpoint for `load_state_slices`; *collective*.
+
+        Returns:
+            Name of a variable or slot -> the elements that this ps holds, none on other tasks; for
+            `CheckpointManager.restore_or_none(slices=...)`, which gives everybody the rest.
+        """
+        slices = self._all.prepared("state_boxes", self.state_slices)
+        own = {name: part.box for name, part in slices.items() if saved.is_large(name, part)}
+        known = self.cluster.comm.allgather_object(
+            {name: len(box.start) for name, box in own.items()}
+        )
+        axes = {name: number for told in known for name, number in told.items()}
+        return {name: own.get(name, Box((0,) * n, (0,) * n)) for name, n in sorted(axes.items())}
+
+    def load_state_slices(self, state: Mapping[str, npt.ArrayLike]) -> None:
+        """Let this ps go on from its part of a state; nothing happens on other tasks.
+
+        Afterwards, when all ps tasks have done so, workers `pull`.
+
+        Args:
+            state: the elements of `state_boxes`, and the whole of what these do not name.
+
+        Raises:
+            ValueError: the state is of other variables or of another optimizer.
+        """
+        if self._shard is None:
+            return
+        like, _ = self._shard.own_state()
+        server = self._servers.index(self.cluster.comm.rank)
+        states, updates = saved.own_states(
+            state, self.variables.values(), like, server, len(self._servers)
+        )
+        del like  # so that what changes now is not copied
+        self._shard.load_own(states, updates)
+
     def leave(self) -> None:
         """Contribute no more gradients: others do not wait for this worker from now on.
 
@@ -501,6 +581,28 @@ class ParameterServerStrategy(Strategy):
         workers = len(self._workers)
         context = InputContext(workers, self._index, workers * len(self.devices))
         return datasets.from_function(dataset_fn(context), Ranks(), len(self.devices))
+
+
+def _checked_shape(initializer: Any, shape: Sequence[int], name: str) -> tuple[int, ...]:
+    """Return the shape that an initializer is to fill."""
+    sizes = tuple(map(operator.index, shape))
+    if not callable(initializer) or not sizes or min(sizes) < 0:
+        raise ValueError(
+            f"variable: expected an initializer, and a shape of at least one axis, got "
+            f"{type(initializer).__name__} and {sizes} (variable: {name})"
+        )
+    return sizes
+
+
+def _made(
+    initializer: Callable[..., npt.ArrayLike], first: int, last: int, variable: ServedVariable
+) -> npt.NDArray[Any]:
+    """Return some rows of a variable, as its initializer makes them."""
+    rows = np.require(
+        initializer(first, last, variable.shape, variable.dtype), variable.dtype, ["C", "W"]
+    )
+    partition.check_shape("variable", rows, (last - first, *variable.shape[1:]), variable.name)
+    return rows
 
 
 def _count(examples: Any) -> int | None:

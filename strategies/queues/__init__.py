@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strategies.queues.files import shared_files
+from strategies.queues.files import shared_files, shared_range
 from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
 from strategies.queues.remote import shared_queue
 
@@ -13,4 +13,5 @@ __all__ = [
     "RandomShuffleQueue",
     "shared_files",
     "shared_queue",
+    "shared_range",
 ]

@@ -1,4 +1,4 @@
-"""One line of file names for all ranks: whoever is free takes the next one."""
+"""One line of file names, or of numbers, for all ranks: whoever is free takes the next one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from strategies.checks import integer
 from strategies.queues.engine import Close, Enqueue
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import OPERATIONS, RemoteEngine
 from strategies.remote.containers import Handler, ResourceKind, register
 from strategies.remote.service import Service
 
-__all__ = ["shared_files"]
+__all__ = ["shared_files", "shared_range"]
 
 
 def shared_files(
@@ -54,27 +55,100 @@ def shared_files(
     """
     if isinstance(files, str) or not len(files):
         raise ValueError(f"shared_files: expected a sequence of file names, got {files!r}")
-    if num_epochs is not None and num_epochs < 1:
-        raise ValueError(f"shared_files: num_epochs must be at least 1 or None, got {num_epochs}")
-    if num_epochs is None and capacity < 0:
-        raise ValueError(
-            f"shared_files: an endless line needs a capacity, expected at least 1, got {capacity}"
-        )
-    description = {
-        "files": [str(file) for file in files],
-        "num_epochs": num_epochs,
-        "shuffle": shuffle,
-        "seed": seed,
-        "capacity": capacity,
-    }
-    address, found = service.open(
-        _KIND, description, name=shared_name, task=task, container=container
-    )
+    line = _Line(num_epochs, shuffle, seed, capacity)
+    line.check("shared_files")
+    described = {"files": [str(file) for file in files], **line._asdict()}
+    return _opened(described, service, shared_name, task, container)
+
+
+def shared_range(
+    limit: int,
+    *,
+    service: Service,
+    shared_name: str,
+    task: int | str | None = None,
+    container: str | None = None,
+    num_epochs: int | None = 1,
+    shuffle: bool = True,
+    seed: int | None = None,
+    capacity: int = 1024,
+) -> FIFOQueue:
+    """Offer the int64 numbers from 0 to `limit` - 1 to all tasks, as `shared_files` offers names.
+
+    With arrays that every task has, or maps, `x[numbers], y[numbers]` are rows that belong
+    together, each taken by one task in an epoch.
+
+    Args:
+        limit: how many numbers an epoch has, at least 1.
+        service: as for `shared_files`, as are all others.
+        shared_name: of the queue.
+        task: where the queue lives.
+        container: of the name.
+        num_epochs: after so many the queue is closed; None to go on for ever.
+        shuffle: whether to shuffle the numbers anew in each epoch.
+        seed: of the shuffling.
+        capacity: of the queue; a `dequeue_many` of more is served as well.
+
+    Raises:
+        InvalidArgumentError: another task meant another limit or another way to go through it.
+        UnavailableError: the task cannot be reached.
+        ValueError: `limit` or `num_epochs` below 1, or neither an end nor a capacity.
+
+    Example:
+        >>> import collectives as cc
+        >>> x, y = np.arange(6.0), np.arange(6) % 2
+        >>> with Service(cc.init()) as service:
+        ...     rows = shared_range(6, service=service, shared_name="rows", shuffle=False)
+        ...     numbers = rows.dequeue_many(4)
+        ...     x[numbers].tolist(), y[numbers].tolist()
+        ([0.0, 1.0, 2.0, 3.0], [0, 1, 0, 1])
+    """
+    integer("shared_range", "limit", limit)
+    line = _Line(num_epochs, shuffle, seed, capacity)
+    line.check("shared_range")
+    described = {"limit": int(limit), **line._asdict()}
+    return _opened(described, service, shared_name, task, container)
+
+
+class _Line(NamedTuple):
+    """How elements are gone through."""
+
+    num_epochs: int | None
+    shuffle: bool
+    seed: int | None
+    capacity: int
+
+    def check(self, operation: str) -> None:
+        """Refuse what is of no use."""
+        if self.num_epochs is not None and self.num_epochs < 1:
+            raise ValueError(
+                f"{operation}: num_epochs must be at least 1 or None, got {self.num_epochs}"
+            )
+        if self.num_epochs is None and self.capacity < 0:
+            raise ValueError(
+                f"{operation}: an endless line needs a capacity, expected at least 1, got "
+                f"{self.capacity}"
+            )
+
+
+def _opened(
+    description: dict[str, Any],
+    service: Service,
+    name: str,
+    task: int | str | None,
+    container: str | None,
+) -> FIFOQueue:
+    address, found = service.open(_KIND, description, name=name, task=task, container=container)
     if found is not None:
         return found.queue  # type: ignore[no-any-return]
-    queue = FIFOQueue(capacity, str, [()], name=shared_name)
+    queue = _empty(description, name)
     queue.engine = RemoteEngine(service, address)  # type: ignore[assignment]
     return queue
+
+
+def _empty(description: Mapping[str, Any], name: str) -> FIFOQueue:
+    kind: Any = np.int64 if "limit" in description else str
+    return FIFOQueue(description["capacity"], kind, [()], name=name)
 
 
 class _Files(NamedTuple):
@@ -85,9 +159,13 @@ class _Files(NamedTuple):
 
 
 def _make(description: Mapping[str, Any], name: str) -> _Files:
-    queue = FIFOQueue(description["capacity"], str, [()], name=name)
-    names = np.empty(len(description["files"]), object)
-    names[:] = description["files"]
+    queue = _empty(description, name)
+    names: Any
+    if "limit" in description:
+        names = np.arange(description["limit"])
+    else:
+        names = np.empty(len(description["files"]), object)
+        names[:] = description["files"]
     order = np.random.default_rng(description["seed"])
     left = description["num_epochs"]
 
@@ -113,6 +191,8 @@ def _make(description: Mapping[str, Any], name: str) -> _Files:
 
 
 def _difference(files: _Files, description: Mapping[str, Any]) -> str | None:
+    if description.keys() != files.description.keys():
+        return "one of file names and numbers is the other"
     for what, asked in description.items():
         has = files.description[what]
         if has != asked and not (what == "seed" and asked is None):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from strategies.options import CommunicationOptions
 from strategies.ranks import Ranks
-from strategies.replicas import per_replica, reductions
+from strategies.replicas import devices, per_replica, reductions
 from strategies.replicas.reductions import ReduceOp
 
 __all__ = [
@@ -45,6 +45,9 @@ class ReplicaStrategy(Protocol):
 
     def update(self, variables: Sequence[Any], change: Callable[[], None]) -> None:
         """Change variables where they are."""
+
+    def placed(self, value: Any, *, shared: bool) -> list[Any]:
+        """Return an array for each replica of this process, where it belongs."""
 
 
 class Meeting(NamedTuple):
@@ -94,6 +97,19 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> int:
         """Number of this replica among all of them."""
         return self.strategy.first_replica_id + self.local_id
+
+    is_traced = False
+    """Whether this stands for all replicas of the process, in a function that is compiled."""
+
+    def read(self, variable: Any, array: Any) -> Any:
+        """Return what this replica sees of a variable, given its array in this process."""
+        if hasattr(array, "addressable_shards") and len(array.devices()) > 1:
+            return devices.put(array, self.device)
+        return array
+
+    def write(self, variable: Any, operation: str, change: Any, new: Any) -> bool:
+        """Change a variable in a way of this replica's own; tells whether there is one."""
+        return False
 
     @property
     def num_replicas_in_sync(self) -> int:

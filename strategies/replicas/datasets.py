@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from strategies.checks import choice
 from strategies.input import split, uneven
 from strategies.ranks import Ranks
-from strategies.replicas.devices import put
 from strategies.replicas.per_replica import PerReplica
 from strategies.structures import map_leaves, zip_leaves
 
@@ -116,7 +115,9 @@ def from_function(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[
     return (_for_replicas(step) for step in used)
 
 
-def on_devices(batches: Iterator[Any], names: Sequence[str]) -> Iterator[Any]:
+def on_devices(
+    batches: Iterator[Any], names: Sequence[str], put: Callable[[Any, str], Any]
+) -> Iterator[Any]:
     """Bring the batches of this process's replicas to their devices."""
 
     def brought(leaf: Any) -> Any:

@@ -25,9 +25,8 @@ from typing import Any
 import numpy as np
 
 from strategies.cluster.device_spec import DeviceSpec
-from strategies.structures import map_leaves
 
-__all__ = ["CPU", "devices", "finish", "parse_devices", "put", "put_all", "selected"]
+__all__ = ["CPU", "devices", "finish", "of_jax", "parse_devices", "put", "put_jax", "selected"]
 
 log = logging.getLogger(__name__)
 
@@ -159,9 +158,31 @@ def put(array: Any, name: str) -> Any:
     return _put_jax(importlib.import_module("jax"), np.array(array), kind, index)
 
 
-def put_all(structure: Any, name: str) -> Any:
-    """Return a structure with its arrays on a device."""
-    return map_leaves(lambda leaf: put(leaf, name), structure)
+def put_jax(array: Any, name: str) -> Any:
+    """Return an array as one of JAX on a device, also on a CPU; other objects as they are."""
+    if isinstance(array, (np.ndarray, np.generic)):
+        if array.dtype.kind not in "biufcV":
+            return array
+        array = np.array(array)  # which JAX may go on reading
+    elif not isinstance(array, importlib.import_module("jax").Array):
+        return array
+    return _put_jax(importlib.import_module("jax"), array, *_spec(name, "put"))
+
+
+def of_jax(name: str) -> Any:
+    """Return a device as JAX's object.
+
+    Raises:
+        ValueError: JAX has no such device.
+    """
+    kind, index = _spec(name, "of_jax")
+    found = _of_jax(kind, ask=True)
+    if index >= len(found):
+        raise ValueError(
+            f"devices: JAX has no such device, expected one of {len(found)} of this kind, got "
+            f"{name!r}"
+        )
+    return found[index]
 
 
 def _name(kind: str, index: int) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "arrays_of",
     "as_array",
     "gather",
+    "op_over_ranks",
     "parse_op",
     "reduce",
     "shared",
@@ -45,6 +46,11 @@ def parse_op(op: Any, operation: str) -> ReduceOp:
     return cast(ReduceOp, chosen)
 
 
+def op_over_ranks(op: ReduceOp) -> Any:
+    """Return the reduction among ranks."""
+    return cc.MEAN if op == "mean" else cc.SUM
+
+
 def reduce(
     ranks: Ranks, op: ReduceOp, values: list[Any], axis: Axis = None, *, rounded: bool = False
 ) -> Any:
@@ -63,8 +69,7 @@ def _reduced(
 ) -> list[Any]:
     if axis is None:
         partial = [_combined(op, column) for column in columns]
-        over_ranks = cc.MEAN if op == "mean" else cc.SUM
-        return ranks.reduced(partial, over_ranks, rounded=rounded)
+        return ranks.reduced(partial, op_over_ranks(op), rounded=rounded)
     pairs = [_along(op, column, axis) for column in columns]
     counts = np.array([count for _, count in pairs], np.int64)
     *sums, counts = ranks.reduced([*(total for total, _ in pairs), counts], cc.SUM, rounded=rounded)

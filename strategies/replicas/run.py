@@ -18,9 +18,10 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
-from strategies.replicas import context, devices, per_replica
+from strategies.replicas import context, devices, per_replica, workers
 from strategies.replicas.context import Meeting, ReplicaContext, ReplicaStrategy
 
 __all__ = ["run", "selected"]
@@ -138,7 +139,7 @@ class _Threads:
 
     def __init__(self, count: int) -> None:
         self.results: list[Any] = [None] * count
-        self._threads: list[threading.Thread] = []
+        self._started = 0
         self._lock = threading.Condition()
         self._ended = [False] * count
         self._errors: list[BaseException | None] = [None] * count
@@ -149,11 +150,8 @@ class _Threads:
     def start(self, i: int, body: Callable[[int], Any]) -> None:
         """Begin replica `i`; it sees the context variables of this thread, such as errstate."""
         variables = contextvars.copy_context()
-        thread = threading.Thread(
-            target=variables.run, args=(self._work, i, body), name=f"replica-{i}", daemon=True
-        )
-        self._threads.append(thread)
-        thread.start()
+        self._started += 1
+        workers.start(partial(variables.run, self._work, i, body))
 
     def _work(self, i: int, body: Callable[[int], Any]) -> None:
         error: BaseException | None = None
@@ -219,6 +217,6 @@ class _Threads:
             self.join()
 
     def join(self) -> None:
-        """Wait until all threads have ended."""
-        for thread in self._threads:
-            thread.join()
+        """Wait until all replicas that were started have ended."""
+        with self._lock:
+            self._lock.wait_for(lambda: sum(self._ended) == self._started)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from strategies import arrays
 from strategies.checks import choice
-from strategies.replicas import context, devices, reductions
+from strategies.replicas import context, reductions
 from strategies.replicas.context import Meeting, ReplicaStrategy
 from strategies.variables.partition import check_shape
 
@@ -74,7 +74,8 @@ class Variable:
             )
         self._components: list[Any] = []
         self._place: list[int] = []  # replica of this process -> its array
-        for array in [value] if strategy is None else _placed(value, strategy):
+        shared = self.synchronization == "on_write"
+        for array in [value] if strategy is None else strategy.placed(value, shared=shared):
             self._add_replica(array)
         shares = len(self._components) < len(self._place)
         self._components = [_differentiated(c, initial_value) for c in self._components]
@@ -134,7 +135,8 @@ class Variable:
         if replica is None:
             return self._combined() if self.synchronization == "on_read" else self._components[0]
         shown = None if self._shown is None else self._shown[replica.local_id]
-        return self._components[self._place[replica.local_id]] if shown is None else shown
+        own = self._components[self._place[replica.local_id]] if shown is None else shown
+        return replica.read(self, own)
 
     def assign(self, value: Any) -> None:
         """Copy `value` into the variable.
@@ -240,11 +242,16 @@ class Variable:
                 f"{operation}: the value has the wrong dtype, expected {wanted}, got "
                 f"{arrays.dtype_name(array)} (variable: {self.name})"
             )
-        return arrays.near(mine, arrays.astype(array, wanted))
+        array = arrays.astype(array, wanted)
+        if replica is not None and replica.is_traced:  # which is on no device yet
+            return array
+        return arrays.near(mine, array)
 
     def _write(self, operation: str, new: Any, change: Change) -> None:
-        replica = None if self._alone else self._replica()
-        if replica is None:
+        replica = self._replica()
+        if replica is not None and replica.write(self, operation, change, new):
+            return
+        if replica is None or self._alone:
             for i in range(len(self._components)):
                 self._change(i, change, new)
         elif self.synchronization == "on_read":
@@ -258,17 +265,32 @@ class Variable:
         else:
 
             def merge(values: list[Any]) -> list[Any]:
-                assert self.strategy is not None
-                combined = self._aggregated(values)
-
-                def apply() -> None:
-                    for i in range(len(self._components)):
-                        self._change(i, change, combined)
-
-                self.strategy.update([self], apply)
+                self.combine(change, values)
                 return [None] * len(values)
 
             replica.meet(Meeting(f"{operation} {self.name}", new, merge))
+
+    def combine(self, change: Change, values: list[Any]) -> None:
+        """Change the variable by what the replicas' values combine to, between replicas.
+
+        *Collective* over the ranks.
+
+        Args:
+            change: makes the new array of an old one and the combined values.
+            values: of the replicas of this process, or one that these have combined to.
+        """
+        assert self.strategy is not None
+        combined = values[0] if self._alone else self._aggregated(values)
+
+        def apply() -> None:
+            for i in range(len(self._components)):
+                self._change(i, change, combined)
+
+        self.strategy.update([self], apply)
+
+    def replace(self, components: list[Any]) -> None:
+        """Take other arrays of JAX for the replicas of this process."""
+        self._components = list(components)
 
     def _combined(self) -> Any:
         """The value of an "on_read" variable outside of replicas."""
@@ -306,13 +328,6 @@ class Variable:
 def _chosen(what: str, word: str, words: Any) -> str:
     """Return a word in small letters."""
     return str(choice("variable", what, word.lower() if isinstance(word, str) else word, words))
-
-
-def _placed(value: Any, strategy: ReplicaStrategy) -> list[Any]:
-    """Return the value for each replica of this process, on its device."""
-    if not strategy.is_placed:
-        return [value] * len(strategy.devices)
-    return [devices.put(value, device) for device in strategy.devices]
 
 
 def _is_foreign(value: Any) -> bool:

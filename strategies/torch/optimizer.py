@@ -211,6 +211,16 @@ class TorchOptimizer(_Optimizer):
         self._backward.rescue(parameters_of(self.optimizer))
         self._averaging.close()
 
+    def move(self, comm: cc.Communicator) -> None:
+        """Average among other ranks from now on; *collective* over these.
+
+        For ranks that have outlived others: what the old communicator held is let go.
+        """
+        self._backward.close()
+        self._backward.rescue(parameters_of(self.optimizer))
+        self.__init__(self.optimizer, self._names, comm, self._rule)  # type: ignore[misc]
+        self.optimizer.zero_grad(set_to_none=True)
+
     # GradScaler asks for this in `scaler.step`, before it goes through `param_groups` and looks for
     # infinities in the gradients. A scaler that saw those of its own rank would skip a step that
     # the other ranks make. If it steps without having gone through them, it did so in `unscale_`.

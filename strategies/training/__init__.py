@@ -13,6 +13,9 @@ what. `checkpoint` is for one process: `shards` holds the arrays, `manifest` say
 one gets there completely or not at all, `durable` the order of writing that survives a crash,
 `retention` which stay, `background` writes them beside the program, `inspection` looks at them.
 `summaries` is for people: metrics, the loss curve, progress.
+
+`recovery` trains on when ranks die, from the copies that `state` keeps in memory; `faults` lets
+them die on purpose, `events` writes down what has happened.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ from __future__ import annotations
 from strategies.training import hooks
 from strategies.training.checkpoint import Checkpoint
 from strategies.training.evaluation import Evaluator
+from strategies.training.faults import InjectedFault, inject
 from strategies.training.preemption import STOPPED_EARLY, Preemption
+from strategies.training.recovery import run_elastic
 from strategies.training.reporting import Summaries
 from strategies.training.saver import Saver
 from strategies.training.session import TrainingSession
 from strategies.training.slices import Box, Slice
+from strategies.training.state import State
 from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics
 
 __all__ = [
@@ -32,14 +38,18 @@ __all__ = [
     "Box",
     "Checkpoint",
     "Evaluator",
+    "InjectedFault",
     "MetricsWriter",
     "Preemption",
     "Progress",
     "Saver",
     "Slice",
+    "State",
     "Summaries",
     "TrainingSession",
     "hooks",
+    "inject",
     "loss_curve",
     "read_metrics",
+    "run_elastic",
 ]

@@ -274,7 +274,14 @@ def pieces(draft: Draft, share: Iterable[tuple[str, Box]] | None = None) -> list
         InvalidArgumentError: it writes alone, and has a tensor only in part.
     """
     found = []
-    for name, box in writers([draft.held()])[0] if share is None else share:
+    if share is None:
+        try:
+            (share,) = writers([draft.held()])
+        except errors.InvalidArgumentError as error:
+            raise errors.InvalidArgumentError(
+                f"{error}. Where ranks have parts, make the manager with sharded=True"
+            ) from error
+    for name, box in share:
         part = draft.slices[name]
         array = np.asarray(part.array[inside(box, part.box)], order="C").reshape(box.shape)
         found.append(Piece(name, part.shape, box, array))

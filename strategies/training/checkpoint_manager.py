@@ -20,9 +20,10 @@ from strategies.training.directory import name_of
 from strategies.training.durable import DirectoryLock
 from strategies.training.location import Location, Url, located
 from strategies.training.manifest import Manifest
+from strategies.training.reading import Wanted
 from strategies.training.retention import Best, Rules
 from strategies.training.shards import Piece
-from strategies.training.slices import Box, Slice
+from strategies.training.slices import Slice
 
 __all__ = ["CheckpointManager"]
 
@@ -176,7 +177,7 @@ class CheckpointManager:
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        slices: Mapping[str, Box] | None = None,
+        slices: Wanted | None = None,
     ) -> checkpoint.Checkpoint | None:
         """Read the newest complete checkpoint; None where there is none.
 
@@ -185,7 +186,8 @@ class CheckpointManager:
         Args:
             path: of another checkpoint, such as that of `best()`, as rank 0 sees it.
             slices: name -> which elements of a tensor this rank wants, where it does not want all;
-                may differ between ranks. What the checkpoint does not hold is passed over.
+                may differ between ranks. What the checkpoint does not hold is passed over. Or a
+                function of name and shape that returns them, or None for all.
 
         Returns:
             The same checkpoint on every rank but for `slices`, bit-equal arrays in memory of its
@@ -196,7 +198,6 @@ class CheckpointManager:
             OpError: as the function `restore`, the same on every rank.
         Cost: one broadcast of the manifest and one per tensor, or slice in a file.
         """
-        wanted = dict(slices or {})
         whole: dict[str, npt.NDArray[Any]] = {}
 
         def find() -> tuple[Location, Manifest] | None:
@@ -214,8 +215,7 @@ class CheckpointManager:
         if found is None:
             return None
         place, plan = found
-        if wanted or self._sharded:
-            self._ranks.prepared("restore: slices", lambda: reading.check(wanted, plan))
+        wanted = self._ranks.prepared("restore: slices", lambda: reading.wanted(slices, plan))
         if self._sharded:
             assert self._comm is not None
             tensors = reading.read_together(self._comm, place, plan, wanted)

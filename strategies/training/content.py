@@ -23,11 +23,13 @@ import numpy as np
 import collectives as cc
 from strategies import arrays, errors
 from strategies.training import things as kinds
+from strategies.training.distributed import slice_of
+from strategies.training.slices import Slice
 
 __all__ = ["Arrays", "collect"]
 
 Arrays = dict[str, Any]
-"""Name -> array of any library."""
+"""Name -> array of any library, or this rank's `Slice` of a larger one."""
 
 
 def collect(things: Mapping[str, Any], comm: cc.Communicator | None) -> tuple[Arrays, Any]:
@@ -55,7 +57,7 @@ def _node(thing: Any, name: str, found: Arrays, comm: cc.Communicator | None) ->
         return _node_of_ranks(thing, name, found, comm)
     if kind is not None:
         return _node(kind.state(thing, comm), name, found, comm)
-    if arrays.is_array(thing):
+    if arrays.is_array(thing) or isinstance(thing, Slice):
         return _node_of_array(thing, name, found)
     if isinstance(thing, Mapping):
         pairs = [
@@ -95,8 +97,12 @@ def _node_of_array(array: Any, name: str, found: Arrays) -> Any:
     if kind is not None:
         found[name] = kinds.key_data(array)
         return {"key": [name, kind]}
-    found[name] = array
-    return {"array": [name, kinds.library_of(array)]}
+    try:
+        part = slice_of(array)
+    except TypeError as error:
+        raise errors.InvalidArgumentError(f"save: {error} (name: {name})") from error
+    found[name] = array if part is None else part
+    return {"array": [name, kinds.library_of(array if part is None else part.array)]}
 
 
 def _node_of_ranks(state: Any, name: str, found: Arrays, comm: cc.Communicator | None) -> Any:

@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ from strategies import errors
 __all__ = ["DirectoryLock", "explained", "new_file", "remove", "rename", "sync", "write_file"]
 
 _log = logging.getLogger(__name__)
+
+# Files removed at the same time.
+_AT_ONCE = 4
+
+# Bytes after which the system is told to begin to write, so that the device is busy meanwhile.
+_BEHIND = 16 << 20
 
 _ERROR_OF_ERRNO: dict[int | None, type[errors.OpError]] = {
     # EFBIG is what RLIMIT_FSIZE answers: Python ignores the signal SIGXFSZ.
@@ -54,8 +61,10 @@ def explained(operation: str, path: PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        kind = _ERROR_OF_ERRNO.get(error.errno, errors.FailedPreconditionError)
+        # Those of fsspec have no number.
+        code = errno.ENOENT if isinstance(error, FileNotFoundError) else error.errno
+        reason = (os.strerror(code) if code else str(error)).lower()
+        kind = _ERROR_OF_ERRNO.get(code, errors.FailedPreconditionError)
         raise kind(f"{operation}: {reason} (file: {error.filename or path})") from error
 
 
@@ -63,11 +72,18 @@ def explained(operation: str, path: PathLike[str]) -> Iterator[None]:
 def new_file(path: Path) -> Iterator[Callable[[Any], None]]:
     """Create `path`, which must not exist; yields what appends bytes; fsyncs it in the end."""
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as descriptor:
+        written = begun = 0
 
         def put(data: Any) -> None:
+            nonlocal written, begun
             rest = memoryview(data)
             while rest:
-                rest = rest[os.write(descriptor, rest) :]
+                count = os.write(descriptor, rest)
+                rest, written = rest[count:], written + count
+            if written - begun >= _BEHIND:
+                # Of pages that are not written yet this begins the writing, and forgets nothing.
+                os.posix_fadvise(descriptor, begun, written - begun, os.POSIX_FADV_DONTNEED)
+                begun = written
 
         yield put
         os.fsync(descriptor)
@@ -107,6 +123,9 @@ def remove(path: Path) -> None:
     """Remove a file, a link (not what it points to) or a directory with its content, if there."""
     if path.is_dir() and not path.is_symlink():
         try:
+            # What pages of a large file are in memory is given back by who removes it.
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                list(pool.map(os.unlink, [p for p in path.iterdir() if not p.is_dir()]))
             shutil.rmtree(path)
         except OSError as error:
             error.filename = str(path)  # a name relative to some directory inside

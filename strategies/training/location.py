@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from strategies import errors
 from strategies.training import durable
@@ -26,17 +26,20 @@ class Url:
     Args:
         files: the file system of fsspec.
         path: in it.
+        protocol: what stands before "://".
     """
 
-    def __init__(self, files: Any, path: str) -> None:
+    def __init__(self, files: Any, path: str, protocol: str) -> None:
         self.files = files
         self.path = path.rstrip("/")
+        self.protocol = protocol
 
     def __truediv__(self, name: str) -> Url:
-        return Url(self.files, f"{self.path}/{name}")
+        return Url(self.files, f"{self.path}/{name}", self.protocol)
 
     def __str__(self) -> str:
-        return cast(str, self.files.unstrip_protocol(self.path))
+        # A file system has several names, and gives the first.
+        return f"{self.protocol}://{self.files.unstrip_protocol(self.path).partition('://')[2]}"
 
     __fspath__ = __str__
 
@@ -60,7 +63,7 @@ class Url:
     @property
     def parent(self) -> Url:
         """The directory that it is in."""
-        return Url(self.files, self.path.rpartition("/")[0])
+        return Url(self.files, self.path.rpartition("/")[0], self.protocol)
 
 
 Location: TypeAlias = Path | Url
@@ -82,9 +85,10 @@ def located(place: str | os.PathLike[str]) -> Location:
     if not is_url(text):
         return Path(text)
     try:
-        return Url(*fsspec().core.url_to_fs(text))
+        files, path = fsspec().core.url_to_fs(text)
     except ValueError as error:
         raise errors.InvalidArgumentError(f"checkpoints: {error} ({text})") from error
+    return Url(files, path, text.partition("://")[0])
 
 
 @contextlib.contextmanager

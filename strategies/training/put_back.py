@@ -15,6 +15,8 @@ import collectives as cc
 from strategies import arrays, errors
 from strategies.training import things as kinds
 from strategies.training.content import Arrays
+from strategies.training.distributed import Parts, like, slice_of
+from strategies.training.slices import Slice
 
 __all__ = ["Put", "put_back"]
 
@@ -27,10 +29,18 @@ def put_back(
     stored: Arrays,
     things: Mapping[str, Any],
     comm: cc.Communicator | None,
+    parts: Parts,
 ) -> tuple[dict[str, Any], list[Put]]:
     """Compare what a checkpoint holds with the things that are to have it.
 
     Nothing has changed yet when this returns.
+
+    Args:
+        nodes: the JSON object of `collect`.
+        stored: the arrays, of which this rank has what `parts` says.
+        things: the program's.
+        comm: the ranks.
+        parts: of the things.
 
     Returns:
         The new things, of which those that are changed in place are the old ones; and what has to
@@ -41,7 +51,7 @@ def put_back(
         InvalidArgumentError: containers, shapes or dtypes differ.
         DataLossError: the JSON object is not one of `collect`.
     """
-    back = _Back(stored, 0 if comm is None else comm.rank)
+    back = _Back(stored, comm, parts)
     new = {}
     for name, thing in things.items():
         if name not in nodes:
@@ -63,10 +73,12 @@ def put_back(
 class _Back:
     """One way back: `puts` are the changes that it will take."""
 
-    def __init__(self, stored: Arrays, rank: int) -> None:
+    def __init__(self, stored: Arrays, comm: cc.Communicator | None, parts: Parts) -> None:
         self.puts: list[Put] = []
+        self._parts = parts
         self._stored = stored
-        self._rank = rank
+        self._comm = comm
+        self._rank = 0 if comm is None else comm.rank
 
     def thing(self, node: Any, live: Any, name: str) -> Any:
         """Give what stands where `live` does, from what the file holds."""
@@ -76,7 +88,7 @@ class _Back:
             return live
         if live is None:
             return self.value(node)
-        if arrays.is_array(live):
+        if arrays.is_array(live) or isinstance(live, Slice):
             return self._array(node, live, name)
         if _is_plain(node) and _is_plain_live(live):
             return self.value(node)
@@ -106,7 +118,7 @@ class _Back:
             made = [self.value(part) for part in content]
             return made if tag == "list" else tuple(made)
         if tag == "array":
-            return kinds.in_library(self._named(content[0]), content[1])
+            return self._new_array(*content)
         if tag == "key":
             return kinds.as_key(self._named(content[0]), content[1])
         if tag == "float":
@@ -115,13 +127,20 @@ class _Back:
             return bytes.fromhex(content)
         raise ValueError(f"unknown tag {tag!r}")
 
+    def _new_array(self, name: str, library: str) -> Any:
+        made = kinds.in_library(self._named(name), library)
+        there = self._parts.of(name)
+        part = None if there is None or isinstance(there, Slice) else slice_of(there)
+        # What else belongs to a parameter, such as the number of its updates, is whole.
+        return made if part is None or made.shape != part.array.shape else like(there, made)
+
     def _load(self, kind: kinds.Kind, node: Any, live: Any) -> None:
         if (node := self._of_rank(node)) is None:
             return
         state = self.value(node)
         if kind.methods[0] == "state_dict":
             state = _with_counters(state, live.state_dict())
-        self.puts.append(lambda: kind.load(live, state))
+        self.puts.append(lambda: kind.load(live, state, self._comm))
 
     def _of_rank(self, node: Any) -> Any:
         """Give this rank's node where there is one for each; None if this rank was not there.
@@ -154,6 +173,10 @@ class _Back:
         if not isinstance(node, dict) or "array" not in node:
             raise _differs(name, "an array", _said(node))
         array = self._named(node["array"][0])
+        part = slice_of(live)
+        if part is not None:
+            self._array(node, part.array, name)
+            return live
         here = (tuple(live.shape), arrays.dtype_name(live))
         there = (array.shape, arrays.dtype_name(array))
         if here != there:

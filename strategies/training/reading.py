@@ -7,7 +7,7 @@ only a part of it reads itself: the slices in which there is some of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,24 +23,38 @@ from strategies.training.shards import Target
 from strategies.training.sharing import least_loaded
 from strategies.training.slices import Box, inside, lies_in, whole
 
-__all__ = ["check", "parts", "read_together", "share_out"]
+__all__ = ["Wanted", "parts", "read_together", "share_out", "wanted"]
 
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def check(wanted: Mapping[str, Box], plan: Manifest) -> None:
-    """Check that what a rank wants is there.
+Wanted = Mapping[str, Box] | Callable[[str, tuple[int, ...]], Box | None]
+"""Tensor name -> the elements that a rank wants; or a function of name and shape."""
+
+
+def wanted(slices: Wanted | None, plan: Manifest) -> dict[str, Box]:
+    """Return of which tensors of a checkpoint a rank wants only a part, and which.
 
     Raises:
         InvalidArgumentError: a box does not lie inside of its tensor.
     """
-    for name, box in wanted.items():
-        entry = plan.tensors.get(name)
-        if entry is not None and not lies_in(box, entry.shape):
+    found = {}
+    for name, entry in plan.tensors.items():
+        if slices is None:
+            box = None
+        elif isinstance(slices, Mapping):
+            box = slices.get(name)
+        else:
+            box = slices(name, entry.shape)
+        if box is None:
+            continue
+        if not lies_in(box, entry.shape):
             raise errors.InvalidArgumentError(
                 f"restore: expected a slice inside of {list(entry.shape)}, got {list(box.shape)} "
                 f"from {list(box.start)} on (tensor: {name})"
             )
+        found[name] = box
+    return found
 
 
 def read_together(

@@ -10,6 +10,7 @@ from strategies.ranks import Ranks
 from strategies.training import content
 from strategies.training import things as kinds
 from strategies.training.checkpoint_manager import CheckpointManager
+from strategies.training.distributed import Parts
 from strategies.training.location import Location
 from strategies.training.put_back import Put, put_back
 
@@ -30,8 +31,10 @@ class Saver:
     JAX may hold any of it. Nothing is pickled, and arrays have readable names in the file.
 
     Replicas are equal, so rank 0's things are saved; but of generators, and of random keys of JAX,
-    each rank's where they differ. A rank that was not there keeps what its program gave it. All
-    methods but `saver[name]` are *collective*.
+    each rank's where they differ. A rank that was not there keeps what its program gave it. Where
+    the checkpoints are sharded all ranks write, and things may be parts: a `Slice`, distributed
+    tensors of PyTorch (DTensor), modules and optimizers that have such. All methods but
+    `saver[name]` are *collective*.
 
     Args:
         checkpoints: where to, and among which ranks.
@@ -125,7 +128,8 @@ class Saver:
             Exception: what a thing's own method answers, such as that of a module with layers of
                 other sizes; things may have changed. All errors are raised on all ranks.
         """
-        found = self._checkpoints.restore_or_none(path)
+        parts = self._ranks.prepared("restore: look", lambda: Parts(self._things))
+        found = self._checkpoints.restore_or_none(path, slices=parts.box)
         if found is None:
             return None
 
@@ -136,7 +140,7 @@ class Saver:
                     f"restore: not a checkpoint of Saver, expected {_THINGS!r} in its metadata, "
                     f"got {list(found.metadata)} (checkpoint: {found.path})"
                 )
-            return put_back(nodes, found.tensors, self._things, self._ranks.comm)
+            return put_back(nodes, found.tensors, self._things, self._ranks.comm, parts)
 
         def change() -> None:
             for put in puts:

@@ -16,6 +16,7 @@ import numpy as np
 
 import collectives as cc
 from strategies import structures
+from strategies.training.slices import Slice
 
 __all__ = [
     "KINDS",
@@ -41,13 +42,13 @@ class Kind(NamedTuple):
     Attributes:
         methods: which they have, and others have not.
         state: from the thing and the ranks; *collective*. A structure of arrays and plain values.
-        load: takes the thing and its state.
+        load: takes the thing, its state and the ranks.
         of_rank: whether each rank has a state of its own.
     """
 
     methods: tuple[str, ...]
     state: Callable[[Any, cc.Communicator | None], Any]
-    load: Callable[[Any, Any], Any]
+    load: Callable[[Any, Any, cc.Communicator | None], Any]
     of_rank: bool = False
 
 
@@ -55,34 +56,39 @@ KINDS = {
     "module, optimizer or schedule": Kind(
         ("state_dict", "load_state_dict"),
         lambda thing, comm: thing.state_dict(),
-        lambda thing, state: thing.load_state_dict(state),
+        lambda thing, state, comm: thing.load_state_dict(state),
+    ),
+    "pipeline": Kind(
+        ("state", "go_on"),
+        lambda thing, comm: thing.state(comm),
+        lambda thing, state, comm: thing.go_on(state, comm),
     ),
     "input": Kind(
         ("state", "load_state"),
         lambda thing, comm: thing.state(comm),
-        lambda thing, state: thing.load_state(state),
+        lambda thing, state, comm: thing.load_state(state),
     ),
     "variable": Kind(
         ("value", "assign"),
         lambda thing, comm: thing.value,
-        lambda thing, state: thing.assign(state),
+        lambda thing, state, comm: thing.assign(state),
     ),
     "generator of NumPy": Kind(
         ("bit_generator",),
         lambda thing, comm: thing.bit_generator.state,
-        lambda thing, state: setattr(thing.bit_generator, "state", state),
+        lambda thing, state, comm: setattr(thing.bit_generator, "state", state),
         of_rank=True,
     ),
     "generator of PyTorch, or RandomState": Kind(
         ("get_state", "set_state"),
         lambda thing, comm: thing.get_state(),
-        lambda thing, state: thing.set_state(state),
+        lambda thing, state, comm: thing.set_state(state),
         of_rank=True,
     ),
     "generator of Python": Kind(
         ("getstate", "setstate"),
         lambda thing, comm: _words_of(thing),
-        lambda thing, state: thing.setstate((state[0], tuple(state[1].tolist()), state[2])),
+        lambda thing, state, comm: thing.setstate((state[0], tuple(state[1].tolist()), state[2])),
         of_rank=True,
     ),
 }
@@ -106,6 +112,8 @@ def kind_of(thing: Any) -> Kind | None:
 
 def hosted(array: Any) -> Any:
     """Give an array in host memory: the same one where it is there already."""
+    if isinstance(array, Slice):
+        return Slice(hosted(array.array), array.start, array.shape)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return array.detach().cpu()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from strategies.variables import partition
+from strategies.variables import initializers, partition
 from strategies.variables.items import Reading, Update
+from strategies.variables.moving_averages import MovingAverages
 from strategies.variables.open import reset_container, shared_partitioned_variable, shared_variable
 from strategies.variables.together import apply_all, assign_all, read_all
 from strategies.variables.variable import PartitionedVariable, SharedVariable
 
 __all__ = [
+    "MovingAverages",
     "PartitionedVariable",
     "Reading",
     "SharedVariable",
     "Update",
     "apply_all",
     "assign_all",
+    "initializers",
     "partition",
     "read_all",
     "reset_container",

@@ -117,14 +117,14 @@ class Stored:
 
     def initialize(
         self,
-        value: Array,
+        value: Array | Callable[[], Array],
         optimizer: Optimizer | None = None,
         properties: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Set the first value, copied; False if there is one already. With the lock held.
+        """Set the first value; False if there is one already. With the lock held.
 
         Args:
-            value: shape (...).
+            value: shape (...), copied; or a function that makes it, and keeps nothing of it.
             optimizer: the variable gets one like it, for itself alone.
             properties: see the attribute.
         """
@@ -135,7 +135,8 @@ class Stored:
             self._rate = _Rate(arguments["learning_rate"])
             self.optimizer = type(optimizer)(**{**arguments, "learning_rate": self._rate})
         self.properties = dict(properties or {})
-        self.value = np.array(value, order="C")  # last: who sees it may use everything
+        # Last: who sees it may use everything.
+        self.value = value() if callable(value) else np.array(value, order="C")
         return True
 
     @property

@@ -142,12 +142,12 @@ class StrategyTorchOptimizer(_Optimizer):
         for (parameter, _), value in zip(self._grouped, self._hosted.values, strict=True):
             if parameter.device.type != "cpu":
                 parameter.detach().copy_(_tensor(value))
-            elif parameter.data_ptr() == value.ctypes.data:
-                torch.autograd.graph.increment_version(parameter)
-            else:
-                # In the memory of the message: to copy it would take as long as to receive it. What
-                # autograd has kept of a pass before has the old numbers.
+                continue
+            if parameter.data_ptr() != value.ctypes.data:
+                # In the memory of the message: to copy it would take as long as to receive it.
                 parameter.data = _tensor(value)
+            # A backward pass of what was computed before is an error, as after any step.
+            torch.autograd.graph.increment_version(parameter)
 
 
 def _tensor(value: Any) -> torch.Tensor:

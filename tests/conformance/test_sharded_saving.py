@@ -17,7 +17,7 @@ import pytest
 import strategies
 from inprocess import run_ranks
 from strategies import errors
-from strategies.training import Box, Slice, checkpoint, durable
+from strategies.training import Box, Saver, Slice, checkpoint, durable
 
 ROWS, COLUMNS = 61, 7
 
@@ -281,5 +281,47 @@ def test_two_jobs_on_one_directory(world):
         comm.barrier()
         if comm.rank == 0:
             shutil.rmtree(folder)
+
+    world.run(run)
+
+
+def test_a_saver_of_parts_and_of_what_all_have(world):
+    def things(comm, seed):
+        full = wholes(seed)
+        boxes = boxes_of(comm)
+        return {
+            "model": {
+                name: Slice(part(full[name], box).copy(), box.start, full[name].shape)
+                for name, box in boxes.items()
+            },
+            "bias": full["replicated"][:5].copy(),
+            "rng": np.random.default_rng([seed, comm.rank]),
+        }
+
+    def run(comm):
+        folder = folder_of(comm)
+        used = things(comm, 1)
+        with strategies.CheckpointManager(folder, comm, sharded=True) as manager:
+            Saver(manager, **used, epoch=3).save(7)
+            expected = used["rng"].random()
+            fresh = things(comm, 2)
+            saver = Saver(manager, **fresh, epoch=0)
+            assert saver.restore() == 7
+            assert saver["epoch"] == 3
+            assert fresh["rng"].random() == expected
+            assert (fresh["bias"] == used["bias"]).all()
+            for name, box in boxes_of(comm).items():
+                array = fresh["model"][name].array
+                assert array.tobytes() == part(wholes(1)[name], box).tobytes()
+            other = Slice(np.zeros((1, COLUMNS)), (comm.rank, 0), (comm.size, COLUMNS))
+            if comm.size > 1:
+                with pytest.raises(errors.InvalidArgumentError, match="expected .* of float64"):
+                    Saver(manager, model={**fresh["model"], "rows": other}).restore()
+        if comm.size > 1:
+            with (
+                strategies.CheckpointManager(folder_of(comm), comm) as plain,
+                pytest.raises(errors.InvalidArgumentError, match="sharded=True"),
+            ):
+                Saver(plain, **used).save(1)
 
     world.run(run)

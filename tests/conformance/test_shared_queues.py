@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from strategies.errors import (
     OpError,
     OutOfRangeError,
 )
-from strategies.queues.files import shared_files
+from strategies.queues.files import shared_files, shared_range
 from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
 from strategies.queues.remote import shared_queue
 from strategies.remote.containers import container
@@ -627,3 +628,31 @@ def test_a_device_string_places_a_queue_on_a_task(world):
                     open_queue("p", task)
 
     world.run(check)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_number_of_an_epoch_goes_to_one_rank(world, shuffle):
+    def run(comm):
+        with Service(comm) as service:
+            options = {"service": service, "num_epochs": 2, "shuffle": shuffle, "seed": 1}
+            numbers = shared_range(1000, shared_name="rows", capacity=7, **options)
+            taken = []
+            with contextlib.suppress(OutOfRangeError):
+                while True:
+                    taken.append(numbers.dequeue())
+            everything = np.concatenate(comm.allgather_object(np.array(taken, np.int64)))
+            np.testing.assert_array_equal(np.sort(everything), np.repeat(np.arange(1000), 2))
+            alone = shared_range(1000, shared_name=f"rows of {comm.rank}", capacity=7, **options)
+            first = alone.dequeue_many(1000)
+            assert first.dtype == np.int64
+            assert (first.tolist() == list(range(1000))) != shuffle
+            assert sorted(first) == list(range(1000))  # epochs are not mixed
+            with pytest.raises(InvalidArgumentError, match="other limit, expected 1000, got 999"):
+                shared_range(999, shared_name="rows", capacity=7, **options)
+            with pytest.raises(InvalidArgumentError, match="one of file names and numbers"):
+                shared_files(["f"], shared_name="rows", capacity=7, **options)
+            with pytest.raises(ValueError, match="shared_range: bad limit"):
+                shared_range(0, shared_name="none", **options)
+            comm.barrier()
+
+    world.run(run)

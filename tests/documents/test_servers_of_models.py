@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from launcher import ROOT, mpirun
 from pairwise import also
-from requirements import needs
+from requirements import needs, require
 
 PACKAGES = {"torch": ["torch"], "jax": ["jax", "optax"]}
 
@@ -32,3 +33,24 @@ def test_the_digits_are_learnt(library, size, options):
     assert float(accuracy) >= 0.96, result
     expected = "1 of 4 replicas spare" if "--spare" in options else f"{size - 1} workers"
     assert expected in result.stdout
+
+
+@pytest.mark.parametrize("rows", [6_000_000, also(100_000_000)])
+def test_a_table_that_no_worker_has_the_memory_for(tmp_path, rows):
+    needed = 3 * rows * 16 * 4  # the table, some room for what reads files
+    facts = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M))
+    if rows > 6_000_000 and int(facts["MemAvailable"]) << 10 < needed:
+        require("memory", f"{needed >> 30} GiB are not free")
+    options = [] if rows > 6_000_000 else ["--checkpoint", tmp_path / "run"]
+    program = ROOT / "examples" / "large_table.py"
+    result = mpirun(4, program, "--rows", str(rows), *options, timeout=115)
+    assert result.status == 0, result
+    first, last = map(
+        float, re.findall(r"^loss (.*) at first, (.*) in the end", result.stdout, re.M)[0]
+    )
+    assert last < 0.01 < 0.5 < first
+    peaks = re.findall(r"^/job:(\w+)/task:\d: (\d+) MiB at most", result.stdout, re.M)
+    assert [job for job, _ in peaks] == ["ps", "ps", "worker", "worker"]
+    for job, peak in peaks:
+        share = rows / 2 * 16 * 4 / 2**20 if job == "ps" else 0
+        assert int(peak) < 300 + share, result  # where the whole would be 366 or more

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from launcher import mpirun
+from launcher import mpirun, mpirun_path, run
+from requirements import require
 
 PROGRAM = """
 import os, signal, sys, time
@@ -85,13 +86,6 @@ for turn in range(2):  # begins again
     hvd.shutdown()
     hvd.shutdown()
     assert not hvd.is_initialized()
-for name in hvd.elastic.__all__:
-    try:
-        getattr(hvd.elastic, name)(None)
-    except NotImplementedError as error:
-        assert f"hvd.elastic.{name}: " in str(error) and "CheckpointManager" in str(error)
-    else:
-        raise AssertionError(name)
 hvd.init([hvd.init() or 0])  # harmless: it has begun
 assert hvd.size() == 2
 hvd.allreduce_async(np.ones(2), name="at the end")  # which nobody waits for
@@ -107,3 +101,57 @@ def test_from_init_to_the_end_of_the_program(tmp_path):
         assert any(event.get("name") == "allreduce" for event in events), file
     assert result.stdout.split("\n").count("as expected") == 2, result
     assert "Traceback" not in result.stderr
+
+
+ELASTIC = """
+import os, signal, sys
+import numpy as np
+import collectives as cc
+import strategies
+import strategies.horovod.numpy as hvd
+
+hvd.init()
+first = hvd.rank()
+weights = {"w": np.full(4, float(first))}  # rank 0's are those of all
+optimizer = hvd.DistributedOptimizer(strategies.SGD(1.0))
+sampler = hvd.elastic.ElasticSampler(22, seed=5)
+state = hvd.elastic.ObjectState(
+    weights=weights, optimizer=optimizer, sampler=sampler, done=[], batch=0, epoch=0)
+state.register_reset_callbacks([lambda: print("reset", hvd.rank(), hvd.size(), flush=True)])
+commits = 0
+
+@hvd.elastic.run
+def train(state):
+    global commits
+    for state.epoch in range(state.epoch, 2):
+        for batch, row in enumerate(state.sampler):
+            if first == 1 and state.epoch == 0 and commits == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            ones = hvd.allreduce(np.ones(4), op=hvd.Sum, name="ones") / hvd.size()
+            optimizer.apply_gradients([(-ones, state.weights["w"])])
+            rows = hvd.allgather(np.array([row]))
+            state.sampler.record_batch(batch, 1)
+            state.done.extend([state.epoch, int(row)] for row in rows)
+            state.batch += 1
+            state.commit()
+            commits += 1
+        state.sampler.set_epoch(state.epoch + 1)
+    return "trained"
+
+assert train(state) == "trained"
+for epoch in range(2):
+    assert {row for of, row in state.done if of == epoch} == set(range(22)), state.done
+assert (state.weights["w"] == state.batch).all(), (state.weights, state.batch)
+print("as expected", hvd.size(), flush=True)
+"""
+
+
+def test_a_job_goes_on_by_elastic_names_when_a_rank_is_killed(tmp_path):
+    version = run([mpirun_path(), "--version"], timeout=30).stdout
+    if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
+        require("ulfm", "fault tolerance needs Open MPI 5")
+    options, records = ("--with-ft", "ulfm"), str(tmp_path)
+    result = mpirun(3, "-c", ELASTIC, options=options, timeout=60, UNISONO_RECORDER_DIR=records)
+    assert result.stdout.count("as expected 2") == 2, result
+    assert sorted(re.findall(r"reset \d \d", result.stdout)) == ["reset 0 2", "reset 1 2"]
+    assert result.status == 0, result

@@ -15,12 +15,15 @@ import pytest
 
 import launcher
 from collectives.arrays.host import address
-from collectives.kernels import machine_code
+from collectives.kernels import machine_code, turn
 
 ROOT = Path(__file__).parents[3]
 
 # `times(x)` in C, and `later(milliseconds)` in Python.
 MODULE = """
+    import os
+    import sys
+
     from numba import types
     from collectives.kernels import compiling
     from numbers_of_made import FACTOR
@@ -38,6 +41,8 @@ MODULE = """
 
     def make(symbol, name):
         print("compiled", name, flush=True)
+        if os.environ.get("HELD"):
+            sys.stdin.read()
         function = globals()[name]
         if name == "times":
             return compiling.python_code(function, symbol)
@@ -45,7 +50,7 @@ MODULE = """
 """
 PROGRAM = """
     import sys
-    from collectives.kernels import machine_code
+    from collectives.kernels import machine_code, turn
 
     made = machine_code.function("made", "times")
     print(made(7), made(-(2**50)), "numba" in sys.modules)
@@ -64,7 +69,8 @@ def folder(tmp_path):
 def start(folder, **environment):
     command = [sys.executable, folder / "program.py"]
     where = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder / "home"), **environment}
-    return subprocess.Popen(command, env=where, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=where, stdin=pipe, stdout=pipe, text=True)
 
 
 def run(folder, **environment):
@@ -145,12 +151,47 @@ def test_a_file_is_whole_or_not_there(folder, monkeypatch):
     del sys.modules["made"], sys.modules["numbers_of_made"]
 
 
-def test_many_processes_may_compile_at_once(folder):
-    processes = [start(folder) for _ in range(4)]
-    for process in processes:
-        assert process.communicate(timeout=100)[0].splitlines()[-1].startswith("14 ")
+def results(processes):
+    """What the function made of 7 in each of them, and how many have compiled it."""
+    outputs = [process.communicate(timeout=200)[0].splitlines() for process in processes]
+    made = [int(output[-1].split()[0]) for output in outputs]
+    return made, sum("compiled times" in output for output in outputs)
+
+
+def test_of_many_processes_one_compiles(folder):
+    assert results([start(folder) for _ in range(4)]) == ([14] * 4, 1)
     assert len(kept(folder)) == 1
     assert run(folder) == (False, 14)
+
+
+def test_many_processes_each_compile_where_nothing_can_be_kept(folder):
+    nowhere = {"NUMBA_CACHE_DIR": "/dev/null/nowhere"}
+    assert results([start(folder, **nowhere) for _ in range(3)]) == ([14] * 3, 3)
+
+
+def test_where_the_one_that_compiles_is_killed_another_does(folder):
+    held = start(folder, HELD="1")
+    try:
+        assert held.stdout.readline() == "compiled times\n"
+        others = [start(folder) for _ in range(2)]
+    finally:
+        held.kill()
+        held.communicate()
+    made, compiled = results(others)
+    assert made == [14, 14]
+    assert compiled >= 1
+    assert run(folder) == (False, 14)
+
+
+def test_nobody_waits_for_longer_than_the_limit():
+    with turn.first("something") as mine:
+        with turn.first("something else") as another:
+            assert another
+        with turn.first("something", most_seconds=0) as too_slow:
+            assert not too_slow
+        assert mine
+    with turn.first("something") as mine:
+        assert mine
 
 
 @pytest.mark.parametrize("name", ["sleeps", "allocates"])

@@ -103,3 +103,72 @@ def test_without_greenlet_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "greenlet", None)
     assert __main__.main(["simulate", *LINK, "--nodes", "2", "--bytes", "8"]) == 2
     assert "pip install greenlet" in capsys.readouterr().err
+
+
+def test_a_file_says_what_the_cluster_is_and_options_count_more(capsys, tmp_path):
+    file = tmp_path / "cluster.ini"
+    file.write_text("[cluster]\nnodes = 8\nranks = 2\nlink = 1Gbit/s\nslow = 3:10 5:2\n")
+    question = ["simulate", "--tuned", "off", "--cluster", str(file), "--bytes", "64K"]
+    assert __main__.main(question) == 0
+    assert "16 ranks on 8 nodes" in capsys.readouterr().out
+    assert __main__.main([*question, "--nodes", "4"]) == 0
+    assert "8 ranks on 4 nodes" in capsys.readouterr().out
+    for text, message in (
+        ("nodes = 8", "expected lines below [cluster]"),
+        ("[cluster]\nbytes = 8", "unknown setting"),
+    ):
+        file.write_text(text)
+        assert __main__.main(question) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_death_is_the_error_that_the_others_get(capsys):
+    options = ["--nodes", "4", "--bytes", "16M", "--dead", "3:20us"]
+    assert __main__.main(["simulate", *LINK, *options]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ring")]
+    assert len(rows) == 1
+    assert "PeerFailure: allreduce: rank 3 died (rank " in rows[0]
+
+
+STEP = ["--step", "--nodes", "8", "--compute", "10ms", "--gradients", "1M,3M"]
+
+
+def efficiencies(capsys, *options):
+    assert __main__.main(["simulate", *LINK, *STEP, *options]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in lines] == ["1", "2", "4", "8"]
+    return [float(line.split()[4]) for line in lines]
+
+
+def test_a_step_loses_on_more_machines_and_wins_by_overlap_and_16_bits(capsys):
+    plain = efficiencies(capsys)
+    assert plain[0] == 100
+    assert plain == sorted(plain, reverse=True)
+    # 4 MiB over a line of 12.5 GB/s: 2 x 7/8 x 4 MiB x 0.08 ns, beside 10 ms of computing.
+    line = 2 * 7 / 8 * (4 << 20) * 8e-11
+    assert plain[-1] <= 100 / (1 + line / 10e-3)
+    assert efficiencies(capsys, "--half")[-1] > plain[-1]
+    assert efficiencies(capsys, "--overlap")[-1] > plain[-1]
+    assert efficiencies(capsys, "--spread", "0.2")[-1] < plain[-1]
+
+
+def test_the_picture_of_a_step_is_drawn(capsys, tmp_path):
+    needs("matplotlib")
+    file = tmp_path / "step.png"
+    efficiencies(capsys, "--picture", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nodes", "2"], "--bytes is missing"),
+        (["--bytes", "8"], "--nodes is missing"),
+        (["--step", "--nodes", "2", "--compute", "1ms"], "--gradients is missing"),
+        (["--nodes", "2", "--bytes", "8", "--cluster", "/nowhere"], "No such file"),
+        ([*STEP, "--slow", "1:2"], "machines that are all alike"),
+    ],
+)
+def test_what_is_missing_is_said(options, message, capsys):
+    assert __main__.main(["simulate", *LINK, *options]) == 2
+    assert message in capsys.readouterr().err

@@ -1,72 +1,30 @@
-"""The collective side of checkpoints, with ranks as threads that share nothing but a slot."""
+"""The collective side of checkpoints, with ranks as threads."""
 
 from __future__ import annotations
 
 import os
-import pickle
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import collectives as cc
+from inprocess import run_ranks
 from strategies import errors
 from strategies.training import checkpoint
 from strategies.training.checkpoint_manager import CheckpointManager
 
-DEADLINE = 20  # seconds until a rank that waits for another gives up
-
-
-class Rank:
-    """What the manager uses of a communicator; every wait ends."""
-
-    def __init__(self, rank, size, slot, gate):
-        self.rank, self.size, self._slot, self._gate = rank, size, slot, gate
-        self.calls = []
-
-    def broadcast(self, x, root=0):
-        assert x.dtype == np.uint8
-        assert x.ndim == 1
-        assert x.size > 0
-        return self._exchange("broadcast", x.tobytes(), root, x.nbytes, self._to_array)
-
-    def broadcast_object(self, obj, root=0):
-        data = pickle.dumps(obj) if self.rank == root else b""
-        return self._exchange("broadcast_object", data, root, None, pickle.loads)
-
-    @staticmethod
-    def _to_array(data):
-        return np.frombuffer(bytearray(data), np.uint8)
-
-    def _exchange(self, name, data, root, nbytes, read):
-        self.calls.append((name, nbytes))
-        if self.rank == root:
-            self._slot[0] = (name, data)
-        self._gate.wait(DEADLINE)
-        told, data = self._slot[0]
-        self._gate.wait(DEADLINE)
-        assert told == name
-        assert nbytes in (None, len(data))
-        return read(data)
-
 
 def in_step(size, work):
     """Run `work(comm)` on every rank; give the results or exceptions, in rank order."""
-    slot, gate = [None], threading.Barrier(size)
-    ranks = [Rank(rank, size, slot, gate) for rank in range(size)]
 
     def one(comm):
         try:
             return work(comm)
-        except BaseException as error:
+        except Exception as error:
             return error
 
-    with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(one, ranks))
-    assert all(rank.calls == ranks[0].calls for rank in ranks)
-    return results
+    return run_ranks(size, one)
 
 
 def manager_of(tmp_path, comm, **options):
@@ -172,7 +130,9 @@ def test_no_rank_waits_when_rank_0_is_interrupted(tmp_path, size, error):
 
 
 def test_an_interrupt_of_rank_0_is_raised_also_where_nobody_can_be_told(tmp_path):
-    class Silent(Rank):
+    class Silent:
+        rank, size = 0, 2
+
         def broadcast_object(self, obj, root=0):
             raise cc.CollectiveTimeout("broadcast_object: no answer")
 
@@ -180,7 +140,7 @@ def test_an_interrupt_of_rank_0_is_raised_also_where_nobody_can_be_told(tmp_path
         def items(self):
             raise Stop("now")
 
-    manager = manager_of(tmp_path, Silent(0, 2, [None], None))
+    manager = manager_of(tmp_path, Silent())
     with pytest.raises(Stop, match="now") as caught:
         manager.save(Tensors(), step=1)
     assert isinstance(caught.value.__cause__, cc.CollectiveTimeout)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import strategies
-from requirements import installed
 from strategies import errors
 from strategies.training import Saver, Summaries, TrainingSession, hooks, reporting
 from strategies.training.hook import Timer
@@ -174,7 +173,6 @@ def test_whatever_takes_scalars_gets_them():
 
 
 def test_event_files_of_tensorboard(tmp_path):
-    installed("tensorboardX")
     from tensorboardX.proto import event_pb2
 
     def records(data):

@@ -1,0 +1,222 @@
+"""Replicas of one process beside ranks, and TPUStrategy beside JAX alone.
+
+    mpirun -np 2 python benchmarks/devices.py replicas
+    python benchmarks/devices.py program
+    mpirun -np 2 python benchmarks/devices.py nccl            # a GPU for each rank
+
+`replicas`: a step of a perceptron under PyTorch, by MirroredStrategy with two replicas in one
+process, while the other rank sleeps, and with one replica in each of two ranks, in turns.
+`program`: a step of a perceptron under JAX, by TPUStrategy on 8 devices of the host and by
+`jax.shard_map` as one would write it, in turns. `nccl`: all-reduces of tensors on GPUs, by a
+communicator and by torch.distributed's NCCL, in turns. Medians, in milliseconds; factors above 1
+mean that ours is slower.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+
+ROUNDS, FIRST, STEPS = 15, 4, 5
+LAYERS = (256, 512, 512, 10)
+ROWS = 128  # for each replica
+
+
+def main() -> None:
+    {"replicas": replicas, "program": program, "nccl": nccl}[sys.argv[1]]()
+
+
+def replicas() -> None:
+    import torch
+    from mpi4py import MPI
+
+    import collectives as cc
+    import strategies
+
+    torch.set_num_threads(1)
+    world, comm = MPI.COMM_WORLD, cc.init()
+    cores = sorted(os.sched_getaffinity(0))
+    several = torch_step(
+        strategies.MirroredStrategy(["/cpu:0", "/cpu:1"], comm=comm.split(comm.rank))
+    )
+    single = torch_step(strategies.MirroredStrategy(["/cpu:0"], comm=comm))
+    times: dict[str, list[float]] = {"2 replicas": [], "2 ranks": []}
+    for number in range(ROUNDS + FIRST):
+        for name, step in (("2 replicas", several), ("2 ranks", single)):
+            world.Barrier()
+            began = time.perf_counter()
+            if name == "2 ranks" or world.rank == 0:
+                for _ in range(STEPS):
+                    step()
+            took = (time.perf_counter() - began) / STEPS
+            sleep_until_all_come(world)
+            if number >= FIRST:
+                times[name].append(took)
+    if world.rank == 0:
+        report(f"PyTorch, {len(cores)} cores", times, "2 replicas", "2 ranks")
+
+
+def sleep_until_all_come(world) -> None:
+    request = world.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)  # MPI's own waiting would take the core that the other rank needs
+
+
+def torch_step(strategy):
+    import torch
+
+    import strategies
+
+    torch.manual_seed(0)
+    pairs = list(zip(LAYERS, LAYERS[1:], strict=False))
+    weights = [strategy.variable(torch.randn(n, m) / n**0.5, name=f"{n} {m}") for n, m in pairs]
+    optimizer = strategies.Momentum(0.01)
+    x, y = torch.randn(ROWS, LAYERS[0]), torch.randn(ROWS, LAYERS[-1])
+
+    def step():
+        values = [weight.value.detach().requires_grad_() for weight in weights]
+        out = x
+        for value in values[:-1]:
+            out = torch.relu(out @ value)
+        loss = (out @ values[-1] - y).square().mean()
+        gradients = torch.autograd.grad(loss, values)
+        strategy.apply_gradients(optimizer, zip(gradients, weights, strict=True))
+
+    return lambda: strategy.run(step)
+
+
+def program() -> None:
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    import jax
+
+    steps = {"TPUStrategy": by_strategy(), "shard_map": by_hand()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(ROUNDS + FIRST):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                jax.block_until_ready(step())
+            if number >= FIRST:
+                times[name].append((time.perf_counter() - began) / STEPS)
+    report(
+        f"JAX, 8 devices, {len(os.sched_getaffinity(0))} cores", times, "TPUStrategy", "shard_map"
+    )
+
+
+def jax_parts():
+    import jax.numpy as jnp
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    pairs = list(zip(LAYERS, LAYERS[1:], strict=False))
+    weights = [(random.standard_normal(p) / p[0] ** 0.5).astype(np.float32) for p in pairs]
+    x = random.standard_normal((8 * ROWS, LAYERS[0])).astype(np.float32)
+    y = random.standard_normal((8 * ROWS, LAYERS[-1])).astype(np.float32)
+
+    def loss(values, x, y):
+        for value in values[:-1]:
+            x = jnp.maximum(x @ value, 0)
+        return jnp.mean((x @ values[-1] - y) ** 2)
+
+    return weights, x, y, loss
+
+
+def by_strategy():
+    import jax
+
+    import strategies
+
+    start, x, y, loss = jax_parts()
+    strategy = strategies.TPUStrategy()
+    weights = [strategy.variable(w, name=f"w{i}") for i, w in enumerate(start)]
+    optimizer = strategies.Momentum(0.01)
+    (batch,) = strategy.distribute_dataset([(x, y)])
+
+    def step(x, y):
+        value, gradients = jax.value_and_grad(loss)([w.value for w in weights], x, y)
+        strategy.apply_gradients(optimizer, zip(gradients, weights, strict=True))
+        return value
+
+    def run():
+        strategy.run(step, args=batch)
+        return [w.value for w in weights]
+
+    return run
+
+
+def by_hand():
+    import jax
+    import jax.numpy as jnp
+
+    start, x, y, loss = jax_parts()
+    mesh = jax.make_mesh((8,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec, split = jax.P(), jax.P("r")
+    same = jax.NamedSharding(mesh, spec)
+    state = [jax.device_put((jnp.array(w), jnp.zeros(w.shape)), same) for w in start]
+    x, y = (jax.device_put(jnp.array(a), jax.NamedSharding(mesh, split)) for a in (x, y))
+
+    def step(state, x, y):
+        value, gradients = jax.value_and_grad(loss)([w for w, _ in state], x, y)
+        gradients = [jax.lax.pmean(g, "r") for g in gradients]
+        new = [(w, 0.9 * m + g) for (w, m), g in zip(state, gradients, strict=True)]
+        return [(w - 0.01 * m, m) for w, m in new], value[None]
+
+    run = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(spec, split, split), out_specs=(spec, split), check_vma=False
+        ),
+        donate_argnums=0,
+    )
+
+    def once():
+        nonlocal state
+        state, _ = run(state, x, y)
+        return state
+
+    return once
+
+
+def nccl() -> None:
+    import torch
+    from torch import distributed
+
+    import collectives as cc
+
+    comm = cc.init()
+    torch.cuda.set_device(comm.local_rank)
+    port = comm.broadcast_object(os.environ.get("MASTER_PORT", "29511"))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ["MASTER_PORT"] = port
+    distributed.init_process_group("nccl", rank=comm.rank, world_size=comm.size)
+    for nbytes in (4 << 10, 1 << 20, 64 << 20):
+        x = torch.zeros(nbytes // 4, device="cuda")
+        calls = {
+            "unisono": lambda x=x: comm.allreduce(x, op=cc.SUM, out=x),
+            "NCCL": lambda x=x: distributed.all_reduce(x),
+        }
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for number in range(ROUNDS + FIRST):
+            for name, call in calls.items():
+                comm.barrier()
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(STEPS):
+                    call()
+                torch.cuda.synchronize()
+                if number >= FIRST:
+                    times[name].append((time.perf_counter() - began) / STEPS)
+        if comm.rank == 0:
+            report(f"all-reduce {nbytes >> 10} KiB", times, "unisono", "NCCL")
+    distributed.destroy_process_group()
+
+
+def report(what, times, ours, other) -> None:
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    told = "  ".join(f"{name} {seconds * 1e3:8.3f}" for name, seconds in medians.items())
+    print(f"{what}: {told}  ms, {ours}/{other} {medians[ours] / medians[other]:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

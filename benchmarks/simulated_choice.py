@@ -1,0 +1,179 @@
+"""What "auto" picks on simulated machines, held against everything that it could have picked.
+
+    python benchmarks/simulated_choice.py [--rows 120] [--from 0] [--json FILE] [--picture FILE]
+
+A row is an operation, a number of machines and of ranks on each, bytes, and a link, drawn with a
+seed out of 16 to 1,024 machines (no power of two among them as often as one), 1 to 8 ranks, 8 B to
+256 MiB, 1 to 200 Gbit/s and 2 to 50 us. Every algorithm whose closed form says that it takes up to
+twice the fastest one's time is simulated. The pick is right if it takes at most 10 % more than
+the fastest. A simulation is given up after `--within` real seconds; a row counts only where the
+pick has come to its end, and an algorithm that was given up counts as slower where its clock had
+passed the pick's time.
+
+`--aims` simulates instead what is promised of 1,024 machines with 100 Gbit/s and 5 us, and what the
+largest simulation itself takes; with `--picture` the share of the line that each algorithm reaches
+there for 100 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from collectives.algorithms import selection
+from collectives.links import DEFAULT, Link
+from collectives.simulation import calls
+from collectives.simulation.clock import Stopped
+from collectives.simulation.cluster import Cluster
+
+OPERATIONS = ["allreduce", "allreduce", "broadcast", "reduce", "reduce_scatter", "allgather"]
+MACHINES = [16, 17, 24, 64, 100, 129, 256, 500, 1000, 1024]
+RANKS = [1, 2, 4, 8]
+SIZES = [8, 512, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20, 256 << 20]
+GIGABITS = [1, 10, 25, 100, 200]
+LATENCIES = [2e-6, 5e-6, 2e-5, 5e-5]
+GAMMA = 3.3e-11
+
+NEAR, REACH = 1.1, 0.95
+WORTH_A_TRY = 2.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=120)
+    parser.add_argument("--from", dest="first", type=int, default=0, help="number of the first row")
+    parser.add_argument("--within", type=float, default=8.0, help="seconds for one simulation")
+    parser.add_argument("--json", type=Path, help="adds its figures to this file")
+    parser.add_argument("--picture", type=Path, help="of --aims, with matplotlib")
+    parser.add_argument("--aims", action="store_true")
+    options = parser.parse_args()
+    figures = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    if options.aims:
+        figures["aims"] = aims(options.picture)
+    else:
+        figures.setdefault("rows", {})
+        for number in range(options.first, options.first + options.rows):
+            figures["rows"][str(number)] = row(number, options.within)
+            print(number, json.dumps(figures["rows"][str(number)]), flush=True)
+            if options.json:  # also if it is stopped before the last row
+                options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        print(verdict(list(figures["rows"].values())))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def cluster_of(machines: int, ranks: int, gigabits: float, latency: float) -> Cluster:
+    network = Link(latency, 8e-9 / gigabits, GAMMA)
+    return Cluster(machines * ranks, machines, DEFAULT._replace(network=network))
+
+
+def row(number: int, within: float) -> dict[str, Any]:
+    """Simulate one row; its pick is right if "behind" is at most 1.1."""
+    drawn = random.Random(number)
+    question = {
+        "operation": drawn.choice(OPERATIONS),
+        "machines": drawn.choice(MACHINES),
+        "ranks": drawn.choice(RANKS),
+        "bytes": drawn.choice(SIZES),
+        "gigabits": drawn.choice(GIGABITS),
+        "latency": drawn.choice(LATENCIES),
+    }
+    operation, machines, ranks, nbytes, gigabits, latency = question.values()
+    cluster = cluster_of(machines, ranks, gigabits, latency)
+    pick = selection.pick(operation, nbytes, cluster.layout)
+    estimates = selection.estimate(operation, nbytes, cluster.layout)
+    least = min(estimates.values())
+    names = [pick, *(n for n in estimates if n != pick and estimates[n] <= WORTH_A_TRY * least)]
+    seconds: dict[str, float] = {}
+    for name in names:
+        try:
+            seconds[name] = calls.seconds(operation, name, nbytes, cluster, within=within)
+        except Stopped as stopped:
+            if pick not in seconds:
+                return {**question, "pick": pick, "behind": None}
+            if stopped.reached < seconds[pick]:
+                return {**question, "pick": pick, "behind": None}  # it may be faster
+    return {
+        **question,
+        "pick": pick,
+        "behind": seconds[pick] / min(seconds.values()),
+        "ms": {name: 1e3 * took for name, took in seconds.items()},
+    }
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    behind = [row["behind"] for row in rows if row["behind"] is not None]
+    if not behind:
+        return "no row has come to its end"
+    near = sum(ratio <= NEAR for ratio in behind) / len(behind)
+    said = "reached" if near >= REACH else "MISSED"
+    return (
+        f"within {NEAR:g} x of the fastest in {100 * near:.0f} % of {len(behind)} rows, at worst "
+        f"{max(behind):.2f} x; {len(rows) - len(behind)} rows too long; goal {100 * REACH:g} %: "
+        f"{said}"
+    )
+
+
+def aims(picture: Path | None) -> dict[str, Any]:
+    """Simulate what is promised of 1,024 machines."""
+    found: dict[str, Any] = {}
+    large, tiny, latency = 100_000_000, 8, 5e-6
+    machines = cluster_of(1024, 1, 100, latency)
+    line = 2 * 1023 / 1024 * large * machines.machine.network.beta
+    for name in ("halving", "double_tree"):
+        took = calls.seconds("allreduce", name, large, machines)
+        found[f"100 MB, {name}, of the line"] = line / took
+    took = calls.seconds("allreduce", selection.pick("allreduce", tiny, machines.layout), tiny,
+                         machines)  # fmt: skip
+    found["8 B, of 2 log2 P latencies"] = took / (2 * 10 * latency)
+    many = cluster_of(1024, 8, 100, latency)
+    began = time.perf_counter()
+    calls.seconds("allreduce", "hierarchical", 64 << 20, many)
+    found["1,024 x 8, hierarchical, 64 MiB: real seconds"] = time.perf_counter() - began
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    found["GiB at most, of all these"] = most
+    for name, value in found.items():
+        print(f"{name}: {value:.3g}", flush=True)
+    if picture is not None:
+        draw(large, latency, picture)
+    return found
+
+
+def draw(nbytes: int, latency: float, picture: Path) -> None:
+    """Draw the share of the line that each algorithm reaches over the machines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name in ("ring", "halving", "double_tree", "tree"):
+        points = []
+        for machines in (4, 16, 64, 100, 256, 500, 1024):
+            cluster = cluster_of(machines, 1, 100, latency)
+            line = 2 * (machines - 1) / machines * nbytes * cluster.machine.network.beta
+            try:
+                took = calls.seconds("allreduce", name, nbytes, cluster, within=45.0)
+            except Stopped:
+                continue
+            points.append((machines, 100 * line / took))
+        axes.semilogx(*zip(*points, strict=True), "o-", label=name, base=2)
+    axes.set_xlabel("machines")
+    axes.set_ylabel("% of the line")
+    axes.set_ylim(0, 102)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title("all-reduce of 100 MB, 100 Gbit/s, 5 us, simulated")
+    figure.savefig(picture)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

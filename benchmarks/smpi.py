@@ -1,0 +1,127 @@
+"""The simulation beside SimGrid's SMPI: ring, recursive halving, binomial trees, one platform.
+
+    python benchmarks/smpi.py [--json FILE] [--ranks 16,64,256,1024]
+
+Needs `smpicc` and `smpirun` (Debian: libsimgrid-dev). A machine for each rank, lines of 100 Gbit/s
+in and out, 2.5 us on each; neither simulation lets programs or sums take time, and no message
+asks its receiver first. SMPI's corrections of bandwidth and latency, which stand for
+another cluster, are off. Its ring and its halving are those of MPI libraries: a round is one
+message, where ours go in slices that follow one another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from collectives.links import DEFAULT, Link
+from collectives.simulation import calls
+from collectives.simulation.cluster import Cluster
+
+SOURCE = Path(__file__).with_name("smpi.c")
+BETA, LATENCY, EAGER = 8e-11, 5e-6, 1 << 30
+NOTHING = 1e-15  # seconds; a link has to cost something
+
+# operation, our algorithm, SMPI's, bytes
+CASES = [
+    ("allreduce", "ring", "lr", 1 << 20),
+    ("allreduce", "ring", "lr", 64 << 20),
+    ("allreduce", "halving", "rab", 64 << 10),
+    ("allreduce", "halving", "rab", 1 << 20),
+    ("allreduce", "halving", "rab", 64 << 20),
+    ("allreduce", "doubling", "rdb", 512),
+    ("broadcast", "tree", "binomial_tree", 512),
+    ("broadcast", "tree", "binomial_tree", 64 << 10),
+    ("reduce", "tree", "binomial", 512),
+    ("reduce", "tree", "binomial", 64 << 10),
+]
+SELECTORS = {"allreduce": "allreduce", "broadcast": "bcast", "reduce": "reduce"}
+
+# What holds of SMPI up to 3.32: with more it runs out of mappings for its temporary buffers.
+MOST_RANK_BYTES = 16 << 30
+
+PLATFORM = """<?xml version='1.0'?>
+<!DOCTYPE platform SYSTEM "https://simgrid.org/simgrid.dtd">
+<platform version="4.1">
+  <cluster id="c" prefix="n" radical="0-{last}" suffix="" speed="10Gf" bw="12.5GBps" lat="2.5us"
+           sharing_policy="SPLITDUPLEX"/>
+</platform>
+"""
+
+OPTIONS = [
+    "network/model:CM02",
+    "network/TCP-gamma:0",
+    "smpi/bw-factor:1",
+    "smpi/lat-factor:1",
+    "smpi/simulate-computation:no",
+    f"smpi/async-small-thresh:{EAGER}",
+    f"smpi/send-is-detached-thresh:{EAGER}",
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--ranks", default="16,64,256,1024")
+    parser.add_argument("--within", type=float, default=60.0, help="seconds for one simulation")
+    options = parser.parse_args()
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "smpi"
+        subprocess.run(["smpicc", "-O2", SOURCE, "-o", program], check=True)
+        for ranks in map(int, options.ranks.split(",")):
+            platform = Path(folder) / f"{ranks}.xml"
+            platform.write_text(PLATFORM.format(last=ranks - 1))
+            for case in CASES:
+                theirs = simgrid(program, platform, ranks, case, options.within)
+                if theirs is None:
+                    continue
+                row = {
+                    "ranks": ranks, "operation": case[0], "algorithm": case[1], "smpi": case[2],
+                    "bytes": case[3], "ours": ours(ranks, *case), "theirs": theirs,
+                }  # fmt: skip
+                row["ratio"] = row["ours"] / theirs
+                found.append(row)
+                print(json.dumps(row), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def ours(ranks: int, operation: str, algorithm: str, _: str, nbytes: int) -> float:
+    free = Link(NOTHING, NOTHING, NOTHING)
+    machine = DEFAULT._replace(node=free, network=Link(LATENCY, BETA, NOTHING))
+    return calls.seconds(operation, algorithm, nbytes, Cluster(ranks, ranks, machine), eager=EAGER)
+
+
+def simgrid(
+    program: Path, platform: Path, ranks: int, case: tuple[str, str, str, int], within: float
+) -> float | None:
+    """Return SMPI's seconds; None where it takes too long or fails."""
+    operation, _, algorithm, nbytes = case
+    if ranks * nbytes > MOST_RANK_BYTES:
+        return None
+    configuration = [*OPTIONS, f"smpi/{SELECTORS[operation]}:{algorithm}"]
+    command = ["smpirun", "-np", str(ranks), "-platform", str(platform)]
+    command += [f"--cfg={option}" for option in configuration]
+    command += [str(program), operation, str(nbytes)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=within)
+    except subprocess.TimeoutExpired:
+        print(f"{ranks} ranks, {operation}, {algorithm}, {nbytes} bytes: SMPI takes too long")
+        return None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("seconds")]
+    if not lines:
+        print(f"{ranks} ranks, {operation}, {algorithm}, {nbytes} bytes: SMPI fails:",
+              *done.stderr.splitlines()[-1:])  # fmt: skip
+        return None
+    return float(lines[0].split()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""One process of a machine makes what several need; the others wait until it has, or has died.
+
+Ranks that start on an empty cache need the same compiled code at the same moment. Whoever comes
+first takes a name; the others look every few milliseconds whether it is free again. The name is
+that of a socket which nobody connects to (Linux's abstract names): the system gives it to one
+process at a time and takes it back when that process ends, however it ends, and nothing is left in
+any folder. So it does not matter where the cache lies. On a network file system one process of
+each machine makes the code; they write the same, each aside and renamed, and whoever waits reads it
+through the machine that has renamed it, where it is visible at once. Locks of such file systems are
+slow, need a daemon, or do not exist: none are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+__all__ = ["first"]
+
+# How long others wait, and how often they look. A function takes 0.3 to 2 s to compile, numba 0.5 s
+# to load, on a busy machine several times that: later than this the maker is stopped or worse.
+_MOST_SECONDS = 60.0
+_LOOK_SECONDS = 0.01
+
+
+@contextlib.contextmanager
+def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
+    """Yield at once if nobody on this machine is about to make something, else when it is over.
+
+    Args:
+        what: a description, the same for all who need the same; of one user.
+        most_seconds: how long to wait for another process.
+
+    Yields:
+        Whether this process is the first: others wait until it leaves the context. Those that have
+        waited find what the first has made, unless it could not, or was too slow; then they no
+        longer wait for each other.
+    """
+    name = hashlib.sha256(f"{os.getuid()} {what}".encode()).hexdigest()
+    until = time.monotonic() + most_seconds
+    waited = False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+        while not _taken(own, f"\0unisono-{name[:32]}"):
+            waited = True
+            if time.monotonic() > until:
+                break
+            time.sleep(_LOOK_SECONDS)
+        if waited:
+            own.close()
+        yield not waited
+
+
+def _taken(own: socket.socket, name: str) -> bool:
+    """Take a name; False if another process has it."""
+    try:
+        own.bind(name)
+    except OSError as error:
+        # Whatever else goes wrong, nobody has to wait.
+        return error.errno != errno.EADDRINUSE
+    return True

@@ -1,0 +1,134 @@
+"""`python -m collectives simulate --step`: how a training step goes on more and more machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from collectives.algorithms import selection
+from collectives.simulation import calls, training
+from collectives.simulation.clock import Stopped
+from collectives.simulation.cluster import Cluster
+from collectives.simulation.training import Compute
+
+__all__ = ["Point", "Step", "points", "table"]
+
+# Steps over which times are averaged.
+_STEPS = 400
+
+# The share of a step that has passed when the backward pass begins, in which gradients get ready.
+_FORWARD = 1 / 3
+
+
+class Step(NamedTuple):
+    """A training step of one replica.
+
+    Attributes:
+        compute: how long it computes.
+        gradients: bytes of each bucket, of float32, in the order in which they are ready.
+        overlap: whether they are reduced while the others are computed.
+        half: whether they travel as 16 bits.
+    """
+
+    compute: Compute
+    gradients: Sequence[int]
+    overlap: bool
+    half: bool
+
+
+class Point(NamedTuple):
+    """How a step goes on some machines.
+
+    Attributes:
+        nodes: machines.
+        ranks: on all of them.
+        seconds: of a step, mean.
+        reducing: seconds in which all gradients would be reduced by themselves.
+        efficiency: of a replica's time, the share in which it computes.
+        exact: whether all of it was simulated; else a closed form stands for what took too long.
+    """
+
+    nodes: int
+    ranks: int
+    seconds: float
+    reducing: float
+    efficiency: float
+    exact: bool
+
+
+def points(step: Step, cluster: Cluster, within: float) -> list[Point]:
+    """Simulate the step on 1, 2, 4 ... machines, up to those of a cluster.
+
+    Args:
+        step: of each rank, which is a replica.
+        cluster: the last point; the same number of ranks is on the machines of the others.
+        within: real seconds that one all-reduce may take.
+
+    Raises:
+        ValueError: a bucket has no byte, or there are not as many ranks on every machine.
+        ImportError: greenlet is not installed.
+    """
+    if not step.gradients or min(step.gradients) < 1:
+        raise ValueError(f"simulate: expected buckets of some bytes, got {list(step.gradients)}")
+    if cluster.size % cluster.num_nodes or cluster.slow or cluster.deaths:
+        raise ValueError("simulate: for a step expected machines that are all alike")
+    per_node, most = cluster.size // cluster.num_nodes, cluster.num_nodes
+    found = []
+    numbers = [*(1 << n for n in range((most - 1).bit_length())), most]
+    for nodes in tqdm(numbers, desc="machines", disable=None, leave=False):
+        spread = replace(cluster, size=nodes * per_node, num_nodes=nodes)
+        found.append(_point(step, spread, within))
+    return found
+
+
+def _point(step: Step, cluster: Cluster, within: float) -> Point:
+    drawn = step.compute.draw(_STEPS, cluster.size)
+    times: dict[int, tuple[float, bool]] = {}
+    buckets, passed, whole = [], 0, sum(step.gradients)
+    for nbytes in step.gradients:
+        passed += nbytes
+        ready = _FORWARD + (1 - _FORWARD) * passed / whole if step.overlap else 1.0
+        if nbytes not in times:
+            times[nbytes] = _seconds(nbytes // 2 if step.half else nbytes, cluster, within)
+        buckets.append((ready, times[nbytes][0]))
+    outcome = training.all_reduce(drawn, buckets)
+    return Point(
+        cluster.num_nodes, cluster.size, 1 / outcome.steps_per_second,
+        sum(took for _, took in buckets), 1 - outcome.waiting,
+        all(exact for _, exact in times.values()),
+    )  # fmt: skip
+
+
+def _seconds(nbytes: int, cluster: Cluster, within: float) -> tuple[float, bool]:
+    """Return what the all-reduce takes that "auto" picks, and whether it was simulated."""
+    estimates = selection.estimate("allreduce", nbytes, cluster.layout)
+    if cluster.size == 1:
+        return 0.0, True
+    if "node" in estimates:
+        return estimates["node"], True
+    pick = selection.pick("allreduce", nbytes, cluster.layout)
+    try:
+        return calls.seconds("allreduce", pick, nbytes, cluster, within=within), True
+    except Stopped:
+        return estimates[pick], False
+
+
+def table(step: Step, found: Sequence[Point]) -> str:
+    """Lay the points out for people."""
+    whole, compute = sum(step.gradients), step.compute
+    how = ["overlapped"] * step.overlap + ["as 16 bits"] * step.half
+    lines = [
+        f"a step of {1e3 * compute.mean:g} ms, spread {100 * compute.spread:g} %, "
+        f"{len(step.gradients)} buckets of {whole} bytes{', '.join(['', *how])}, simulated",
+        f"{'machines':>8}{'ranks':>7}{'step ms':>10}{'reducing ms':>13}{'efficiency':>12}",
+    ]
+    for point in found:
+        lines.append(
+            f"{point.nodes:8}{point.ranks:7}{1e3 * point.seconds:10.2f}"
+            f"{1e3 * point.reducing:13.3f}{100 * point.efficiency:10.1f} %"
+            + ("" if point.exact else "  estimated")
+        )
+    return "\n".join(lines)

@@ -1,0 +1,81 @@
+"""Train on scanned digits while ranks die: those that live go on.
+
+    mpirun --with-ft ulfm -np 4 python examples/elastic_digits.py
+    UNISONO_FAULT="step=40,rank=0,kind=kill" mpirun --with-ft ulfm -np 4 python ...
+
+Every few steps all ranks copy weights, optimizer, input position and generators in memory. When
+ranks have died (here: on purpose), the others go back to that, share the rows that are left, and
+train on. With any other MPI, or without `--with-ft ulfm`, a dead rank ends the job as usual.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+import numpy as np
+
+import collectives as cc
+import strategies
+from common import digits
+from strategies import training
+
+
+def main() -> None:
+    """Train, whoever dies, and say what became of it."""
+    options = parse_arguments()
+    comm = cc.init()
+    pixels, labels = digits.load("training")
+    weights = digits.Network.random(options.hidden, seed=1).weights  # equal on all ranks
+    rows = strategies.input.ShardedInput(  # numbers of rows, in another order in each epoch
+        range(len(labels)), lambda row: (row,), rank=comm.rank, size=comm.size,
+        policy="file", num_epochs=options.epochs, seed=1,
+    )  # fmt: skip
+    state = training.State(
+        comm, weights=weights, optimizer=strategies.Momentum(options.learning_rate, 0.9),
+        rows=rows, used=np.zeros(len(labels), int), rng=np.random.default_rng(comm.rank), step=0,
+    )  # fmt: skip
+
+    def train(state: training.State) -> None:
+        comm = state.comm  # a smaller one after ranks have died
+        optimizer = strategies.DistributedOptimizer(state["optimizer"], comm=comm)
+        for step in itertools.count(state["step"]):
+            training.inject(step, weights.values())
+            mine = list(itertools.islice(rows, options.batch_size // comm.size))
+            used = np.zeros(len(labels), int)
+            np.add.at(used, mine, 1)
+            used = comm.allreduce(used, op=cc.SUM)
+            if not used.any():  # all ranks are through
+                return
+            state["used"][:] += used
+            noise = 0.05 * state["rng"].standard_normal((len(mine), pixels.shape[1]))
+            network = digits.Network(weights)
+            _, gradients = network.gradients(pixels[mine] + noise, labels[mine])
+            pairs = [(gradients[name], weights[name]) for name in weights]
+            optimizer.apply_gradients(pairs, examples=len(mine))  # averaged over all rows
+            if (step + 1) % options.commit_steps == 0:
+                state.commit(step=step + 1)
+
+    training.run_elastic(train, state, min_ranks=options.min_ranks)
+    if state.comm.rank == 0:
+        pixels, labels = digits.load("held out")
+        accuracy = digits.accuracy(digits.Network(weights).predict(pixels), labels)
+        used = state["used"]
+        print(f"{state.comm.size} of {comm.size} ranks; each row was used {used.min()} to", end=" ")
+        print(f"{used.max()} times; accuracy on the held-out digits: {accuracy:.4f}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=30, help="passes over the training data")
+    parser.add_argument("--batch-size", type=int, default=48, help="rows per step, of all ranks")
+    parser.add_argument("--hidden", type=int, default=96, help="units of the hidden layer")
+    parser.add_argument("--learning-rate", type=float, default=0.05)
+    parser.add_argument("--commit-steps", type=int, default=5, help="steps between two commits")
+    parser.add_argument("--min-ranks", type=int, default=1, help="how few may go on")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

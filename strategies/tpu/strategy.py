@@ -1,0 +1,185 @@
+"""Synchronous training on the devices of JAX, of one process or many.
+
+A function that replicas run is compiled once, for all devices of its process: replicas are places
+in one program, not threads. What JAX cannot compile runs as under the other strategies, a thread
+for each device, and the log says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+import collectives as cc
+from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
+from strategies.averaging.replicas import Gradients
+from strategies.cluster.resolvers import TPUClusterResolver
+from strategies.options import CommunicationOptions
+from strategies.ranks import of_this_job
+from strategies.replicas import context, datasets
+from strategies.replicas.context import require_cross_replica
+from strategies.replicas.devices import of_jax, put_jax
+from strategies.strategy import Strategy
+
+__all__ = ["TPUStrategy"]
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_MOST_PROGRAMS = 128  # kept for calls to come
+
+
+class TPUStrategy(Strategy):
+    """Synchronous training on TPUs, or on whatever devices JAX has, of all ranks.
+
+    `run` compiles the function, as `jax.jit` does: it is called while it is traced, so that what it
+    prints or counts happens then. Every array that it gets is traced; text, variables, functions
+    and the like are constants of the program. Numbers are traced, too. A function that is made anew
+    for each call is compiled anew.
+
+    Inside of it, `all_reduce` and `all_gather` are reductions of JAX among the devices of a
+    process, where `jax.lax` knows the axis as "replica". `apply_gradients` and writes to "on_write"
+    variables take effect after the program. With several ranks, arrays cross to the others by
+    `collectives` after the program, or, for `all_reduce` and `all_gather`, between two programs,
+    the later of which computes again what it needs of the earlier. `merge_call`, `Rows`, and
+    batches of different lengths are not compiled, nor is what `jax.jit` refuses: then each device
+    has a thread.
+
+    Args:
+        tpu_cluster_resolver: says which devices; those that JAX has if None, TPUs before others.
+        devices: names of some of them, such as ["/tpu:0", "/tpu:2"]; all if None.
+        comm: the ranks; those of the job if None, without MPI if there is one. *Collective*.
+        communication_options: how ranks exchange arrays.
+
+    Raises:
+        RuntimeError: JAX is not installed, or has no such devices; on all ranks.
+        MismatchError: ranks with different numbers of devices; on all ranks.
+
+    Cost: beside the program, one all-reduce of 8 bytes among the ranks for each `run`.
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: TPUClusterResolver | None = None,
+        *,
+        devices: Sequence[str] | None = None,
+        comm: cc.Communicator | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        resolver = tpu_cluster_resolver or TPUClusterResolver()
+        error: Exception | None = None
+        names: Sequence[str] = ["/cpu:0"]
+        try:
+            names = resolver.devices() if devices is None else devices
+        except Exception as caught:
+            error = caught
+        super().__init__(names, of_this_job() if comm is None else comm, communication_options)
+        self.ranks.agree("TPUStrategy", error)
+        self.cluster_resolver = resolver
+        self._mesh = self.ranks.prepared("TPUStrategy", self._make_mesh)
+        self._programs: dict[Any, Any] = {}
+        self._reasons: set[str] = set()
+
+    def _make_mesh(self) -> Any:
+        from strategies.tpu.program import Mesh
+
+        return Mesh(self.devices, [of_jax(name) for name in self.devices])
+
+    def run(
+        self,
+        fn: Callable[..., R],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> R:
+        """Call `fn(*args, **kwargs)` on every replica, compiled; *collective*. See `Strategy.run`.
+
+        Returns:
+            What `fn` returned; a `PerReplica` for every array, where a process has several devices.
+        """
+        require_cross_replica(self, "run")
+        if not isinstance(args, (list, tuple)):
+            return super().run(fn, args, kwargs)
+        self.ranks.begin()
+        program, given, why, error = None, None, "", None
+        try:
+            program, given, why = self._compiled(fn, [list(args), dict(kwargs or {})])
+        except Exception as caught:
+            error = caught
+        if self._any_cannot(why):
+            if why and why not in self._reasons:
+                self._reasons.add(why)
+                log.warning("run: not compiled, each device has a thread instead: %s", why)
+            if error is None:
+                return super().run(fn, args, kwargs)
+        result: Any = None
+        if error is None:
+            assert program is not None
+            try:
+                result = program(given)
+            except Exception as caught:
+                error = caught
+        self.ranks.agree("run: its end", error)
+        return result  # type: ignore[no-any-return]
+
+    def _any_cannot(self, why: str) -> bool:
+        """Tell whether any rank has a reason not to compile; *collective*."""
+        mine = np.array([bool(why)], np.int64)
+        return bool(self.ranks.reduced([mine], cc.MAX)[0][0])
+
+    def _compiled(self, fn: Callable[..., Any], given: Any) -> tuple[Any, Any, str]:
+        """Return the program for a call, its arguments, and why there is none."""
+        import jax
+
+        from strategies.tpu.program import Arguments, Program
+        from strategies.tpu.replica import Untraceable
+
+        try:
+            arguments = Arguments.of(self._mesh, given)
+            key = fn, arguments.key
+            program = self._programs.get(key)
+            if program is None:
+                program = Program(self, self._mesh, fn, arguments)
+                if len(self._programs) == _MOST_PROGRAMS:
+                    self._programs.clear()
+                self._programs[key] = program
+            return program, arguments, ""
+        except Untraceable as error:
+            return None, None, str(error)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+            return None, None, f"what jax.jit refuses: {str(error).splitlines()[0]}"
+
+    def apply_gradients(
+        self,
+        optimizer: ArrayOptimizer | AveragingOptimizer,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        *,
+        examples: Any = None,
+    ) -> None:
+        """Average the gradients of all replicas, and update the variables once; see `Strategy`.
+
+        In a compiled function the update comes after the program.
+        """
+        top = context.current()
+        replica = None if top is None or top.strategy is not self else top.replica
+        if replica is None or not replica.is_traced:
+            super().apply_gradients(optimizer, grads_and_vars, examples=examples)
+            return
+
+        def act(strategy: Any, pairs: list[tuple[Any, Any]], told: float | None) -> None:
+            self._apply(optimizer, [Gradients(pairs, told)])
+
+        pairs = Gradients.of(grads_and_vars, None).pairs
+        replica.apply(act, pairs, examples)  # type: ignore[attr-defined]
+
+    def placed(self, value: Any, *, shared: bool) -> list[Any]:
+        """Return the value for each replica of this process: one array on all devices if shared."""
+        if shared:
+            return [self._mesh.everywhere(value)] * len(self.devices)
+        return [put_jax(value, name) for name in self.devices]
+
+    def _on_devices(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return datasets.on_devices(batches, self.devices, put_jax)

@@ -1,0 +1,77 @@
+"""What happened to a job, one line of JSON for each event: for tests, and for whoever asks later.
+
+Where `UNISONO_EVENTS` names a directory, rank 3 writes to `rank-3.jsonl` there, by its number at
+the start of the program; a program that starts again adds to it::
+
+    {"event": "fault", "time": 1763942405.317, "rank": 3, "step": 12, "kind": "kill"}
+    {"event": "recovered", "time": 1763942405.612, "rank": 2, "size": 3, "commit": 11, ...}
+
+A line is written at once and whole: it is there also if the process is killed right after.
+
+| event | when | facts |
+| --- | --- | --- |
+| `commit` | all ranks have a commit | `commit`: its number |
+| `fault` | before a fault on purpose | `step`, `kind` |
+| `failure` | this rank has learnt of one | `error` |
+| `recovered` | those that live go on | `size`, `commit`, `seconds` since `failure` |
+| `error` | an error of the program ends the job | `error` |
+| `end` | `run_elastic` returns | |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import collectives as cc
+
+__all__ = ["VARIABLE", "read", "write"]
+
+VARIABLE = "UNISONO_EVENTS"
+
+_own: tuple[int, int] | None = None  # descriptor, or -1 for none, and rank
+
+
+def write(event: str, /, **facts: Any) -> None:
+    """Add an event to this rank's file; nothing where `UNISONO_EVENTS` is not set.
+
+    Args:
+        event: what has happened, in one word.
+        facts: what JSON can carry.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    global _own
+    if _own is None:
+        rank = cc.rank() if cc.is_initialized() else 0
+        _own = _opened(rank), rank
+    descriptor, rank = _own
+    if descriptor >= 0:
+        line = json.dumps({"event": event, "time": round(time.time(), 6), "rank": rank, **facts})
+        os.write(descriptor, line.encode() + b"\n")
+
+
+def _opened(rank: int) -> int:
+    folder = os.environ.get(VARIABLE, "")
+    if not folder:
+        return -1
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    return os.open(Path(folder) / f"rank-{rank}.jsonl", flags, 0o644)
+
+
+def read(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the events of all ranks, in the order of their times.
+
+    A last line that was cut short is left out.
+    """
+    events = []
+    for path in sorted(Path(folder).glob("rank-*.jsonl")):
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                events.append(json.loads(line))
+    return sorted(events, key=lambda event: event["time"])

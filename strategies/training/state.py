@@ -1,0 +1,226 @@
+"""What a job goes on from when ranks have died: a copy of its things in the memory of each rank."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import collectives as cc
+from strategies import arrays, errors
+from strategies.agreement import compare, raise_everywhere
+from strategies.training import content, events
+from strategies.training import things as kinds
+from strategies.training.distributed import Parts
+from strategies.training.put_back import put_back
+
+__all__ = ["State"]
+
+# Of an input: its position is that of all ranks, and is dealt out again when there are fewer.
+_INPUT = kinds.KINDS["input"]
+
+
+class _Copy(NamedTuple):
+    """Things as they were.
+
+    Attributes:
+        number: of the commit; -1 if it is not whole.
+        nodes: all but the numbers in arrays, as `content.collect` gives it.
+        tensors: copies of the arrays, by name.
+        inputs: positions of all ranks, by name.
+    """
+
+    number: int
+    nodes: Any
+    tensors: Mapping[str, Any]
+    inputs: Mapping[str, Any]
+
+
+_NOTHING = _Copy(-1, {}, {}, {})
+
+
+class State:
+    """Things to go on from: modules, optimizers, arrays, generators, inputs, plain values.
+
+    They are what `Saver` takes, with one rule more: an input stands for itself, not in a container.
+    `commit` copies them in the memory of every rank, and `restore` gives them back, after the death
+    of other ranks, too. Of generators each rank keeps its own; all else is equal on all ranks.
+    What cannot be changed in place (numbers, text, arrays of JAX) is handed over at each `commit`,
+    and read as `state[name]`.
+
+    All methods but `state[name]` are *collective*.
+
+    Args:
+        comm: the ranks; all of the job if None.
+        things: by name.
+
+    Attributes:
+        comm: the ranks that go on; another communicator after a death.
+        number: of the last commit; -1 before the first.
+
+    Raises:
+        ValueError: nothing to keep, or a thing is called "verify".
+
+    Example:
+        >>> import numpy as np
+        >>> weights, rng = np.zeros(2), np.random.default_rng(1)
+        >>> state = State(weights=weights, rng=rng, step=0)
+        >>> state.commit(step=1)
+        >>> numbers, weights[:] = rng.random(3), 7
+        >>> state.restore()
+        >>> state["step"], weights.tolist(), bool((rng.random(3) == numbers).all())
+        (1, [0.0, 0.0], True)
+    """
+
+    def __init__(self, comm: cc.Communicator | None = None, /, **things: Any) -> None:
+        if not things or "verify" in things:
+            raise ValueError(
+                "State: expected things by name, as model=model, and none called verify, which is "
+                f"an argument of commit, got {', '.join(things) or 'nothing'}"
+            )
+        self.comm = cc.init() if comm is None else comm
+        self._things = things
+        # The one that all ranks have, and the one that they are about to have.
+        self._kept, self._next = _NOTHING, _NOTHING
+
+    @property
+    def number(self) -> int:
+        """Number of the last commit; -1 before the first."""
+        return self._kept.number
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a thing: the one that was given last, or restored since."""
+        return self._things[name]
+
+    def commit(self, *, verify: bool = False, **new: Any) -> None:
+        """Copy all things as they are now: from here the job goes on after a failure.
+
+        Memory is taken for two copies, since ranks may die while others have made theirs.
+
+        Args:
+            verify: whether to compare the arrays over the ranks before, which takes as long as a
+                second copy.
+            new: by their names, those things that are no longer the same objects.
+
+        Raises:
+            InvalidArgumentError: a thing has no such name, or cannot be copied; on all ranks.
+            MismatchError: ranks differ in an array that is equal on all; on all ranks, which have
+                the last commit still.
+        """
+        if verify:
+            compare(self.comm, "commit", lambda: (None, self._sums()))
+        number = self._kept.number + 1
+        error, copied = None, _NOTHING
+        try:
+            copied = self._copied(number, new)
+        except Exception as caught:
+            error = caught
+        if self.comm.allreduce(int(error is not None), op=cc.MAX):
+            raise_everywhere(error, self.comm, "commit")
+        self._things |= new
+        inputs = {name: thing.state(self.comm) for name, thing in self._inputs()}
+        self._next = copied._replace(inputs=inputs)
+        self.comm.barrier()
+        self._kept, self._next = self._next, self._kept
+        events.write("commit", commit=number)
+
+    def restore(self) -> None:
+        """Give all things back as they were at the last commit.
+
+        Raises:
+            FailedPreconditionError: there is none.
+        """
+        if self._kept is _NOTHING:
+            raise errors.FailedPreconditionError("restore: expected a commit before, got none")
+        self._put_back(self._kept)
+
+    def go_on(self, comm: cc.Communicator) -> None:
+        """Give all things back as they were at the last commit that any rank is sure of.
+
+        Inputs are dealt out anew: rows that were used before that commit do not come again, all
+        others do.
+
+        Args:
+            comm: those that live, of the ranks so far.
+
+        Raises:
+            FailedPreconditionError: there was no commit; on all ranks.
+        """
+        # Who is sure of a commit knows that all ranks had made their copies.
+        newest = int(comm.allreduce(self._kept.number, op=cc.MAX))
+        if newest < 0:
+            raise comm.raised_by_all(
+                errors.FailedPreconditionError("go_on: expected a commit before, got none")
+            )
+        if self._next.number == newest:
+            self._kept, self._next = self._next, self._kept
+        self._next = self._next._replace(number=-1)
+        self.comm = comm
+        self._put_back(self._kept)
+
+    def _inputs(self) -> list[tuple[str, Any]]:
+        found = self._things.items()
+        return [(name, thing) for name, thing in found if kinds.kind_of(thing) is _INPUT]
+
+    def _others(self, things: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        inputs = dict(self._inputs())
+        every = (things or self._things).items()
+        return {name: thing for name, thing in every if name not in inputs}
+
+    def _copied(self, number: int, new: Mapping[str, Any]) -> _Copy:
+        """Copy what this rank has, into the memory of the copy before the last one."""
+        unknown = new.keys() - self._things.keys()
+        if unknown:
+            raise errors.InvalidArgumentError(
+                f"commit: unknown {', '.join(sorted(unknown))}, expected names that State was "
+                f"given, {', '.join(self._things)}"
+            )
+        found, nodes = content.collect(self._others(self._things | dict(new)), None)
+        before = self._next.tensors
+        self._next = _NOTHING
+        tensors = {name: _copy(array, before.get(name)) for name, array in found.items()}
+        return _Copy(number, nodes, tensors, {})
+
+    def _put_back(self, copy: _Copy) -> None:
+        others = self._others()
+        # Things may keep what they are given.
+        tensors = {name: array.copy() for name, array in copy.tensors.items()}
+        new, puts = put_back(copy.nodes, tensors, others, None, Parts({}))
+        for put in puts:
+            put()
+        self._things |= new
+        for name, thing in self._inputs():
+            if "comm" in inspect.signature(thing.load_state).parameters:  # it may be dealt anew
+                thing.load_state(copy.inputs[name], comm=self.comm)
+            else:
+                thing.load_state(copy.inputs[name])
+
+    def _sums(self) -> list[str]:
+        """Say what each array holds that is equal on all ranks."""
+        equal = {
+            name: thing
+            for name, thing in self._others().items()
+            if not getattr(kinds.kind_of(thing), "of_rank", False)
+        }
+        found, _ = content.collect(equal, None)
+        return [f"{name}: checksum {_checksum(array):08x}" for name, array in found.items()]
+
+
+def _copy(array: Any, into: Any) -> Any:
+    """Copy an array of any library to the host, where there is memory of its form into that."""
+    source = arrays.host(array)
+    source = np.asarray(kinds.hosted(array)) if source is None else source
+    if into is None or into.shape != source.shape or into.dtype != source.dtype:
+        into = np.empty(source.shape, source.dtype)
+    np.copyto(into, source)
+    return into
+
+
+def _checksum(array: Any) -> int:
+    total = 0
+    for part in arrays.bits(array):
+        total = zlib.crc32(part.data, total)
+    return total

@@ -1,0 +1,151 @@
+"""Commits in memory: what is given back, on all ranks."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import strategies
+from strategies import errors
+from strategies.input import ShardedInput
+from strategies.training import State
+
+
+def test_everything_comes_back_as_it_was_at_the_last_commit(world):
+    def check(comm):
+        weights = {"w": np.arange(6.0).reshape(2, 3), "b": np.zeros(0, np.float32)}
+        variable = strategies.Variable([1.0, 2.0], name="v")
+        optimizer = strategies.Momentum(0.1, 0.9)
+        rng, other = np.random.default_rng(comm.rank), random.Random(comm.rank)
+        state = State(
+            comm, weights=weights, v=variable, optimizer=optimizer, rng=rng, other=other,
+            step=0, words=["a", {"b": 1.5}],
+        )  # fmt: skip
+        assert state.number == -1
+        with pytest.raises(errors.FailedPreconditionError, match="expected a commit before"):
+            state.restore()
+        for step in range(3):
+            optimizer.apply_gradients([(np.ones((2, 3)), weights["w"])])
+            state.commit(step=step + 1)
+        kept = weights["w"].copy()
+        slots = {name: np.array(x) for name, x in optimizer.state_dict().items()}
+        numbers, others = rng.random(4), other.random()
+        optimizer.apply_gradients([(np.ones((2, 3)), weights["w"])])
+        variable.assign([7, 7])
+        for _ in range(2):  # as often as one likes
+            state.restore()
+            assert state.number == 2
+            assert state["step"] == 3
+            assert state["words"] == ["a", {"b": 1.5}]
+            assert (weights["w"] == kept).all()
+            assert variable.value.tolist() == [1, 2]
+            again = optimizer.state_dict()
+            assert all(np.array_equal(again[name], slots[name]) for name in slots)
+            assert (rng.random(4) == numbers).all()
+            assert other.random() == others
+            weights["w"] += 1  # changes nothing of what is kept
+
+    world.run(check)
+
+
+def test_fewer_ranks_go_on_and_no_row_is_lost_or_repeated(world):
+    def check(comm):
+        files = range(23)
+        rows = ShardedInput(
+            files, lambda row: (row,), rank=comm.rank, size=comm.size, policy="file", seed=3
+        )
+        rng = np.random.default_rng(comm.rank)
+        state = State(comm, rows=rows, rng=rng, step=0)
+        used = [next(rows) for _ in range(2)]
+        state.commit(step=1)
+        expected = rng.random()
+        rng.random()
+        lost = [next(rows, None)]  # after the commit: comes again
+        fewer = comm.split(0 if comm.rank < max(1, comm.size - 1) else None)
+        if fewer is not None:
+            state.go_on(fewer)
+            assert state.comm is fewer
+            assert state["step"] == 1
+            assert rng.random() == expected  # each rank keeps its own
+            used += list(rows)
+            state.commit(step=2)
+            fewer.close()
+        everything = sorted(row for rank in comm.allgather_object(used) for row in rank)
+        assert everything == list(files), (everything, lost)
+
+    world.run(check)
+
+
+def test_who_had_not_heard_of_the_last_commit_goes_back_to_it_too(world):
+    def check(comm):
+        weights = np.zeros(3)
+        state = State(comm, weights=weights, step=0)
+        state.commit()
+        weights += 1
+        state.commit(step=1)
+        weights += 1
+        broken = comm.barrier
+
+        def barrier(*args, **kwargs):
+            broken(*args, **kwargs)
+            if comm.rank == comm.size - 1 and comm.size > 1:
+                raise cc.PeerFailure("as if another rank had died right after")
+
+        comm.barrier = barrier
+        try:
+            state.commit(step=2)
+        except cc.PeerFailure:
+            assert state.number == 1
+        del comm.barrier
+        weights += 1
+        state.go_on(comm)
+        assert state.number == 2
+        assert weights.tolist() == [2, 2, 2]
+        assert state["step"] == 2
+
+    world.run(check)
+
+
+def test_an_error_of_one_rank_is_one_of_all_and_the_last_commit_stays(world):
+    def check(comm):
+        state = State(comm, weights=np.zeros(3), step=0)
+        state.commit(step=1)
+        bad = {"step": object()} if comm.rank == comm.size - 1 else {"step": 2}
+        with pytest.raises(errors.InvalidArgumentError, match="cannot hold this"):
+            state.commit(**bad)
+        with pytest.raises(errors.InvalidArgumentError, match="unknown epoch, expected"):
+            state.commit(epoch=2)
+        state["weights"][:] = 5
+        state.restore()
+        assert state["weights"].tolist() == [0, 0, 0]
+        assert state["step"] == 1
+        state.commit(step=2)
+
+    world.run(check)
+
+
+def test_a_bit_that_has_changed_on_one_rank_is_found(world):
+    def check(comm):
+        weights, rng = {"w": np.ones(1000), "b": np.ones(3)}, np.random.default_rng(comm.rank)
+        state = State(comm, weights=weights, rng=rng)
+        state.commit(verify=True)
+        if comm.size == 1:
+            return
+        if comm.rank == comm.size - 1:
+            weights["w"].view(np.uint8)[77] ^= 4
+        with pytest.raises(cc.MismatchError, match=r"commit: ranks differ, weights/w: checksum"):
+            state.commit(verify=True)
+        state.restore()
+        assert (weights["w"] == 1).all()
+        state.commit(verify=True)
+
+    world.run(check)
+
+
+def test_what_cannot_be_kept_is_an_error():
+    for things in ({}, {"verify": 1}):
+        with pytest.raises(ValueError, match="State: expected things by name"):
+            State(None, **things)

@@ -1,0 +1,148 @@
+"""Pipelines that go on inside an epoch, with the batches that an undisturbed run has there."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import strategies
+from inprocess import run_ranks
+from strategies.errors import FailedPreconditionError, InvalidArgumentError
+from strategies.input import ShardedInput, batch, csv_batches, shuffle_batch
+from strategies.input.producers import preload
+from strategies.training import Saver
+
+
+@pytest.fixture
+def files(tmp_path):
+    paths = []
+    for number in range(3):
+        path = tmp_path / f"{number}.csv"
+        path.write_text("".join(f"{number * 100 + row},{row}\n" for row in range(40)))
+        paths.append(str(path))
+    return paths
+
+
+def rows(files, **options):
+    settings = {"batch_size": 7, "seed": 3, "min_after_dequeue": 30, "num_epochs": 2} | options
+    return csv_batches(files, [np.int32(0), np.int32(0)], **settings)
+
+
+OPTIONS = {
+    "shuffled": {},
+    "in order": {"shuffle": False},
+    "with a rest": {"allow_smaller_final_batch": True, "num_epochs": 1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("taken", [0, 1, 11])
+def test_csv_batches_go_on_as_undisturbed(files, options, taken):
+    with rows(files, **options) as batches:
+        whole = [b[0].tolist() for b in batches]
+    with rows(files, **options) as batches:
+        for _ in range(taken):
+            next(batches)
+        state = json.loads(json.dumps(batches.state()))
+    with rows(files, **options) as batches:
+        batches.go_on(state)
+        assert [b[0].tolist() for b in batches] == whole[taken:]
+    with rows(files, **options) as batches:  # also where some have been taken
+        for _ in range(min(taken, 1)):
+            next(batches)
+        batches.go_on(state)
+        assert batches.state() == state
+        assert [b[0].tolist() for b in batches] == whole[taken:]
+
+
+def test_a_saver_takes_pipelines(files, tmp_path):
+    folder = tmp_path / "run"
+    with rows(files) as batches, strategies.CheckpointManager(folder) as manager:
+        for _ in range(5):
+            next(batches)
+        Saver(manager, input=batches, step=5).save(5)
+        expected = [b[0].tolist() for b in batches]
+    with rows(files) as batches, strategies.CheckpointManager(folder) as manager:
+        assert Saver(manager, input=batches, step=0).restore() == 5
+        assert [b[0].tolist() for b in batches] == expected
+    assert len(expected) > 20
+
+
+def test_shuffle_batch_goes_on(files):
+    def made():
+        return shuffle_batch(
+            preload(range(50), num_epochs=1, shuffle=False), 4, capacity=30, min_after_dequeue=20,
+            seed=5,
+        )  # fmt: skip
+
+    with made() as batches:
+        whole = [b.tolist() for b in batches]
+    with made() as batches:
+        batches.go_on({"batches": [6]})
+        assert [b.tolist() for b in batches] == whole[6:]
+
+
+def test_what_comes_in_another_order_another_time_has_no_state(files):
+    for options in ({"num_threads": 2}, {"seed": None}):
+        with (
+            rows(files, **options) as batches,
+            pytest.raises(FailedPreconditionError, match="seed"),
+        ):
+            batches.state()
+
+
+def test_states_that_do_not_fit(files):
+    with rows(files) as batches:
+        for bad in ({}, {"batches": 3}, {"batches": [-1]}, {"batches": ["1"]}, {"batches": [True]}):
+            with pytest.raises(InvalidArgumentError, match="not the state"):
+                batches.go_on(bad)
+        with pytest.raises(InvalidArgumentError, match="expected 1, got 2"):
+            batches.go_on({"batches": [1, 1]})
+        next(batches)
+        next(batches)
+        with pytest.raises(FailedPreconditionError, match="at most 1 batches taken before, got 2"):
+            batches.go_on({"batches": [1]})
+
+
+FILES = {f"file{i}": [f"file{i}:{row}" for row in range(5 + i)] for i in range(6)}
+
+
+def sharded(comm, policy):
+    return ShardedInput(
+        list(FILES), FILES.get, rank=comm.rank, size=comm.size, policy=policy, seed=2, num_epochs=2
+    )
+
+
+@pytest.mark.parametrize("policy", ["file", "data"])
+@pytest.mark.parametrize("later", [1, 2, 3])
+def test_sharded_input_goes_on_with_any_number_of_ranks(policy, later):
+    everything = sorted([row for rows in FILES.values() for row in rows] * 2)
+
+    def first(comm):
+        with batch(sharded(comm, policy), 3) as batches:
+            used = [row for _ in range(1 + comm.rank) for row in next(batches)]
+            return used, batches.state(comm)
+
+    used, states = zip(*run_ranks(2, first), strict=True)
+    assert states[0] == states[1]
+    state = json.loads(json.dumps(states[0]))
+
+    def second(comm):
+        batches = batch(sharded(comm, policy), 3, allow_smaller_final_batch=True)
+        batches.go_on(state, comm)
+        with batches:
+            rest = [row for rows in batches for row in rows]
+            with pytest.raises(FailedPreconditionError, match="open"):
+                batches.go_on(state, comm)
+        return rest
+
+    rest = run_ranks(later, second)
+    assert sorted([row for rows in (*used, *rest) for row in rows]) == everything
+
+
+def test_sharded_input_is_read_by_one_thread():
+    records = ShardedInput(["a"], {"a": [1]}.get, rank=0, size=1)
+    with pytest.raises(ValueError, match="num_threads=1"):
+        batch(records, 2, num_threads=2)

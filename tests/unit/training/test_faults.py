@@ -1,0 +1,81 @@
+"""Faults on purpose, and what is written down of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from launcher import run
+from strategies.training import events, faults
+from strategies.training.faults import Fault
+
+
+def test_faults_are_read():
+    text = " step=12,rank=2,kind=kill; rank=0, step=3, kind=slow:0.5 ;"
+    assert faults.parse(text) == [Fault(12, 2, "kill"), Fault(3, 0, "slow", 0.5)]
+    assert faults.parse("") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["kill", "step=1,rank=2", "step=1,rank=2,kind=die", "step=x,rank=0,kind=kill",
+     "step=1,rank=0,kind=slow", "step=1,rank=0,kind=kill:3", "step=1,rank=0,kind=stop,who=me"],
+)  # fmt: skip
+def test_what_is_no_fault_is_an_error_that_says_what_is(text):
+    with pytest.raises(
+        ValueError, match=r"UNISONO_FAULT: not a fault, expected step=12,rank=2"
+    ) as e:
+        faults.parse(f"step=1,rank=0,kind=kill;{text}")
+    assert repr(text) in str(e.value)
+
+
+PROGRAM = """
+import sys, time
+import numpy as np
+from strategies import training
+weights = [np.zeros(0), np.ones(3)]
+for step in [0, 1, 2, 1, 2]:  # the second time nothing happens
+    began = time.monotonic()
+    try:
+        training.inject(step, weights)
+    except training.InjectedFault as error:
+        print("error", error)
+    print(step, weights[1].tolist(), time.monotonic() - began > 0.2)
+"""
+
+
+def test_each_fault_happens_once_at_its_step(tmp_path):
+    wanted = "step=2,rank=0,kind=corrupt;step=1,rank=0,kind=slow:0.2;step=2,rank=0,kind=exception"
+    wanted += ";step=0,rank=1,kind=kill"  # another rank
+    command = [sys.executable, "-c", PROGRAM]
+    result = run(command, timeout=60, UNISONO_FAULT=wanted, UNISONO_EVENTS=str(tmp_path / "log"))
+    one, other = "[1.0, 1.0, 1.0]", "[inf, 1.0, 1.0]"
+    assert result.stdout.splitlines() == [
+        f"0 {one} False",
+        f"1 {one} True",
+        "error a fault that UNISONO_FAULT asked for (step: 2)",
+        f"2 {other} False",
+        f"1 {other} False",
+        f"2 {other} False",
+    ], result
+    told = [(e["event"], e["rank"], e["step"], e["kind"]) for e in events.read(tmp_path / "log")]
+    assert told == [
+        ("fault", 0, 1, "slow"),
+        ("fault", 0, 2, "corrupt"),
+        ("fault", 0, 2, "exception"),
+    ]
+
+
+def test_a_killed_process_leaves_whole_lines(tmp_path):
+    command = [sys.executable, "-c", PROGRAM]
+    result = run(
+        command, timeout=60, UNISONO_FAULT="step=1,rank=0,kind=kill", UNISONO_EVENTS=str(tmp_path)
+    )
+    assert result.status == -9
+    (line,) = (tmp_path / "rank-0.jsonl").read_text().splitlines()
+    assert json.loads(line)["kind"] == "kill"
+    with open(tmp_path / "rank-0.jsonl", "a") as file:
+        file.write('{"event": "cut sho')
+    assert [event["kind"] for event in events.read(tmp_path)] == ["kill"]
