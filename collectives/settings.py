@@ -1,30 +1,6 @@
-"""Every environment variable that Unisono reads, with its type, unit and default.
+"""Every environment variable that Unisono reads; values and defaults are in `docs/settings.md`.
 
-| variable | type | default | meaning |
-| --- | --- | --- | --- |
-| `UNISONO_TIMEOUT` | seconds > 0 | 600 | how long one operation may wait for another rank |
-| `UNISONO_STALL_WARNING` | seconds > 0 | 60 | after how long a wait is reported in the log |
-| `UNISONO_CHECK` | off, sample, always | always | compare calls first; the strictest counts |
-| `UNISONO_SHARED_MEMORY` | directory, or off | /dev/shm | where ranks of a node meet |
-| `UNISONO_STORES` | auto, plain, streaming | auto | how ranks of a node store for others |
-| `UNISONO_RECORDER_DIR` | directory | unisono-recorder-JOB | where flight records go |
-| `UNISONO_TIMELINE` | directory | none | where timelines go, as rank 0 has it; none without |
-| `UNISONO_ABORT_ON_EXCEPTION` | 0 or 1 | 1 | an uncaught exception on one rank ends the whole job |
-| `UNISONO_MPI_SETTINGS` | 0 or 1 | 1 | give Open MPI the settings listed in `launch.py` |
-| `UNISONO_TUNED` | file, or off | see `tuned.py` | what `python -m collectives tune` measured |
-| `UNISONO_CUDA_AWARE` | auto, on, off | auto | MPI takes arrays of CUDA devices; auto: as it says |
-| `UNISONO_NODE_LINK` | alpha=2us,beta=8GB/s,gamma=30GB/s | tuned | cost of messages inside a node |
-| `UNISONO_NETWORK_LINK` | as above | tuned | cost of messages between nodes |
-
-Read by `strategies`:
-
-| variable | meaning |
-| --- | --- |
-| `UNISONO_CLUSTER` | the jobs of a cluster's ranks, such as `ps:2,worker:*` |
-| `UNISONO_EVENTS` | directory for what happens to the job (`strategies.training.events`) |
-| `UNISONO_FAULT` | faults on purpose, for tests (`strategies.training.faults`) |
-
-A variable that begins with `UNISONO_` and is none of those is most likely a slip: `init` warns.
+`init` warns of a variable that begins with `UNISONO_` and is none of those: most likely a slip.
 """
 
 from __future__ import annotations

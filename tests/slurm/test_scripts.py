@@ -1,15 +1,19 @@
-"""The other batch scripts of slurm/ on a real Slurm of two nodes."""
+"""The other batch scripts of slurm/, and that of `submit`, on a real Slurm of two nodes."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from configuration import GPUS
 
 import strategies
 from cluster import Ending, SlurmCluster
+from requirements import needs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("machines")]
 
@@ -25,6 +29,7 @@ def accuracies(output: str) -> list[float]:
 @pytest.mark.parametrize(
     ("script", "ranks", "arguments"),
     [
+        ("parameter_server", 2, ["--scale", "--epochs", "15"]),
         ("spare_replicas", 2, []),
     ],
 )
@@ -61,3 +66,59 @@ def test_a_sweep_trains_once_for_each_task_of_the_array(
         for task in "12"
     )
     assert first[-1]["loss"] != second[-1]["loss"], "another learning rate each"
+
+
+def test_a_rank_for_each_gpu(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    needs("torch")
+    script = CHECKOUT / "slurm" / "gpu.sbatch"
+    job = slurm_cluster.submit(script, cwd=tmp_path, env=HERE)
+    wrong = slurm_cluster.submit(script, cwd=tmp_path, env=HERE, ntasks_per_node=GPUS + 1)
+    ending = slurm_cluster.wait(job, JOB_SECONDS)
+    assert ending == Ending("COMPLETED", 0), slurm_cluster.output(job)
+    assert accuracies(slurm_cluster.output(job))[0] >= 0.96
+    assert slurm_cluster.wait(wrong, JOB_SECONDS) == Ending("FAILED", 2)
+    assert f"got {GPUS} GPUs and {GPUS + 1} ranks on 1 nodes" in slurm_cluster.output(wrong)
+
+
+def test_a_job_that_was_stopped_and_requeued_ends_with_the_bits_of_one_that_was_not(
+    slurm_cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """By the script that `submit` writes, which is that of train.sbatch in small."""
+    needs("torch")
+    program = CHECKOUT / "examples" / "torch_digits.py"
+    folders = [tmp_path / "stopped", tmp_path / "whole"]
+    jobs = []
+    for folder in folders:
+        folder.mkdir()
+        # Ranks of other numbers add in another order: both jobs have one on each node.
+        done = subprocess.run(
+            [sys.executable, "-m", "strategies", "submit", str(program), "--nodes", "2",
+             f"--sbatch=--output={slurm_cluster.directory}/out/%j", "--",
+             "--checkpoints", "out", "--epochs", "150"],
+            cwd=folder, env=os.environ | slurm_cluster.environment(), capture_output=True,
+            text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done
+        jobs.append(int(done.stdout.split()[-1]))
+    stopped, whole = jobs
+    slurm_cluster.until(
+        "a checkpoint", lambda: (folders[0] / "out/step-000010").exists() or None, JOB_SECONDS
+    )
+    slurm_cluster.run("scancel", "--batch", "--signal=USR1", str(stopped))
+    slurm_cluster.wait_field(stopped, "JobState", "PENDING", JOB_SECONDS)
+    assert slurm_cluster.field(stopped, "Restarts") == "1"
+    early = strategies.CheckpointManager(folders[0] / "out").restore_or_none()
+    assert early is not None
+    assert 0 < early.step < 150, "stopped in the middle"
+    slurm_cluster.run("scontrol", "update", f"JobId={stopped}", "StartTime=now")
+    for job in jobs:
+        assert slurm_cluster.wait(job, JOB_SECONDS) == Ending("COMPLETED", 0), slurm_cluster.output(
+            job
+        )
+    ends = [strategies.CheckpointManager(folder / "out").restore_or_none() for folder in folders]
+    assert all(end is not None and end.step == 150 for end in ends)
+    first, second = (end.tensors for end in ends if end is not None)
+    assert list(first) == list(second)
+    for name, tensor in first.items():
+        assert tensor.tobytes() == second[name].tobytes(), name
+    assert accuracies(slurm_cluster.output(stopped)) == accuracies(slurm_cluster.output(whole))
