@@ -131,6 +131,7 @@ def _corrupt(arrays: Sequence[Any]) -> None:
     for array in arrays:
         memory = of_any_library.host(array)
         if memory is not None and memory.size and memory.flags.writeable:
-            memory.reshape(-1, copy=False)[:1].view(np.uint8)[-1] ^= 0x40
+            first = memory[(..., *[slice(1)] * memory.ndim)].reshape(-1)  # in place, as it is one
+            first.view(np.uint8)[-1] ^= 0x40
             return
     raise ValueError(f"{VARIABLE}: nothing to corrupt, expected an array in host memory")
