@@ -84,10 +84,10 @@ class Mutex:
         if self.is_held:
             raise FailedPreconditionError(f"acquire: this thread has it (lock: {self.name})")
         who = f"{self._task} {next(_numbers)}"
-        stand = Stand(who)
+        stand = _Stand(who)
         self._where.submit(stand)
         try:
-            perform(self._where, Front(who), "acquire", timeout, f" (lock: {self.name})")
+            perform(self._where, _Front(who), "acquire", timeout, f" (lock: {self.name})")
         except BaseException:
             self._where.abandon(stand)
             raise
@@ -127,14 +127,14 @@ class Mutex:
 _numbers = itertools.count()
 
 
-class Stand(Attempt):
+class _Stand(Attempt):
     """Stand in the line, until somebody ends this."""
 
     def __init__(self, who: str) -> None:
         self.who = who
 
 
-class Front(Attempt):
+class _Front(Attempt):
     """Wait until one who stands in the line is at its front."""
 
     def __init__(self, who: str) -> None:
@@ -151,9 +151,9 @@ class _Line(Waiting):
         self._waiting: dict[str, Attempt] = {}
 
     def submit(self, attempt: Attempt) -> None:
-        assert isinstance(attempt, (Stand, Front))
+        assert isinstance(attempt, (_Stand, _Front))
         with self._lock:
-            if isinstance(attempt, Stand):
+            if isinstance(attempt, _Stand):
                 self._standing[attempt.who] = attempt
             elif attempt.who in self._standing:
                 self._waiting[attempt.who] = attempt
@@ -164,8 +164,8 @@ class _Line(Waiting):
         self._advance()
 
     def withdraw(self, attempt: Attempt, error: OpError) -> None:
-        assert isinstance(attempt, (Stand, Front))
-        line = self._standing if isinstance(attempt, Stand) else self._waiting
+        assert isinstance(attempt, (_Stand, _Front))
+        line = self._standing if isinstance(attempt, _Stand) else self._waiting
         with self._lock:
             if line.get(attempt.who) is not attempt:
                 return
@@ -202,19 +202,19 @@ class _RemoteLine(RemoteAttempts):
     """The same on another task."""
 
     def request_of(self, attempt: Attempt) -> tuple[str, dict[str, Any], list[Any]]:
-        assert isinstance(attempt, (Stand, Front))
-        return "stand" if isinstance(attempt, Stand) else "front", {"who": attempt.who}, []
+        assert isinstance(attempt, (_Stand, _Front))
+        return "stand" if isinstance(attempt, _Stand) else "front", {"who": attempt.who}, []
 
     def answered(self, attempt: Attempt, answer: Answer) -> None:
         pass
 
 
 def _stand(line: _Line, work: Work) -> None:
-    serve(line, Stand(work.arguments["who"]), work, lambda done: work.reply())
+    serve(line, _Stand(work.arguments["who"]), work, lambda done: work.reply())
 
 
 def _front(line: _Line, work: Work) -> None:
-    serve(line, Front(work.arguments["who"]), work, lambda done: work.reply())
+    serve(line, _Front(work.arguments["who"]), work, lambda done: work.reply())
 
 
 def _make(description: Mapping[str, Any], name: str) -> _Line:
