@@ -131,6 +131,8 @@ def _corrupt(arrays: Iterable[Any]) -> None:
     for array in arrays:
         memory = of_any_library.host(array)
         if memory is not None and memory.size and memory.flags.writeable:
-            memory.reshape(-1, copy=False)[:1].view(np.uint8)[-1] ^= 0x40
+            bits = memory.flat[:1].view(np.uint8)
+            bits[-1] ^= 0x40
+            memory.flat[:1] = bits.view(memory.dtype)
             return
     raise ValueError(f"{VARIABLE}: nothing to corrupt, expected an array in host memory")
