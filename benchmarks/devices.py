@@ -1,31 +1,53 @@
-"""Replicas of one process beside ranks, and TPUStrategy beside JAX alone.
+"""Replicas of one process beside ranks, TPUStrategy beside JAX alone, tensors beside arrays.
 
-    mpirun -np 2 python benchmarks/devices.py replicas
+    mpirun -np 2 python benchmarks/devices.py replicas [--json FILE]
     python benchmarks/devices.py program
+    mpirun -np 2 python benchmarks/devices.py servers
     mpirun -np 2 python benchmarks/devices.py nccl            # a GPU for each rank
 
 `replicas`: a step of a perceptron under PyTorch, by MirroredStrategy with two replicas in one
 process, while the other rank sleeps, and with one replica in each of two ranks, in turns.
 `program`: a step of a perceptron under JAX, by TPUStrategy on 8 devices of the host and by
-`jax.shard_map` as one would write it, in turns. `nccl`: all-reduces of tensors on GPUs, by a
-communicator and by torch.distributed's NCCL, in turns. Medians, in milliseconds; factors above 1
-mean that ours is slower.
+`jax.shard_map` as one would write it, in turns. `servers`: a push of gradients to a ps, rank 0, and
+a pull of new values, by variables of NumPy and by parameters of PyTorch, in turns, of
+which the fastest of 5 counts. `nccl`: all-reduces of tensors on GPUs, by a communicator and by
+torch.distributed's NCCL, in turns.
+
+Medians, in milliseconds, and the median of the ratios of all turns: above 1 ours takes longer. With
+`--json` a run is added to the file.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import statistics
-import sys
 import time
+from pathlib import Path
 
 ROUNDS, FIRST, STEPS = 15, 4, 5
 LAYERS = (256, 512, 512, 10)
 ROWS = 128  # for each replica
+SIZES = {"64 KiB": 1 << 14, "1 MiB": 1 << 18, "16 MiB": 1 << 22, "64 MiB": 1 << 24}
+PARAMETERS = 8  # that share these elements, as layers do
+
+found: dict[str, dict[str, float]] = {}
 
 
 def main() -> None:
-    {"replicas": replicas, "program": program, "nccl": nccl}[sys.argv[1]]()
+    """Measure one of them."""
+    measures = {"replicas": replicas, "program": program, "servers": servers, "nccl": nccl}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=measures)
+    parser.add_argument("--json", type=Path, help="file to add the figures to")
+    options = parser.parse_args()
+    measures[options.what]()
+    if options.json and found:  # on the rank that reports
+        known = json.loads(options.json.read_text()) if options.json.exists() else {}
+        for name, figures in found.items():
+            known.setdefault(name, []).append(figures)
+        options.json.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def replicas() -> None:
@@ -178,6 +200,62 @@ def by_hand():
     return once
 
 
+def servers() -> None:
+    import torch
+
+    import strategies
+
+    torch.set_num_threads(1)
+    spec = strategies.cluster.ClusterSpec.from_ranks(ps=1)
+    with strategies.Cluster(spec) as cluster, strategies.Server(cluster) as server:
+        calls = {size: by_kind(server, n, size) for size, n in SIZES.items()}
+        if cluster.job == "ps":
+            server.join()
+            return
+        for size, kinds in calls.items():
+            times: dict[str, list[float]] = {name: [] for name in kinds}
+            for number in range(ROUNDS + FIRST):
+                for name, call in kinds.items():
+                    took = fastest(call)
+                    if number >= FIRST:
+                        times[name].append(took)
+            report(f"push and pull of {size}", times, "PyTorch", "NumPy")
+
+
+def fastest(call) -> float:
+    turns = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        call()
+        turns.append(time.perf_counter() - began)
+    return min(turns)
+
+
+def by_kind(server, elements: int, size: str):
+    import numpy as np
+    import torch
+
+    import strategies
+
+    each = elements // PARAMETERS
+    arrays = strategies.ParameterServerStrategy(
+        server, strategies.SGD(0.1), shared_name=f"NumPy {size}"
+    )
+    variables = [arrays.variable(np.zeros(each, np.float32)) for _ in range(PARAMETERS)]
+    pairs = [(np.ones(each, np.float32), variable) for variable in variables]
+    tensors = strategies.ParameterServerStrategy(server, shared_name=f"PyTorch {size}")
+    parameters = [torch.nn.Parameter(torch.zeros(each)) for _ in range(PARAMETERS)]
+    optimizer = strategies.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.1), strategy=tensors
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones(each)
+    return {
+        "NumPy": lambda: arrays.apply_gradients(arrays.optimizer, pairs),
+        "PyTorch": optimizer.step,
+    }
+
+
 def nccl() -> None:
     import torch
     from torch import distributed
@@ -215,7 +293,10 @@ def nccl() -> None:
 def report(what, times, ours, other) -> None:
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     told = "  ".join(f"{name} {seconds * 1e3:8.3f}" for name, seconds in medians.items())
-    print(f"{what}: {told}  ms, {ours}/{other} {medians[ours] / medians[other]:.3f}", flush=True)
+    ratio = statistics.median(a / b for a, b in zip(times[ours], times[other], strict=True))
+    print(f"{what}: {told}  ms, {ours}/{other} {ratio:.3f}", flush=True)
+    figures = {f"{name}, ms": round(seconds * 1e3, 4) for name, seconds in medians.items()}
+    found[what] = {**figures, "ratio": round(ratio, 4)}
 
 
 if __name__ == "__main__":

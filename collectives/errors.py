@@ -102,19 +102,26 @@ def in_turn(error: E, turn: int) -> E:
     return error
 
 
-def await_turn(error: BaseException | None) -> None:
-    """Wait until it is this rank's turn to show an error that nobody has caught."""
+def await_turn(error: BaseException | None) -> float:
+    """Wait until it is this rank's turn to show an error that nobody has caught.
+
+    Returns:
+        In how many seconds it is the last rank's turn; 0 if the error is this rank's own.
+    """
     turn = _turn(error)
+    if turn is None:
+        return 0.0
     with contextlib.suppress(BaseException):  # of a signal handler: what it interrupts is shown
         time.sleep(_TURN * min(turn, _LAST_TURN))
+    return _TURN * (_LAST_TURN - min(turn, _LAST_TURN))
 
 
-def _turn(error: BaseException | None) -> int:
-    """Return the turn of an error; the first one where it, or what led to it, is this rank's."""
-    turn = getattr(error, "_turn", 0)
+def _turn(error: BaseException | None) -> int | None:
+    """Return the turn of an error; None where it, or what led to it, is this rank's alone."""
+    turn = getattr(error, "_turn", None)
     while error is not None:
         if not hasattr(error, "_turn"):
-            return 0
+            return None
         hidden = error.__cause__ is None and error.__suppress_context__
         error = None if hidden else error.__cause__ or error.__context__
-    return int(turn)
+    return turn

@@ -260,12 +260,12 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
         if os.getpid() != process or MPI.Is_finalized():
             return
         marked = "".join(f"[{rank}/{size}] {line}\n" for line in text.splitlines())
-        await_turn(error)
+        others_follow = await_turn(error)
         # One write, so that the lines of several ranks do not mix.
         sys.stdout.flush()
         sys.stderr.write(marked)
         sys.stderr.flush()
-        _end(world, status, error)
+        _end(world, status, error, others_follow)
 
     def abort(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
@@ -285,26 +285,29 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     sys.exit = _exit
 
 
-def _end(world: MPI.Intracomm, status: int, error: BaseException | None) -> None:
+def _end(
+    world: MPI.Intracomm, status: int, error: BaseException | None, others_follow: float
+) -> None:
     """End this process in a way that the other ranks learn of."""
     # Of a rank that calls MPI_Abort, or ends with a status, Open MPI 5.0.11 does not tell all
     # others; of one that a signal has ended it does, but then mpirun's own status is 0.
     # A rank that does not answer learns of nothing: mpirun has to end it.
     if is_fault_tolerant() and not isinstance(error, CollectiveTimeout):
-        if _is_last(world):
+        if _is_last(world, others_follow):
             os._exit(status & 0xFF or 1)
         os.kill(os.getpid(), signal.SIGKILL)
     world.Abort(status)
 
 
-def _is_last(world: MPI.Intracomm) -> bool:
+def _is_last(world: MPI.Intracomm, others_follow: float) -> bool:
     """Tell whether all other ranks are dead, so that this one says how the job has ended.
 
-    Where others fail, too, the one with the lowest number waits for them.
+    Where others fail, too, the one with the lowest number waits for them: for some time, and for
+    `others_follow` seconds longer if all have the same error.
     """
     from mpi4py import MPI
 
-    give_up = time.monotonic() + _LEAST_WAIT
+    give_up = time.monotonic() + _LEAST_WAIT + others_follow
     before: set[int] = set()
     while True:
         MPI.COMM_SELF.Iprobe()  # MPI hears of deaths only while it is called

@@ -1,30 +1,6 @@
-"""Every environment variable that Unisono reads, with its type, unit and default.
+"""Every environment variable that Unisono reads; values and defaults are in `docs/settings.md`.
 
-| variable | type | default | meaning |
-| --- | --- | --- | --- |
-| `UNISONO_TIMEOUT` | seconds > 0 | 600 | how long one operation may wait for another rank |
-| `UNISONO_STALL_WARNING` | seconds > 0 | 60 | after how long a wait is reported in the log |
-| `UNISONO_CHECK` | off, sample, always | always | compare calls first; the strictest counts |
-| `UNISONO_SHARED_MEMORY` | directory, or off | /dev/shm | where ranks of a node meet |
-| `UNISONO_STORES` | auto, plain, streaming | auto | how ranks of a node store for others |
-| `UNISONO_RECORDER_DIR` | directory | unisono-recorder-JOB | where flight records go |
-| `UNISONO_TIMELINE` | directory | none | where timelines go, as rank 0 has it; none without |
-| `UNISONO_ABORT_ON_EXCEPTION` | 0 or 1 | 1 | an uncaught exception on one rank ends the whole job |
-| `UNISONO_MPI_SETTINGS` | 0 or 1 | 1 | give Open MPI the settings listed in `launch.py` |
-| `UNISONO_TUNED` | file, or off | see `tuned.py` | what `python -m collectives tune` measured |
-| `UNISONO_CUDA_AWARE` | auto, on, off | auto | MPI takes arrays of CUDA devices; auto: as it says |
-| `UNISONO_NODE_LINK` | alpha=2us,beta=8GB/s,gamma=30GB/s | tuned | cost of messages inside a node |
-| `UNISONO_NETWORK_LINK` | as above | tuned | cost of messages between nodes |
-
-Read by `strategies`:
-
-| variable | meaning |
-| --- | --- |
-| `UNISONO_CLUSTER` | the jobs of a cluster's ranks, such as `ps:2,worker:*` |
-| `UNISONO_EVENTS` | directory for what happens to the job (`strategies.training.events`) |
-| `UNISONO_FAULT` | faults on purpose, for tests (`strategies.training.faults`) |
-
-A variable that begins with `UNISONO_` and is none of those is most likely a slip: `init` warns.
+`init` warns of a variable that begins with `UNISONO_` and is none of those: most likely a slip.
 """
 
 from __future__ import annotations
@@ -70,6 +46,12 @@ class Settings:
     tuned: str | None = None  # a file, "off", or None for the usual place
     node_link: Mapping[str, float] = field(default_factory=dict)  # as `links.parse` returns it
     network_link: Mapping[str, float] = field(default_factory=dict)
+    wait_limit: float | None = None  # of queues and variables, where a call names none
+    # Functions may wait, also for one another: the number only bounds what others can start here.
+    call_threads: int = 32
+    # An update reads and writes memory, and lets other threads run meanwhile: four of them keep the
+    # memory of a processor busy, and more than there are cores would only take turns.
+    update_threads: int = field(default_factory=lambda: min(4, len(os.sched_getaffinity(0))))
     # What follows from the last three, and "on" or "off" for the device memory that MPI takes: the
     # same on all ranks, as `operations.settle` has found them.
     links: links.Links = field(default_factory=links.defaults)
@@ -124,6 +106,12 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or not int(text):
+        raise ValueError(f"is not a number of threads, expected an integer > 0, got {text!r}")
+    return int(text)
+
+
 def _switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"is not a switch, expected 0 or 1, got {text!r}")
@@ -157,6 +145,9 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "UNISONO_TUNED": ("tuned", str),
     "UNISONO_NODE_LINK": ("node_link", _link),
     "UNISONO_NETWORK_LINK": ("network_link", _link),
+    "UNISONO_WAIT_LIMIT": ("wait_limit", _seconds),
+    "UNISONO_CALL_THREADS": ("call_threads", _count),
+    "UNISONO_UPDATE_THREADS": ("update_threads", _count),
     "UNISONO_CUDA_AWARE": ("cuda_aware", partial(_one_of, get_args(CudaAware))),
 }
 

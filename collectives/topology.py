@@ -335,11 +335,18 @@ def rails(leaders: Sequence[int], rank: int) -> Rails:
         >>> rails([0, 0, 2, 2, 2], rank=3)
         Rails(number=2, node=(2, 3, 4), rail=(1, 3))
     """
-    members: dict[int, list[int]] = {}
-    for other, leader in enumerate(leaders):
-        members.setdefault(leader, []).append(other)
+    members = _by_node(tuple(leaders))
     node = members[leaders[rank]]
     local_rank = node.index(rank)
     number = min(map(len, members.values()))
     rail = tuple(m[local_rank] for m in members.values()) if local_rank < number else None
-    return Rails(number, tuple(node), rail)
+    return Rails(number, node, rail)
+
+
+@functools.lru_cache(4)  # asked for by each of thousands of ranks where they are simulated
+def _by_node(leaders: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Return the ranks of each node."""
+    members: dict[int, list[int]] = {}
+    for rank, leader in enumerate(leaders):
+        members.setdefault(leader, []).append(rank)
+    return {leader: tuple(ranks) for leader, ranks in members.items()}

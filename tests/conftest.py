@@ -13,6 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -27,6 +28,10 @@ from launcher import WORLD_SIZES
 
 # JAX looks at it when it starts: strategies are tested on 8 devices of the host.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+# Machines are shared: how long an example takes says nothing about it.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 WORLD_RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
 WORLD_SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))

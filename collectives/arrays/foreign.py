@@ -331,7 +331,7 @@ class _Exported(Foreign):
 
     def why_constant(self) -> str | None:
         if not self._host.flags.writeable:
-            return "it is exported as read-only"
+            return f"NumPy {np.__version__} sees it as read-only"  # as all, before 2.0
         return _why_repeated(self.shape, self._host.strides)
 
     def elements(self) -> npt.NDArray[Any]:

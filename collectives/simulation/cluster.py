@@ -70,12 +70,12 @@ class Cluster:
         """What "auto" and the closed forms see of it."""
         return Layout(self.size, self.num_nodes, self.machine)
 
-    def leaders(self) -> list[int]:
+    def leaders(self) -> tuple[int, ...]:
         """Return the lowest rank of every rank's node."""
         bounds = topology.chunk_bounds(self.size, self.num_nodes)
-        return [
+        return tuple(
             begin for begin, end in zip(bounds, bounds[1:], strict=False) for _ in range(begin, end)
-        ]
+        )
 
     def nodes(self) -> list[int]:
         """Return the number of every rank's node."""

@@ -17,6 +17,8 @@ import schedules  # noqa: E402
 import stories  # noqa: E402
 
 DRAWINGS = {
+    "double_tree": schedules.double_tree,
+    "doubling": schedules.doubling,
     "engine": stories.engine,
     "floors": house.floors,
     "halving": schedules.halving,

@@ -71,12 +71,46 @@ def halving() -> Canvas:
     )
 
 
-def _table(size: int, steps: list[tuple[str, list[Message]]], title: str, text: str) -> Canvas:
-    across = size * _CHUNK + _GAP
+def doubling() -> Canvas:
+    """Draw an all-reduce of 5 ranks by recursive doubling."""
+    size = 5
+    parts = [topology.doubling(rank, size) for rank in range(size)]
+    guests = [(part.proxy, rank) for rank, part in enumerate(parts) if part.proxy is not None]
+    steps = [("to the proxy", [Message(guest, proxy, [0], True) for proxy, guest in guests])]
+    for number in range(len(parts[0].partners)):
+        moves = [
+            Message(rank, part.partners[number], [0], True)
+            for rank, part in enumerate(parts)
+            if part.partners
+        ]
+        steps.append(("exchange", moves))
+    steps.append(("and back", [Message(proxy, guest, [0], False) for proxy, guest in guests]))
+    return _table(
+        size,
+        steps,
+        "Recursive doubling: all-reduce of 5 ranks",
+        "Rank 1, the one too many for a power of two, hands its array to rank 0. The other four "
+        "exchange whole arrays with one partner and then with another, at twice the distance. At "
+        "last rank 1 gets the result from rank 0.",
+        chunks=1,
+    )
+
+
+def _table(
+    size: int,
+    steps: list[tuple[str, list[Message]]],
+    title: str,
+    text: str,
+    chunks: int | None = None,
+) -> Canvas:
+    """Draw every rank's chunks before and after each step; as many as ranks where not said."""
+    number_of_chunks = size if chunks is None else chunks
+    width = number_of_chunks * _CHUNK
+    across = width + (_GAP if number_of_chunks > 1 else 2 * _GAP)
     canvas = Canvas(_LEFT + size * across, _TOP + _ROW * (len(steps) + 1), title, text)
     for rank in range(size):
-        canvas.text(_LEFT + rank * across + size * _CHUNK / 2, 62, f"rank {rank}", "ink middle")
-    has = [[{rank} for _ in range(size)] for rank in range(size)]
+        canvas.text(_LEFT + rank * across + width / 2, 62, f"rank {rank}", "ink middle")
+    has = [[{rank} for _ in range(number_of_chunks)] for rank in range(size)]
     for row in range(len(steps) + 1):
         y = _TOP + row * _ROW
         label = steps[row - 1][0] if row else "at first"
@@ -84,7 +118,7 @@ def _table(size: int, steps: list[tuple[str, list[Message]]], title: str, text: 
         if row:
             canvas.text(20, y + 34, f"step {row} of {len(steps)}", "soft small")
         for rank in range(size):
-            for chunk in range(size):
+            for chunk in range(number_of_chunks):
                 ranks = has[rank][chunk]
                 whole = len(ranks) == size
                 words = "all" if whole else "".join(map(str, sorted(ranks)))
@@ -94,8 +128,8 @@ def _table(size: int, steps: list[tuple[str, list[Message]]], title: str, text: 
             break
         moves = steps[row][1]
         before = [[set(chunk) for chunk in rank] for rank in has]
-        for source, dest, chunks, add in moves:
-            for chunk in chunks:
+        for source, dest, moved, add in moves:
+            for chunk in moved:
                 here = _LEFT + source * across + chunk * _CHUNK + _CHUNK / 2
                 there = _LEFT + dest * across + chunk * _CHUNK + _CHUNK / 2
                 canvas.arrow(here, y + 27, there, y + _ROW - 2)
@@ -131,6 +165,40 @@ def tree() -> Canvas:
         return x, y
 
     draw(root, 0)
+    return canvas
+
+
+def double_tree() -> Canvas:
+    """Draw the two binary trees of 7 ranks, each for one half of an array."""
+    size, root, wide, left = 7, 0, 62, 24
+    canvas = Canvas(
+        2 * left + 12 * wide + 60,
+        370,
+        "Double tree: broadcast to 7 ranks",
+        "Two binary trees hang below rank 0, one for each half of the array. Who has children in "
+        "one tree is a leaf in the other, but for the root: so every rank sends about as much as "
+        "it receives. In the first tree rank 0 sends to rank 4, that to 2 and 6, these to 1, 3 and "
+        "5; in the second 0 to 3, that to 1 and 5, these to 6, 2 and 4.",
+    )
+    for tree, name in enumerate(("first half", "second half")):
+        begin = left + tree * (6 * wide + 60)
+        places = [topology.double_tree(rank, size, root)[tree] for rank in range(size)]
+        canvas.text(begin, 62, name, "soft")
+        columns = iter(range(size - 1))
+
+        def draw(rank: int, depth: int, begin=begin, places=places, columns=columns, hue=tree):
+            """Draw a rank below its children's lines; returns the middle of its upper edge."""
+            children = places[rank].children
+            before = [draw(child, depth + 1) for child in children[:1]]
+            x = before[0][0] if rank == root else begin + wide * (next(columns) + 0.5)
+            ends = [*before, *(draw(child, depth + 1) for child in children[1:])]
+            y = 80 + 80 * depth
+            for end in ends:
+                canvas.arrow(x, y + 30, end[0], end[1] - 2)
+            canvas.box(x - 22, y, 44, 30, str(rank), f"h{hue}" if children else "empty")
+            return x, y
+
+        draw(root, 0)
     return canvas
 
 

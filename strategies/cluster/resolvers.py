@@ -308,7 +308,7 @@ def _jax() -> Any:
     except ImportError as error:
         raise RuntimeError(
             "TPUClusterResolver: TPUs are reached through JAX, which is not installed: "
-            "`pip install unisono[jax]`, and for TPUs `jax[tpu]`"
+            "`pip install jax optax`, and for TPUs `jax[tpu]`"
         ) from error
     return jax
 

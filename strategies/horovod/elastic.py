@@ -73,10 +73,10 @@ class State:
     def sync(self) -> None:
         """Give all ranks rank 0's things; *collective*."""
         for name, thing in self._things().items():
-            if hasattr(thing, "param_groups"):
-                objects.broadcast_optimizer_state(thing)
-            elif hasattr(thing, "state_dict"):
+            if hasattr(thing, "parameters"):
                 objects.broadcast_parameters(thing.state_dict())
+            elif hasattr(thing, "state_dict"):
+                objects.broadcast_optimizer_state(thing)
             elif not hasattr(thing, "load_state"):
                 setattr(self, name, objects.broadcast_object(thing, name=f"state.{name}"))
 

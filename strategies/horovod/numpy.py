@@ -18,12 +18,14 @@ from strategies.horovod.objects import (
     broadcast_parameters,
 )
 from strategies.horovod.operations import *  # noqa: F403  # listed there
+from strategies.horovod.optimizer import DistributedOptimizer
 from strategies.horovod.process_sets import ProcessSet, global_process_set
 from strategies.horovod.questions import *  # noqa: F403
 from strategies.horovod.sessions import *  # noqa: F403
 
 __all__ = [
     "Compression",
+    "DistributedOptimizer",
     "ProcessSet",
     "allgather_object",
     "broadcast_object",

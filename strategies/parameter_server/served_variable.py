@@ -144,7 +144,10 @@ class ServedVariable:
         return f"ServedVariable(name={self.name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.array(self.value, dtype=dtype, copy=copy)
+        value = self.value
+        if copy is None:  # which NumPy 1 does not know
+            return np.asarray(value, dtype=dtype)
+        return np.array(value, dtype=dtype, copy=copy)
 
     @property
     def value(self) -> Array:

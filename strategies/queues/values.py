@@ -94,7 +94,7 @@ def _as_objects(
     operation: str, index: int, value: Any, dtype: type[str] | type[bytes], *, copy: bool
 ) -> Array:
     """`value` as an object array whose elements are exactly `str`, or exactly `bytes`."""
-    array = np.array(value, dtype=object, copy=True if copy else None)
+    array = np.array(value, dtype=object) if copy else np.asarray(value, dtype=object)
     for element in array.flat:
         if type(element) is not dtype:
             if isinstance(element, dtype):  # np.str_ and np.bytes_

@@ -97,7 +97,10 @@ class Variable:
         return f"Variable(name={self.name!r}, shape={self.shape}, dtype={dtype})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.array(arrays.fetched(self.value), dtype=dtype, copy=copy)
+        value = arrays.fetched(self.value)
+        if copy is None:  # which NumPy 1 does not know
+            return np.asarray(value, dtype=dtype)
+        return np.array(value, dtype=dtype, copy=copy)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from strategies import arrays
 from strategies.options import CommunicationOptions
@@ -26,6 +27,9 @@ __all__ = ["AXIS", "Effect", "Meet", "Trace", "TracedReplica", "Untraceable"]
 
 AXIS = "replica"
 """Name of the axis along which programs are the same; for `jax.lax.psum` in users' functions."""
+
+# Elements. Longer arrays take more time to lay side by side than to reduce one by one.
+_SHORT = 1 << 14
 
 
 class Untraceable(Exception):
@@ -172,26 +176,21 @@ class TracedReplica(ReplicaContext):
         if any(isinstance(g, Rows) for g, _ in pairs):
             raise Untraceable("gradients are Rows")
         given = [(i, jnp.asarray(g)) for i, (g, _) in enumerate(pairs) if g is not None]
-        weight = jnp.float32(1 if examples is None else examples)
-        whole = jax.lax.psum(weight, AXIS)
-        divisor = jnp.where(whole == 0, 1, whole)
-        means = _packed_sums([_weighted(g, weight) for _, g in given])
-        averaged = [
-            (total / divisor.astype(total.dtype)).astype(g.dtype)
-            for total, (_, g) in zip(means, given, strict=True)
-        ]
+        count, averaged = _averaged([g for _, g in given], examples)
         variables = [variable for _, variable in pairs]
         places = [i for i, _ in given]
 
         def after(strategy: Any, values: list[Any]) -> None:
             gradients: list[Any] = [None] * len(variables)
-            for i, value in zip(places, values[1:], strict=True):
+            for i, value in zip(places, values, strict=False):
                 gradients[i] = value
-            told = None if examples is None else float(values[0])
+            told = values[-1] if isinstance(count, jax.Array) else count
+            told = None if told is None else float(told)
             act(strategy, list(zip(gradients, variables, strict=True)), told)
 
         self.trace.changed |= {v for v in variables if isinstance(v, Variable)}
-        self.trace.effects.append(Effect("apply_gradients", [whole, *averaged], after))
+        traced = [count] if isinstance(count, jax.Array) else []
+        self.trace.effects.append(Effect("apply_gradients", [*averaged, *traced], after))
 
     def _over_ranks(
         self, name: str, partial: list[Any], over_ranks: Callable[[Any, list[Any]], Any]
@@ -211,20 +210,42 @@ class TracedReplica(ReplicaContext):
         raise Untraceable(f"{meeting.name.split()[0]} needs the host")
 
 
-def _weighted(gradient: Any, weight: Any) -> Any:
-    """Multiply by the number of examples; a mean over no rows may be NaN."""
-    wide = arrays.wide(gradient)
-    return jnp.where(weight == 0, 0, wide * weight.astype(wide.dtype))
+def _averaged(gradients: Sequence[Any], examples: Any) -> tuple[Any, list[Any]]:
+    """Return the number of examples of all replicas, and their mean gradients.
+
+    What is the same number on all replicas must not become a result of the program: XLA on CPUs
+    runs a program that begins with two things, one of them a constant, half again as long.
+    """
+    weight: Any = 1 if examples is None else examples
+    if isinstance(weight, (bool, int, float, np.generic)):
+        sums = _packed_sums([_wide(g, weight) for g in gradients])
+        divisor = np.float32(jax.lax.psum(1, AXIS))
+        count = None if examples is None else float(weight) * float(divisor)
+    else:
+        weight = jnp.float32(weight)
+        count = jax.lax.psum(weight, AXIS)
+        divisor = jnp.where(count == 0, 1, count)
+        sums = _packed_sums(
+            [(wide := _wide(g, weight)) * weight.astype(wide.dtype) for g in gradients]
+        )
+    each = zip(sums, gradients, strict=True)
+    return count, [(total / divisor.astype(total.dtype)).astype(g.dtype) for total, g in each]
+
+
+def _wide(gradient: Any, weight: Any) -> Any:
+    """Return a gradient as sums take it; a mean over no rows may be NaN."""
+    return jnp.where(weight == 0, 0, arrays.wide(gradient))
 
 
 def _packed_sums(parts: Sequence[Any]) -> list[Any]:
-    """Add up arrays over the replicas, those of one dtype side by side.
+    """Add up arrays over the replicas, short ones of one dtype side by side.
 
     8 devices of the host take 0.2 ms for each reduction, however short.
     """
-    sums: list[Any] = [None] * len(parts)
-    for dtype in dict.fromkeys(str(part.dtype) for part in parts):
-        places = [i for i, part in enumerate(parts) if str(part.dtype) == dtype]
+    sums = [None if part.size <= _SHORT else jax.lax.psum(part, AXIS) for part in parts]
+    short = [part for part in parts if part.size <= _SHORT]
+    for dtype in dict.fromkeys(str(part.dtype) for part in short):
+        places = [i for i, part in enumerate(parts) if sums[i] is None and str(part.dtype) == dtype]
         flat = jnp.concatenate([parts[i].reshape(-1) for i in places])
         flat = jax.lax.psum(flat, AXIS)
         start = 0

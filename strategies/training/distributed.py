@@ -70,6 +70,11 @@ class Parts:
         for name, thing in things.items():
             self._look(thing, name)
 
+    @property
+    def names(self) -> list[str]:
+        """Of arrays that this rank has a part of, and of parameters that its optimizer has."""
+        return [*self._exact, *self._states]
+
     def of(self, name: str) -> Any:
         """Return what has a part of an array, or is a parameter to whose state it belongs."""
         return self._exact.get(name, self._states.get(name.rpartition("/")[0]))

@@ -16,11 +16,17 @@ from strategies.training import content, events
 from strategies.training import things as kinds
 from strategies.training.distributed import Parts
 from strategies.training.put_back import put_back
+from strategies.training.slices import Slice
 
 __all__ = ["State"]
 
 # Of an input: its position is that of all ranks, and is dealt out again when there are fewer.
 _INPUT = kinds.KINDS["input"]
+# Of slices, and of distributed tensors as FSDP makes them.
+_LOST = (
+    "what only one rank has a part of would be lost with that rank, expected whole arrays here, "
+    "and Saver for this"
+)
 
 
 class _Copy(NamedTuple):
@@ -47,7 +53,8 @@ class State:
 
     They are what `Saver` takes, with one rule more: an input stands for itself, not in a container.
     `commit` copies them in the memory of every rank, and `restore` gives them back, after the death
-    of other ranks, too. Of generators each rank keeps its own; all else is equal on all ranks.
+    of other ranks, too. Of generators each rank keeps its own; all else is equal on all ranks,
+    and whole on each: of a `Slice` or a distributed tensor (FSDP) a part would die with its rank.
     What cannot be changed in place (numbers, text, arrays of JAX) is handed over at each `commit`,
     and read as `state[name]`.
 
@@ -62,7 +69,7 @@ class State:
         number: of the last commit; -1 before the first.
 
     Raises:
-        ValueError: nothing to keep, or a thing is called "verify".
+        ValueError: nothing to keep, a thing is called "verify", or this rank has only a part of it.
 
     Example:
         >>> import numpy as np
@@ -81,6 +88,8 @@ class State:
                 "State: expected things by name, as model=model, and none called verify, which is "
                 f"an argument of commit, got {', '.join(things) or 'nothing'}"
             )
+        if parts := Parts(things).names:
+            raise ValueError(f"State: {_LOST}, got a part (name: {parts[0]})")
         self.comm = cc.init() if comm is None else comm
         self._things = things
         # The one that all ranks have, and the one that they are about to have.
@@ -179,6 +188,9 @@ class State:
                 f"given, {', '.join(self._things)}"
             )
         found, nodes = content.collect(self._others(self._things | dict(new)), None)
+        for name, array in found.items():
+            if isinstance(array, Slice):
+                raise errors.InvalidArgumentError(f"commit: {_LOST}, got a part (name: {name})")
         before = self._next.tensors
         self._next = _NOTHING
         tensors = {name: _copy(array, before.get(name)) for name, array in found.items()}

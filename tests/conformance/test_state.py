@@ -12,6 +12,7 @@ import strategies
 from strategies import errors
 from strategies.input import ShardedInput
 from strategies.training import State
+from strategies.training.slices import Slice
 
 
 def test_everything_comes_back_as_it_was_at_the_last_commit(world):
@@ -141,6 +142,23 @@ def test_a_bit_that_has_changed_on_one_rank_is_found(world):
         state.restore()
         assert (weights["w"] == 1).all()
         state.commit(verify=True)
+
+    world.run(check)
+
+
+def test_what_this_rank_has_a_part_of_is_an_error(world):
+    def check(comm):
+        part = Slice(np.ones(2), (2 * comm.rank,), (2 * comm.size,))
+        words = r"would be lost with that rank, .*, got a part \(name: model/w\)"
+        with pytest.raises(ValueError, match=f"State: .*{words}"):
+            State(comm, model={"w": part})
+        state = State(comm, model={"w": np.ones(2)})
+        state.commit()
+        with pytest.raises(errors.InvalidArgumentError, match=f"commit: .*{words}"):
+            state.commit(model={"w": part})
+        state.restore()
+        assert state["model"]["w"].tolist() == [1, 1]
+        state.commit(model={"w": np.zeros(2)})
 
     world.run(check)
 

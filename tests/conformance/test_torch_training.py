@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402, N817
 
 import strategies.torch as ours  # noqa: E402
+from strategies import training  # noqa: E402
 
 
 def network(seed=0):
@@ -184,6 +185,17 @@ def test_fsdp_trains_as_one_process(torch_ranks):
             whole = parameter.full_tensor()
             torch.testing.assert_close(whole, other, rtol=tolerance, atol=tolerance)
         assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor() > 0
+
+
+def test_no_state_in_memory_of_what_fsdp_has_cut(torch_ranks):
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch_ranks[1],)))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for things in ({"model": model}, {"optimizer": optimizer}, {"w": next(model.parameters())}):
+        with pytest.raises(ValueError, match="State: .*expected whole arrays here, and Saver for"):
+            training.State(cc.init(), **things)
 
 
 def test_optimizer_states_in_parts(torch_ranks):

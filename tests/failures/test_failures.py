@@ -100,19 +100,20 @@ def test_an_error_with_a_history_of_its_own_is_shown_at_once(monkeypatch):
     monkeypatch.setattr(errors.time, "sleep", slept.append)
 
     def waited(error):
-        errors.await_turn(error)
-        return slept.pop()
+        slept.clear()
+        others_follow = errors.await_turn(error)
+        return sum(slept), others_follow
 
     shared = errors.in_turn(cc.MismatchError("of all"), 2)
-    assert waited(shared) == 2  # seconds, one for each rank before this one
-    assert waited(None) == waited(ValueError("my own")) == 0
+    assert waited(shared) == (2, 0)  # seconds, one for each rank before this one
+    assert waited(None) == waited(ValueError("my own")) == (0, 0)
     copy = errors.in_turn(ValueError("a copy"), 1)
     copy.__cause__ = shared
-    assert waited(copy) == 1
+    assert waited(copy) == (1, 1)  # and the last one comes later
     copy.__cause__ = None
     copy.__context__ = KeyError("what this rank did when it came")
     copy.__suppress_context__ = False
-    assert waited(copy) == 0
+    assert waited(copy) == (0, 0)
 
 
 def test_the_job_is_left_alone_where_the_user_says_so(tmp_path):

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from launcher import mpirun, mpirun_path, run
-from requirements import require
+from requirements import installed, require
 
 PROGRAM = """
 import os, signal, sys, time
@@ -146,12 +146,67 @@ print("as expected", hvd.size(), flush=True)
 """
 
 
-def test_a_job_goes_on_by_elastic_names_when_a_rank_is_killed(tmp_path):
+# Every row is an input of its own: the weights say how often each one was used, and by how many.
+ELASTIC_TORCH = """
+import os, signal, sys
+import torch
+import strategies.horovod.torch as hvd
+
+hvd.init()
+first = hvd.rank()
+torch.manual_seed(first)  # rank 0's weights are those of all
+rows = torch.eye(24)
+model = torch.nn.Linear(24, 1, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+sampler = hvd.elastic.ElasticSampler(24, seed=5)
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, begin=None, batch=0, epoch=0)
+commits = 0
+
+@hvd.elastic.run
+def train(state):
+    global commits
+    if state.begin is None:
+        state.begin = model.weight.detach().clone()
+    for state.epoch in range(state.epoch, 2):
+        for batch, row in enumerate(torch.utils.data.DataLoader(rows, sampler=sampler)):
+            if first == 2 and state.epoch == 1 and commits == 14:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            (-model(row).sum() * hvd.size()).backward()
+            optimizer.step()
+            sampler.record_batch(batch, 1)
+            state.batch += 1
+            state.commit()
+            commits += 1
+        sampler.set_epoch(state.epoch + 1)
+
+train(state)
+used = model.weight.detach() - state.begin
+assert (used - 2).abs().max() < 1e-5, used
+assert state.batch == 8 + 6 + 3, state.batch  # 24 / 3, 18 / 3, 6 / 2
+whole = hvd.allgather(model.weight.detach())
+assert (whole == whole[0]).all()
+print("as expected", hvd.size(), flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_job_goes_on_by_elastic_names_when_a_rank_is_killed(tmp_path, library):
     version = run([mpirun_path(), "--version"], timeout=30).stdout
     if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
         require("ulfm", "fault tolerance needs Open MPI 5")
+    program = ELASTIC
+    if library == "torch":
+        installed("torch")
+        program = ELASTIC_TORCH
     options, records = ("--with-ft", "ulfm"), str(tmp_path)
-    result = mpirun(3, "-c", ELASTIC, options=options, timeout=60, UNISONO_RECORDER_DIR=records)
+    result = mpirun(3, "-c", program, options=options, timeout=90, UNISONO_RECORDER_DIR=records)
+    if library == "torch":
+        assert result.stdout.count("as expected 2") == 2, result
+        assert result.status == 0, result
+        return
     assert result.stdout.count("as expected 2") == 2, result
     assert sorted(re.findall(r"reset \d \d", result.stdout)) == ["reset 0 2", "reset 1 2"]
     assert result.status == 0, result

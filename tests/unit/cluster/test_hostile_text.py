@@ -30,7 +30,7 @@ JSON = some.recursive(
 
 
 @given(TEXT)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_lists_of_nodes_tasks_jobs_and_devices(text):
     for read in (
         expand_hostlist,
@@ -43,7 +43,7 @@ def test_lists_of_nodes_tasks_jobs_and_devices(text):
 
 
 @given(JSON)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_tf_config(config):
     with suppress(ValueError, TypeError):
         TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)}).master()
@@ -61,7 +61,7 @@ WELL_FORMED = re.compile(
 
 
 @given(some.lists(PART, min_size=1, max_size=5))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_a_device_has_well_formed_parts_none_of_them_twice(parts):
     text = "/" + "/".join(parts)
     matches = [WELL_FORMED.fullmatch(part) for part in parts]
@@ -86,7 +86,6 @@ NUMBER = some.none() | some.integers(0, 99)
     some.sampled_from([None, "cpu", "GPU", "Foo"]),
     NUMBER,
 )
-@settings(deadline=None)
 def test_names_of_devices_come_back(job, replica, task, kind, index):
     spec = DeviceSpec(job, replica, task, kind, index)
     assert DeviceSpec.from_string(str(spec)) == spec

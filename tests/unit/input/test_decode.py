@@ -254,7 +254,7 @@ def outcome(*args, **options):
 
 
 @pytest.mark.parametrize("way", ["compiled"], indirect=True)  # it takes both itself
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @example(["9007199254740993,1e22"], [F64, F64], "", False, None)
 @example(["3e23,2e-23"], [F64, F64], "", False, None)  # 10**23 is no float64
 @example(["14134128639960045e-5"], [F64], "", False, None)  # two roundings would differ
@@ -270,7 +270,7 @@ def test_both_ways_agree_on_anything(rows, dtypes, na_value, needed, select):
 
 
 @pytest.mark.parametrize("way", ["compiled"], indirect=True)  # it takes both itself
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     rows=st.lists(
         st.tuples(
@@ -287,7 +287,7 @@ def test_both_ways_agree_on_numbers(rows):
 
 
 @pytest.mark.parametrize("way", ["exact"], indirect=True)
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(
     rows=st.lists(st.lists(NUMBERS, min_size=1, max_size=3).map(",".join), min_size=1, max_size=5),
     defaults=st.lists(

@@ -93,7 +93,7 @@ def test_off_goes_on_with_the_slowest():
     assert list(alone) == ["f0:1", "f1:0", "f1:1", "f1:2"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=7),
     policy=st.sampled_from(POLICIES),

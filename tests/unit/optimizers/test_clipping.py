@@ -25,7 +25,7 @@ def wide(array):
     return np.asarray(array).astype(np.float64)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 30), max_size=2), max_size=4),
     dtype=st.sampled_from(DTYPES),

@@ -45,7 +45,7 @@ def run(name, variable, gradients, arrange=lambda gradient: gradient):
     return [bits(variable), *(bits(v) for v in state.values() if hasattr(v, "dtype"))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(list(MAKERS)),
     dtype=st.sampled_from(DTYPES),

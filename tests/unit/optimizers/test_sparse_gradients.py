@@ -59,7 +59,7 @@ def test_only_rows_that_are_named_change_and_they_do_as_in_a_dense_step(name):
             assert np.all(slot[rest] == np.float32(initial))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     indices=st.lists(st.integers(0, 6), max_size=40),
     dtype=st.sampled_from([np.float32, np.float64, np.float16, ml_dtypes.bfloat16]),

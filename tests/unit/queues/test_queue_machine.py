@@ -271,7 +271,6 @@ class QueueMachine(RuleBasedStateMachine):
 _settings = settings(
     max_examples=100 if pairwise.full else 50,
     stateful_step_count=40,
-    deadline=None,
     derandomize=True,
 )
 
@@ -334,7 +333,7 @@ class Worker:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     programs=st.lists(st.lists(_step, max_size=25), min_size=1, max_size=6),
     timeouts=st.lists(st.sampled_from([None, 0, 0.001, 0.01]), min_size=6, max_size=6),

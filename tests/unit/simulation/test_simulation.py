@@ -108,7 +108,7 @@ def test_a_ring_takes_what_its_closed_form_says(size):
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "halving", "hierarchical"])
 def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm):
-    size, leaders = 6, [0, 0, 2, 2, 4, 4]
+    size, leaders = 6, (0, 0, 2, 2, 4, 4)
     cluster = Cluster(size, 3, MACHINE)
     assert cluster.leaders() == leaders
     arrays = [np.random.default_rng(rank).normal(size=70_001) for rank in range(size)]
