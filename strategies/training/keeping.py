@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from strategies.ranks import Ranks
@@ -38,6 +38,11 @@ class Kept:
     def update(self, things: Mapping[str, Any]) -> None:
         """Take things that are no longer the same objects."""
         self._new |= things
+
+    def arrays(self) -> Iterator[Any]:
+        """Give the arrays of all things, as they are."""
+        if self._saver is not None:
+            yield from self._saver.arrays()
 
     def discard(self) -> None:
         """Forget them."""
