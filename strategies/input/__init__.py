@@ -27,6 +27,7 @@ from strategies.input.filtering import (
     maybe_shuffle_batch,
     maybe_shuffle_batch_join,
 )
+from strategies.input.node_arrays import once_per_node
 from strategies.input.prefetching import prefetch
 from strategies.input.producers import (
     input_producer,
@@ -71,6 +72,7 @@ __all__ = [
     "maybe_batch_join",
     "maybe_shuffle_batch",
     "maybe_shuffle_batch_join",
+    "once_per_node",
     "prefetch",
     "preload",
     "range_input_producer",
