@@ -210,7 +210,9 @@ def test_killed_at_every_file_call(tmp_path, save, scenes):
     seen = [json.loads(line) for line in done.stdout.splitlines()]
     assert [scene for scene, _, _ in seen] == scenes
     for scene, names, results in seen:
-        assert {"mkdir", "open", "write", "fsync", "rename"} <= set(names), scene
+        # Paths of Python 3.10 do not look for os.mkdir when they make a folder.
+        made = {"mkdir"} if sys.version_info >= (3, 11) else set()
+        assert {"open", "write", "fsync", "rename"} | made <= set(names), scene
         assert {"old", "new"} == set(results), scene
         assert results.count("old") >= 10, scene
 
