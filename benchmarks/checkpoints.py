@@ -36,7 +36,7 @@ from strategies.training import Slice
 
 ARRAYS = 10
 SIDE = 384  # of the matrices of a step, which takes some milliseconds
-SETTLED = 30  # steps without a save that are measured
+SETTLED = 60  # steps without a save that are measured
 
 
 def main() -> None:
@@ -89,43 +89,49 @@ def turns(
 
 def files(comm: cc.Communicator, folder: Path, rows: int, count: int) -> dict[str, object]:
     """Measure saving and restoring."""
-    rng = np.random.default_rng(comm.rank)
-    own = {f"w{i}": rng.integers(0, 255, (rows, 4096), np.uint8) for i in range(ARRAYS)}
-    shape = (rows * comm.size, 4096)
-    slices = {n: Slice(array, (rows * comm.rank, 0), shape) for n, array in own.items()}
-    boxes = {name: one.box for name, one in slices.items()}
-    same = {n: np.resize(array, (rows * comm.size, 4096)) for n, array in own.items()}
+    own = parts(comm, rows)
+    boxes = {name: one.box for name, one in own.items()}
+    written = [one.array for one in own.values()]
     plain = folder / f"plain-{comm.rank}"
 
     def write() -> None:
         with plain.open("wb", buffering=0) as file:
-            for array in own.values():
+            for array in written:
                 file.write(array.data)
             os.fsync(file.fileno())
 
     def read() -> None:
-        new = [np.empty_like(array) for array in own.values()]
+        new = [np.empty_like(array) for array in written]
         with plain.open("rb", buffering=0) as file:
             for array in new:
                 file.readinto(array.data)
 
     with strategies.CheckpointManager(folder / "sharded", comm, sharded=True, keep=1) as manager:
-        save = turns(comm, lambda: manager.save(slices, step=1), write, count)
+        save = turns(comm, lambda: manager.save(own, step=1), write, count)
         restore = turns(comm, lambda: manager.restore_or_none(slices=boxes), read, count)
+    own.clear(), written.clear()
+    rng = np.random.default_rng(0)  # the same on all ranks
+    same = {name: rng.integers(0, 255, (rows * comm.size, 4096), np.uint8) for name in boxes}
+    written += [array[rows * comm.rank :][:rows] for array in same.values()]
     with strategies.CheckpointManager(folder / "same", comm, sharded=True, keep=1) as manager:
         replicated = turns(comm, lambda: manager.save(same, step=1), write, count)
     return {"save": save, "replicated": replicated, "restore": restore}
 
 
-def step(comm: cc.Communicator, folder: Path, rows: int, count: int) -> dict[str, float]:
-    """Measure steps with and without a save in the background."""
+def parts(comm: cc.Communicator, rows: int) -> dict[str, Slice]:
+    """Make this rank's rows of all arrays."""
     rng = np.random.default_rng(comm.rank)
     shape = (rows * comm.size, 4096)
-    arrays = {
+    return {
         f"w{i}": Slice(rng.integers(0, 255, (rows, 4096), np.uint8), (rows * comm.rank, 0), shape)
         for i in range(ARRAYS)
     }
-    x = rng.normal(size=(SIDE, SIDE)).astype(np.float32)
+
+
+def step(comm: cc.Communicator, folder: Path, rows: int, count: int) -> dict[str, float]:
+    """Measure steps with and without a save in the background."""
+    arrays = parts(comm, rows)
+    x = np.random.default_rng(comm.rank).normal(size=(SIDE, SIDE)).astype(np.float32)
     gradient = comm.shared_empty((SIDE, SIDE), "float32")
 
     def one() -> float:

@@ -1,16 +1,19 @@
 """Commits in memory beside a memcpy; jobs whose ranks are killed; both as tables for the docs.
 
     mpirun -np 2 python benchmarks/recovery.py commit
-    python benchmarks/recovery.py kills --jobs 50 --ranks 4
+    python benchmarks/recovery.py kills --jobs 50 --ranks 4 --json docs/benchmarks/recovery.json
+    python benchmarks/recovery.py table docs/benchmarks/recovery.json
 
 `kills` starts `examples/elastic_digits.py` again and again under `mpirun --with-ft ulfm`. In each
 job one or two ranks are killed, each at a step of its own; which ones is drawn from a seed. It ends
-with status 1 if a job has not trained to an accuracy of 0.96, or has lost or repeated a row.
+with status 1 if a job has not trained to an accuracy of 0.96, or has lost or repeated a row. Rows
+are added to those that the file has of other jobs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -19,7 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,11 +41,16 @@ def main() -> None:
     kills.add_argument("--jobs", type=int, default=50)
     kills.add_argument("--ranks", type=int, default=4)
     kills.add_argument("--first", type=int, default=0, help="seed of the first job")
+    kills.add_argument("--json", type=Path, help="also write the rows to this file")
+    table = commands.add_parser("table")
+    table.add_argument("json", type=Path)
     options = parser.parse_args()
     if options.command == "commit":
         measure_commits(int(options.megabytes * 1e6))
+    elif options.command == "table":
+        print(table_of(json.loads(options.json.read_text())))
     else:
-        sys.exit(kill_ranks(options.jobs, options.ranks, options.first))
+        sys.exit(kill_ranks(options.jobs, options.ranks, options.first, options.json))
 
 
 def measure_commits(nbytes: int) -> None:
@@ -82,13 +90,26 @@ class Kill(NamedTuple):
     rank: int
 
 
+class Recovery(NamedTuple):
+    """How those that live have gone on once.
+
+    Attributes:
+        dead: how many had died.
+        lost: steps made again.
+        seconds: from the first death to the next commit, five steps after the last one.
+    """
+
+    dead: int
+    lost: int
+    seconds: float
+
+
 class Outcome(NamedTuple):
     """What became of a job."""
 
     accuracy: float
     rows: tuple[int, int]  # how often the rarest row was used, and the most frequent one
-    lost: list[int]  # steps made again, for each recovery
-    seconds: list[float]  # from the death to the first step after it
+    recoveries: list[Recovery]
     text: str
 
 
@@ -118,45 +139,93 @@ def run_job(kills: list[Kill], ranks: int) -> Outcome:
         told = events.read(folder)
     said = re.search(r"used (\d+) to (\d+) times; accuracy .*: (\S+)", done.stdout)
     if done.returncode or said is None:
-        return Outcome(0.0, (0, 0), [], [], done.stdout + done.stderr)
-    lost, seconds = [], []
-    recovered = {event["commit"]: event for event in told if event["event"] == "recovered"}
-    deaths = [event for event in told if event["event"] == "fault"]
-    for event in recovered.values():  # two ranks may have died before one recovery
-        before = [death for death in deaths if death["time"] < event["time"]]
-        deaths = [death for death in deaths if death not in before]
-        lost.append(max([d["step"] for d in before], default=0) - event["commit"] * COMMIT_STEPS)
-        seconds.append(event["time"] - min(d["time"] for d in before or [event]))
+        return Outcome(0.0, (0, 0), [], done.stdout + done.stderr)
     rows = int(said[1]), int(said[2])
-    return Outcome(float(said[3]), rows, lost, seconds, done.stdout)
+    return Outcome(float(said[3]), rows, recoveries_of(told), done.stdout)
 
 
-def kill_ranks(jobs: int, ranks: int, first: int) -> int:
+def recoveries_of(told: list[dict[str, Any]]) -> list[Recovery]:
+    """Say from the events of all ranks how they have gone on."""
+    last = {event["commit"]: event for event in told if event["event"] == "recovered"}
+    deaths = [event for event in told if event["event"] == "fault"]
+    recoveries = []
+    for event in last.values():  # two ranks may have died before one recovery
+        dead = [death for death in deaths if death["time"] < event["time"]]
+        deaths = [death for death in deaths if death not in dead]
+        after = [
+            e["time"] for e in told if e["event"] in ("commit", "end") and e["time"] > event["time"]
+        ]
+        if dead and after:
+            lost = max(death["step"] for death in dead) - event["commit"] * COMMIT_STEPS
+            seconds = min(after) - min(death["time"] for death in dead)
+            recoveries.append(Recovery(len(dead), lost, round(seconds, 3)))
+    return recoveries
+
+
+def kill_ranks(jobs: int, ranks: int, first: int, file: Path | None) -> int:
     """Run jobs, print a row for each, and what is worst of all; returns the exit status."""
     print("| job | rank killed at step | accuracy | steps made again | s from death to going on |")
     print("| --- | --- | --- | --- | --- |")
-    outcomes, failed = [], 0
+    failed = 0
+    rows = {}
     for seed in range(first, first + jobs):
         kills = schedule(seed, ranks)
         outcome = run_job(kills, ranks)
-        outcomes.append(outcome)
         right = outcome.accuracy >= 0.96 and outcome.rows == (EPOCHS, EPOCHS)
         failed += not right
         when = ", ".join(f"{kill.rank} at {kill.step}" for kill in kills)
-        lost = " ".join(map(str, outcome.lost))
-        seconds = " ".join(f"{s:.2f}" for s in outcome.seconds)
+        lost = " ".join(str(r.lost) for r in outcome.recoveries)
+        seconds = " ".join(f"{r.seconds:.2f}" for r in outcome.recoveries)
         print(f"| {seed} | {when} | {outcome.accuracy:.4f} | {lost} | {seconds} |", flush=True)
         if not right:
             print(outcome.text, file=sys.stderr)
-    lost = [steps for outcome in outcomes for steps in outcome.lost]
-    seconds = [s for outcome in outcomes for s in outcome.seconds]
-    worst = min(outcome.accuracy for outcome in outcomes)
-    print(f"\n{jobs - failed} of {jobs} jobs of {ranks} ranks trained; worst accuracy {worst:.4f}")
-    if seconds:
-        print(f"steps made again: median {np.median(lost):g}, at most {max(lost)}")
-        print(f"seconds from death to going on: median {np.median(seconds):.2f}", end=", ")
-        print(f"at most {max(seconds):.2f}")
+        rows[seed] = {
+            "job": seed,
+            "kills": [kill._asdict() for kill in kills],
+            "accuracy": outcome.accuracy if right else 0.0,
+            "recoveries": [recovery._asdict() for recovery in outcome.recoveries],
+        }
+    print(f"\n{jobs - failed} of {jobs} jobs of {ranks} ranks trained")
+    print(table_of(list(rows.values())))
+    if file is not None:
+        known = json.loads(file.read_text()) if file.exists() else []
+        rows = {row["job"]: row for row in known} | rows
+        lines = (json.dumps(rows[job]) for job in sorted(rows))
+        file.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     return min(failed, 1)
+
+
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """Say how jobs have gone on, by who was killed."""
+    kinds: dict[str, list[dict[str, Any]]] = {
+        "one rank, not rank 0": [],
+        "rank 0": [],
+        "two ranks, one after the other": [],
+        "two ranks between two commits": [],
+    }
+    one, zero, after, together = kinds.values()
+    for row in rows:
+        if len(row["kills"]) == 1:
+            (zero if row["kills"][0]["rank"] == 0 else one).append(row)
+        else:
+            (after if len(row["recoveries"]) != 1 else together).append(row)
+    lines = [
+        "| killed | jobs | trained | worst accuracy | steps made again | s until training |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, some in [*kinds.items(), ("all", rows)]:
+        again = [recovery for row in some for recovery in row["recoveries"]]
+        if not again:
+            continue
+        lost = [recovery["lost"] for recovery in again]
+        seconds = [recovery["seconds"] for recovery in again]
+        trained = [row["accuracy"] for row in some if row["accuracy"]]
+        lines.append(
+            f"| {name} | {len(some)} | {len(trained)} | {min(trained, default=0):.3f} | "
+            f"{np.median(lost):g}, at most {max(lost)} | "
+            f"{np.median(seconds):.2f}, at most {max(seconds):.2f} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -100,6 +100,15 @@ class Residuals:
                 f"{known[1]}, got {count} of {dtype} (name: {name})"
             )
 
+    def kept(self, name: str) -> dict[str, Any]:
+        """Return copies of what belongs to a name, by part."""
+        return {part: x.copy() for (owner, part), x in self._arrays.items() if owner == name}
+
+    def restore(self, name: str, kept: dict[str, Any]) -> None:
+        """Let a name have again what was `kept`, and nothing else."""
+        others = {key: array for key, array in self._arrays.items() if key[0] != name}
+        self._arrays = others | {(name, part): array for part, array in kept.items()}
+
     def forget(self, name: str) -> None:
         """Forget what belongs to a name, which may stand for another array then."""
         self._arrays = {key: array for key, array in self._arrays.items() if key[0] != name}

@@ -46,6 +46,12 @@ class Settings:
     tuned: str | None = None  # a file, "off", or None for the usual place
     node_link: Mapping[str, float] = field(default_factory=dict)  # as `links.parse` returns it
     network_link: Mapping[str, float] = field(default_factory=dict)
+    wait_limit: float | None = None  # of queues and variables, where a call names none
+    # Functions may wait, also for one another: the number only bounds what others can start here.
+    call_threads: int = 32
+    # An update reads and writes memory, and lets other threads run meanwhile: four of them keep the
+    # memory of a processor busy, and more than there are cores would only take turns.
+    update_threads: int = field(default_factory=lambda: min(4, len(os.sched_getaffinity(0))))
     # What follows from the last three, and "on" or "off" for the device memory that MPI takes: the
     # same on all ranks, as `operations.settle` has found them.
     links: links.Links = field(default_factory=links.defaults)
@@ -100,6 +106,12 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or not int(text):
+        raise ValueError(f"is not a number of threads, expected an integer > 0, got {text!r}")
+    return int(text)
+
+
 def _switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"is not a switch, expected 0 or 1, got {text!r}")
@@ -133,6 +145,9 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "UNISONO_TUNED": ("tuned", str),
     "UNISONO_NODE_LINK": ("node_link", _link),
     "UNISONO_NETWORK_LINK": ("network_link", _link),
+    "UNISONO_WAIT_LIMIT": ("wait_limit", _seconds),
+    "UNISONO_CALL_THREADS": ("call_threads", _count),
+    "UNISONO_UPDATE_THREADS": ("update_threads", _count),
     "UNISONO_CUDA_AWARE": ("cuda_aware", partial(_one_of, get_args(CudaAware))),
 }
 

@@ -117,10 +117,9 @@ def DistributedOptimizer(
         bucket_bytes: after how many bytes of gradients a bucket is full.
         overlap: reduce gradients of PyTorch while the backward pass computes others. The results
             are the same: if gradients have changed until `step`, or are those of another number of
-            examples than in the last step, on any rank, all are reduced again. Only changes that
-            PyTorch does not count, through `.grad.data` or `.grad.numpy()`, are not seen and get
-            lost, unless `synchronize` was called before. Of several passes the last one overlaps,
-            where `step` is called once for all of them.
+            examples than in the last step, on any rank, all are reduced again. Costs a copy of the
+            gradients and, for changes that PyTorch does not count, two reads (CRC-32C). Of several
+            passes the last one overlaps, where `step` is called once for all of them.
         compare: what ranks compare in the first step, before anything changes. "all": the bits of
             the parameters, the class and the settings of the optimizer, such as its learning rate,
             and its state. "parameters": these alone, where settings differ on purpose. "nothing".

@@ -36,8 +36,17 @@ if ((${{SLURM_RESTART_COUNT:-0}} > 0)); then
     arguments+=({again})
 fi
 
-# Slurm signals this shell alone; mpirun hands on to every rank what it gets. A trap ends the `wait`
-# that it interrupts, hence the loop.
+# A job that has to make room for another hears SIGTERM, on all nodes but this one. The ranks there
+# hear it as well, but by it a daemon of Open MPI would end the job, with status 0. mpirun starts
+# ranks with no signal blocked.
+if env --block-signal=TERM true 2>/dev/null; then
+    : "${{PRTE_MCA_prte_launch_agent:=env --block-signal=TERM prted}}"
+    export PRTE_MCA_prte_launch_agent
+fi
+preempted() {{ [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]; }}
+
+# Other signals come to this shell alone; mpirun hands on to every rank what it gets. A trap ends
+# the `wait` that it interrupts, hence the loop.
 step= asked=0 signalled=0
 hand_on() {{
     signalled=1
@@ -53,7 +62,7 @@ while true; do
     wait "$step" || status=$?
     ((signalled)) || break
 done
-if ((asked && status == {stopped})); then
+if ((status == {stopped})) && {{ ((asked)) || preempted; }}; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -53,7 +53,7 @@ FLOORS = {
 }
 
 # A public module, since whatever imports it loads numba.
-PUBLIC = {"collectives.kernels.compiling"}
+PUBLIC = {"collectives.kernels.compiling", "collectives.settings"}
 
 MAY_IMPORT = {
     "greenlet": {"collectives.simulation.clock"},

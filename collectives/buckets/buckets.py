@@ -9,7 +9,8 @@ neighbours form a bucket, and a bucket is reduced as soon as all of its arrays a
 
 The first step takes the arrays from the last to the first. From the second on, the buckets follow
 the order in which the arrays became ready on rank 0 in the first one; the places of the arrays in
-memory stay. All ranks reduce the same buckets in the same order, without negotiating.
+memory stay. All ranks reduce the same buckets in the same order, without negotiating. With feedback
+the buckets stay as in the first step, since each has its residual.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import itertools
 import operator
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -158,7 +160,9 @@ class Buckets:
         self._names = names
         self._use(places.buckets(range(len(names) - 1, -1, -1)))
         self._step: _Step | None = None
-        self._learned = False
+        self._residuals = places.options.compression.residuals
+        self._learned = self._residuals is not None  # they would be of other arrays
+        self._kept: list[tuple[str, dict[str, Any]]] = []  # residuals before the last step
         self._closed = False
 
     @property
@@ -204,6 +208,7 @@ class Buckets:
         except (TypeError, ValueError) as error:
             self._end_by(error)
             raise
+        self._kept = []
         for bucket in self._buckets:
             if hosts is not None:
                 for i in bucket.members:
@@ -296,13 +301,28 @@ class Buckets:
         self._check_open("end_by")
         self._end_by(error)
 
+    def take_back(self) -> None:
+        """Let residuals be as they were before the last step of `ready` and `wait`.
+
+        Call it on all ranks when the results of that step are not used, as when the same arrays are
+        reduced again: what it has rounded away belongs to nothing then. Harmless when repeated, and
+        without feedback.
+        """
+        for name, kept in self._kept:
+            assert self._residuals is not None
+            self._residuals.restore(name, kept)
+        self._kept = []
+
     def close(self) -> None:
-        """Let go of memory and ranks; *collective*. Closing twice is harmless.
+        """Let go of memory, ranks and residuals; *collective*. Closing twice is harmless.
 
         Views and results may still be read.
         """
         self._closed = True
         self._step = None
+        if self._residuals is not None:
+            for bucket in self._buckets:
+                self._residuals.forget(bucket.name)
         self._progress.close()
         self._group.close()
 
@@ -346,13 +366,18 @@ class Buckets:
         """Begin a step."""
         self._check_open(operation)
         groups.check_threads(self._group, operation)
-        self._step = _Step(self._buckets)
+        self._step, self._kept = _Step(self._buckets), []
         return self._step
 
     def _issue(self, step: _Step) -> None:
         """Start the reductions of complete buckets whose turn it is."""
         while len(step.requests) < len(self._buckets) and not step.missing[len(step.requests)]:
-            self._submit(step, self._buckets[len(step.requests)].reduce)
+            self._submit(step, partial(self._reduce, self._buckets[len(step.requests)]))
+
+    def _reduce(self, bucket: Bucket) -> None:
+        if self._residuals is not None:
+            self._kept.append((bucket.name, self._residuals.kept(bucket.name)))
+        bucket.reduce()
 
     def _submit(self, step: _Step, reduce: Callable[[], None]) -> None:
         """Let the thread reduce a bucket, unless one before it failed."""

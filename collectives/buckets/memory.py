@@ -30,11 +30,13 @@ class Bucket(NamedTuple):
     Attributes:
         members: indices of the arrays.
         has_elements: whether the ranks meet for it.
+        name: of its residuals.
         reduce: reduces the arrays in place; *collective*.
     """
 
     members: tuple[int, ...]
     has_elements: bool
+    name: str
     reduce: Callable[[], None]
 
 
@@ -74,7 +76,6 @@ class Places:
             views.show(self._memory[start : start + kind.nbytes], kind)
             for start, kind in zip(self._starts, kinds, strict=True)
         ]
-        self._residuals: list[str] = []
 
     def buckets(self, order: Sequence[int]) -> list[Bucket]:
         """Group the arrays as they become ready; *collective*.
@@ -85,18 +86,14 @@ class Places:
             order: the indices of all arrays; equal on all ranks.
         """
         groups = self._groups(order)
-        options = self.options
-        if options.compression.residuals is not None:
-            for name in self._residuals:  # the name stands for other arrays from now on
-                options.compression.residuals.forget(name)
-        self._residuals = [f"{options.name}, {k}" for k in range(len(groups))]
-        make = self._planned if options.in_memory else self._by_messages
+        make = self._planned if self.options.in_memory else self._by_messages
         buckets = []
-        for group, name in zip(groups, self._residuals, strict=True):
+        for number, group in enumerate(groups):
+            name = f"{self.options.name}, {number}"
             dtype = self.kinds[group[0]].dtype
             spans = bucket_layout.spans([(self._starts[i], self._sizes[i]) for i in group])
             parts = [self._memory[start:stop].view(dtype) for start, stop in spans]
-            buckets.append(Bucket(group, bool(parts), make(parts, name)))
+            buckets.append(Bucket(group, bool(parts), name, make(parts, name)))
         return buckets
 
     def _groups(self, order: Sequence[int]) -> list[tuple[int, ...]]:

@@ -28,6 +28,10 @@ __all__ = [
 
 _MONOTONIC = 1
 
+# A yield takes a microsecond among the ranks alone, but 10 ms where other programs use the cores,
+# and 200 of these are 2 s in which nobody looks whether a rank has died.
+_MOST_YIELD_NS = 5_000_000
+
 
 @njit
 def state(block: Any) -> Any:
@@ -72,13 +76,15 @@ def _wait_ends(block: Any, word: int, late: int) -> None:
 def _polls(block: Any, word: int, rank: int, target: int) -> int:
     """Wait until a word of a header has reached the target; returns the polls, -1 if too many."""
     address = header(block, rank) + 8 * word
-    polls = 0
+    polls = since = time = 0
     while load(address) < target:
         polls += 1
         if polls <= block[w.SPINS]:
             pause()
-        elif polls <= block[w.SPINS] + block[w.YIELDS]:
+        elif polls <= block[w.SPINS] + block[w.YIELDS] and time - since < _MOST_YIELD_NS:
             sched_yield()
+            time = now(block)
+            since = since or time
         else:
             block[w.MISSING] = rank
             if state(block)[w.TIMES]:

@@ -15,6 +15,7 @@ import numpy as np
 from collectives import launch, links
 from collectives.communicator import Communicator
 from collectives.operations import settle
+from collectives.settings import Settings
 from collectives.transport.waiting import named
 from collectives.version import __version__
 
@@ -59,12 +60,22 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
         "mpi_settings": mpi_set,
         "links": _links(comm.settings.links),
         "stores": stores(_chosen_stores(comm)),
+        "threads": _threads(comm.settings),
         "ranks": comm.size,
         "nodes": {
             f"{node} {name}": sum(1 for other in names if other[0] == node)
             for node, name in dict(sorted(names)).items()
         },
         "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _threads(chosen: Settings) -> dict[str, Any]:
+    """Return how many threads each pool of a process has at most."""
+    return {
+        "calls": chosen.call_threads,
+        "updates": chosen.update_threads,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
     }
 
 

@@ -4,7 +4,8 @@ One step is two exchanges. The first is small and tells every rank what it has t
 gradient moves: whether a rank refuses, whether parameters have changed, how many examples there
 are, and which ranks have a gradient for which parameter, dense or sparse. The second is that of the
 gradients: dense ones in buckets, which are planned once, sparse ones row by row. Where the rule
-wants `overlap`, the second may have been made already; see `overlap`.
+wants `overlap`, the second may have been made already; see `overlap`. `expect` lets the first step
+overlap, too.
 """
 
 from __future__ import annotations
@@ -99,7 +100,33 @@ class Averaging:
         self._buckets: Any = None
         self._bucketed: list[int] = []
         self._steps = 0
+        self._guessed = False  # which leaves have gradients
         self.overlap: Overlap | None = None
+
+    def expect(self, leaves: Sequence[Leaf], trained: Collection[int]) -> None:
+        """Let the gradients of the first step be reduced before it.
+
+        *Collective*: all ranks, with the same leaves. It is taken that all that are trained on any
+        rank will have dense gradients, and that no rank tells examples; else the first step reduces
+        again, as any other.
+
+        Args:
+            leaves: the parameters, which are not compared yet but for what they are.
+            trained: those that may have gradients on this rank.
+
+        Raises:
+            MismatchError: ranks differ in their parameters; on all.
+        """
+        alike.compare(self.comm, OPERATION, lambda: [_fact(leaf, False) for leaf in leaves])
+        self._know(leaves)
+        marks = np.zeros(len(leaves), np.uint8)
+        marks[list(trained)] = 1
+        wanted = set(np.flatnonzero(self.comm.allreduce(marks, op=cc.MAX)).tolist())
+        if wanted:
+            self._guessed = True
+            self._make_room(wanted)
+            first = Contribution([], passes=self.rule.backward_passes_per_step)
+            self.overlap = Overlap(self._buckets, self._bucketed, self._scale(None, first), first)
 
     def average(
         self,
@@ -126,6 +153,15 @@ class Averaging:
             ValueError: examples are missing, or a gradient is sparse on some ranks only; on all.
             Exception: the error of a contribution; on all ranks.
         """
+        try:
+            return self._average(leaves, contribution, unchanged)
+        except Exception:
+            self._take_back()
+            raise
+
+    def _average(
+        self, leaves: Sequence[Leaf], contribution: Contribution, unchanged: Collection[int]
+    ) -> list[Any]:
         self._steps += 1
         overlap, self.overlap = self.overlap, None
         reduced = [] if overlap is None else overlap.finish()
@@ -136,13 +172,15 @@ class Averaging:
         new = False
         if status[_CHANGED] and not status[_REFUSED]:
             new = self._agree_on(leaves)
-            status = self._tell(leaves, contribution, retry=True)
+            status = self._tell(leaves, contribution, retry or self._buckets is None)
         if status[_REFUSED]:
             raise_everywhere(contribution.error, self.comm, "apply_gradients")
         self._check(status)
         self._compare(leaves, new)
         scale = self._scale(status, contribution)
         results = self._combine(contribution.gradients, status, scale, reduced)
+        if self._guessed:
+            self._correct(status)
         # Where passes were added up before, their sum is known in the step only, on any rank.
         if self.rule.overlap and self._buckets is not None and not status[_APART]:
             self.overlap = Overlap(self._buckets, self._bucketed, scale, contribution)
@@ -153,9 +191,9 @@ class Averaging:
     ) -> list[Any]:
         """Make the second exchange, unless all ranks have `reduced` what this step needs."""
         n = len(gradients)
-        present, sparse = status[_HEAD : _HEAD + n] > 0, status[_HEAD + n :] > 0
-        wanted = set(np.flatnonzero(present & ~sparse).tolist())
+        wanted, sparse = self._dense(status), status[_HEAD + n :] > 0
         if wanted and (status[_RETRY] or not wanted <= set(self._bucketed)):
+            self._take_back()
             self._make_room(wanted)
             chosen = [gradients[i] if i in wanted else None for i in self._bucketed]
             reduced = self._reduce(chosen, scale)
@@ -166,6 +204,25 @@ class Averaging:
         for i in np.flatnonzero(sparse).tolist():
             results[i] = self._average_rows(self._leaves[i], gradients[i], scale)
         return results
+
+    def _dense(self, status: Array) -> set[int]:
+        """Return which leaves have a gradient on any rank that is not sparse."""
+        n = len(self._leaves)
+        present, sparse = status[_HEAD : _HEAD + n] > 0, status[_HEAD + n :] > 0
+        return set(np.flatnonzero(present & ~sparse).tolist())
+
+    def _correct(self, status: Array) -> None:
+        """Have buckets for no other leaves than those of the first step."""
+        self._guessed = False
+        wanted = self._dense(status)
+        if wanted < set(self._bucketed):
+            self.close()
+            self._make_room(wanted)
+
+    def _take_back(self) -> None:
+        """Forget what roundings of gradients have left over whose average is not used."""
+        if self._buckets is not None:
+            self._buckets.take_back()
 
     def clip(self, gradients: Sequence[Any]) -> None:
         """Shorten averaged gradients to the norm that the rule allows.
@@ -237,12 +294,18 @@ class Averaging:
             return own + [_fact(leaf, leaf[:3] in compared) for leaf in leaves]
 
         alike.compare(self.comm, OPERATION, facts)
-        self.close()
-        self._given, self._leaves, self._words = leaves, list(leaves), words
+        if words != [leaf[:3] for leaf in self._leaves]:
+            self.close()
+        self._know(leaves)
+        self._given, self._words = leaves, words
         self._compared |= new
+        return bool(new)
+
+    def _know(self, leaves: Sequence[Leaf]) -> None:
+        """Have room in the first exchange for these leaves."""
+        self._leaves = list(leaves)
         self._status = self.comm.shared_empty(_HEAD + 2 * len(leaves), np.float64)
         self._exchange = self.comm.plan_allreduce(self._status, op=cc.SUM)
-        return bool(new)
 
     def _compare(self, leaves: Sequence[Leaf], new: bool) -> None:
         """Compare the parameters again, if it is time; where some are `new` they just were."""
@@ -285,9 +348,10 @@ class Averaging:
                 f"(variable: {self._leaves[i].name})"
             )
 
-    def _scale(self, status: Array, contribution: Contribution) -> float:
+    def _scale(self, status: Array | None, contribution: Contribution) -> float:
         """Return what this rank's gradients are multiplied by before they are combined."""
         if contribution.examples is not None:
+            assert status is not None
             scale = contribution.weight * self.comm.size / float(status[_EXAMPLES])
         else:
             scale = 1 / contribution.passes if self.rule.average_aggregated_gradients else 1.0

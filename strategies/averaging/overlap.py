@@ -6,7 +6,8 @@
     this rank    ready(3)              ready(2)     ready(1)     step: finish, first exchange
     thread               |-- bucket: 3 2 -- ... --|      |-- bucket: 1 --|
 
-What is reduced early is a guess: that this step will be like the last one. All ranks finish it, so
+What is reduced early is a guess: that this step will be like the last one, and that the first one
+has a gradient for each parameter, and tells no examples. All ranks finish it, so
 that they reduce the same buckets; then the exchange of the step tells whether the guess held on
 each of them. If not, the gradients are reduced again, as if nothing had happened.
 """
@@ -31,7 +32,7 @@ class Overlap:
         buckets: where gradients are reduced, of `Communicator.plan_buckets`.
         positions: for each place in the buckets, which leaf it is for.
         scale: what gradients are multiplied by.
-        like: the contribution to the last step, for which this was the scale.
+        like: the contribution to the last step, or to such a one, for which this was the scale.
 
     Attributes:
         error: why the reductions have failed on this rank.
@@ -63,10 +64,11 @@ class Overlap:
         same: bool = hasattr(view, "data_ptr") and view.data_ptr() == gradient.data_ptr()
         return same
 
-    def ready(self, position: int, gradient: Any) -> None:
+    def ready(self, position: int, gradient: Any | None) -> None:
         """Copy a gradient to its place, where it may be reduced at once; raises nothing.
 
-        From any thread: PyTorch computes the gradients of each device in one of its own.
+        None stands for one that is reduced elsewhere, as a sparse one is. From any thread: PyTorch
+        computes the gradients of each device in one of its own.
         """
         with self._lock:
             if position in self._begun:

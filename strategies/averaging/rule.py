@@ -52,11 +52,6 @@ class Rule:
             _refuse(f"gradient_predivide_factor is for MEAN, got {self.op.value}")
         if self.clip_global_norm is not None and not 0 < self.clip_global_norm < math.inf:
             _refuse(f"expected clip_global_norm > 0, got {self.clip_global_norm}")
-        if self.overlap and self.compression.residuals is not None:
-            _refuse(
-                f"with overlap a gradient may be sent twice, expected compression without "
-                f"feedback, got {self.compression}"
-            )
 
     def __str__(self) -> str:
         """Return the words by which ranks compare what they mean."""

@@ -20,6 +20,7 @@ from strategies.input.batching import (
 )
 from strategies.input.coordinator import Coordinator, LooperThread
 from strategies.input.csv import decode_csv
+from strategies.input.file_batches import FileBatches
 from strategies.input.files import match_files
 from strategies.input.filtering import (
     maybe_batch,
@@ -27,6 +28,7 @@ from strategies.input.filtering import (
     maybe_shuffle_batch,
     maybe_shuffle_batch_join,
 )
+from strategies.input.node_arrays import once_per_node
 from strategies.input.prefetching import prefetch
 from strategies.input.producers import (
     input_producer,
@@ -50,6 +52,7 @@ from strategies.input.uneven import in_step
 
 __all__ = [
     "Coordinator",
+    "FileBatches",
     "FixedLengthRecordReader",
     "IdentityReader",
     "LooperThread",
@@ -71,6 +74,7 @@ __all__ = [
     "maybe_batch_join",
     "maybe_shuffle_batch",
     "maybe_shuffle_batch_join",
+    "once_per_node",
     "prefetch",
     "preload",
     "range_input_producer",

@@ -128,6 +128,7 @@ class Batches:
             while self._pass_over:
                 self._ready.dequeue()
                 self._pass_over -= 1
+                self._gave = True
             batch = self._ready.dequeue()
             self._gave = True
             self._counted.taken += 1

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
+import collectives as cc
 from strategies.checks import integer
 from strategies.errors import OutOfRangeError
+from strategies.input.node_arrays import once_per_node
 from strategies.input.runners import QueueRunner
+from strategies.queues.files import shared_range
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.store import Array
 from strategies.queues.values import dtype_of
+from strategies.remote.service import Service
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,6 +40,7 @@ __all__ = [
 
 Result = TypeVar("Result")
 
+_SHARED_ROWS = 16  # of other tasks, too, at a time: few, so that none takes all that is left
 _ROWS = 256  # rows that a producer enqueues at a time: enough that the work per call is little
 
 
@@ -54,6 +59,9 @@ class Options(TypedDict, total=False):
     seed: int | None
     capacity: int
     name: str
+    service: Service | None
+    shared_name: str | None
+    task: int | str | None
 
 
 def limit_epochs(function: Callable[[], Result], num_epochs: int | None) -> Callable[[], Result]:
@@ -90,6 +98,7 @@ def preload(
     num_epochs: int | None = None,
     shuffle: bool = True,
     seed: int | None = None,
+    comm: cc.Communicator | None = None,
 ) -> Callable[[], Any]:
     """Copy data that fits in memory, and return a function that returns the next of its rows.
 
@@ -103,6 +112,9 @@ def preload(
         num_epochs: after so many the function raises `OutOfRangeError`; None to go on for ever.
         shuffle: whether to shuffle the rows anew in each epoch; epochs are never mixed.
         seed: of the shuffling; None for a different order each time.
+        comm: ranks that hold the data once on each node. `values` is then a function that returns
+            it, which is called on rank 0 only; see `once_per_node`. *Collective*. Each rank has all
+            rows, in an order of its own.
 
     Raises:
         ValueError: no rows, different numbers of rows, or `rows` or `num_epochs` below 1.
@@ -114,9 +126,10 @@ def preload(
         >>> preload(["a", "b", "c"], rows=2, shuffle=False)().tolist()
         ['a', 'b']
     """
-    parts, form = _taken_apart(values)
-    # The caller may go on to change its arrays while another thread reads.
-    parts = [part.copy() for part in parts]
+    parts, form = _taken_apart(values if comm is None else once_per_node(values, comm))
+    if comm is None:
+        # The caller may go on to change its arrays while another thread reads.
+        parts = [part.copy() for part in parts]
     for part in parts:
         part.setflags(write=False)  # a single row is a view
     count = len(parts[0])
@@ -151,6 +164,9 @@ def input_producer(
     seed: int | None = None,
     capacity: int = 32,
     name: str = "input_producer",
+    service: Service | None = None,
+    shared_name: str | None = None,
+    task: int | str | None = None,
 ) -> Producer:
     """Offer the rows of an array in a queue, all of them in each epoch.
 
@@ -161,15 +177,33 @@ def input_producer(
         seed: of the shuffling; None for a different order each time.
         capacity: of the queue.
         name: of the queue.
+        service: of tasks that share the rows: each row of an epoch comes on one of them. All give
+            the same values and options. Only numbers of rows travel; each task takes a few at a
+            time into a queue of its own, and those that are in there are lost if it dies.
+        shared_name: by which they share them; with `service`.
+        task: where the line of numbers is, as for `shared_queue`.
 
     Returns:
         The queue and its runner.
 
     Raises:
-        ValueError: as for `preload`.
+        ValueError: as for `preload`; `service` without `shared_name` or the other way round.
+        InvalidArgumentError: another task meant another number of rows, or other options.
+        UnavailableError: the task cannot be reached.
     """
-    read = preload(values, rows=_ROWS, num_epochs=num_epochs, shuffle=shuffle, seed=seed)
-    parts, _ = _taken_apart(values)
+    parts, form = _taken_apart(values)
+    if service is None and shared_name is None:
+        read = preload(values, rows=_ROWS, num_epochs=num_epochs, shuffle=shuffle, seed=seed)
+    elif service is None or shared_name is None:
+        raise ValueError(
+            f"{name}: rows are shared by a service and a name, got {service} and {shared_name!r}"
+        )
+    else:
+        line = shared_range(
+            len(parts[0]), service=service, shared_name=shared_name, task=task,
+            num_epochs=num_epochs, shuffle=shuffle, seed=seed,
+        )  # fmt: skip
+        read = _of_line(line, parts, form, min(_SHARED_ROWS, capacity))
     queue = FIFOQueue(
         capacity,
         [dtype_of(part) for part in parts],
@@ -178,6 +212,19 @@ def input_producer(
         name=name,
     )
     return Producer(queue, QueueRunner(queue, [lambda: queue.enqueue_many(read())]))
+
+
+def _of_line(
+    line: FIFOQueue, parts: list[Array], form: Callable[[list[Any]], Any], most: int
+) -> Callable[[], Any]:
+    """Return a function that returns rows whose numbers it takes from a line."""
+    parts = [part.copy() for part in parts]
+
+    def read() -> Any:
+        numbers = line.dequeue_up_to(most)
+        return form([part[numbers] for part in parts])
+
+    return read
 
 
 def string_input_producer(strings: Sequence[str], **options: Unpack[Options]) -> Producer:

@@ -10,6 +10,7 @@ from typing import Any
 from strategies.errors import OpError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
 from strategies.queues.kinds import Queue
+from strategies.remote.limits import unlimited
 
 __all__ = ["QueueRunner", "start_queue_runners"]
 
@@ -123,8 +124,9 @@ class QueueRunner:
         """Call one function until it or the coordinator says stop."""
         ended = False
         try:
-            while coord is None or not coord.should_stop():
-                enqueue()
+            with unlimited():  # whoever is slow to take what is here does no wrong
+                while coord is None or not coord.should_stop():
+                    enqueue()
         except self.queue_closed_exception_types:
             ended = True
         except BaseException as error:

@@ -24,6 +24,7 @@ from strategies.errors import CancelledError, DeadlineExceededError, OpError, Un
 from strategies.remote import outgoing
 from strategies.remote.containers import Address
 from strategies.remote.incoming import Work
+from strategies.remote.limits import wait_limit
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 
@@ -107,7 +108,7 @@ def perform(
         where: the thing that it concerns.
         attempt: a new one.
         operation: beginning of a message.
-        timeout: in seconds; None for any time.
+        timeout: in seconds; None for that of `UNISONO_WAIT_LIMIT`, or any time without.
         context: end of a message.
 
     Raises:
@@ -119,7 +120,7 @@ def perform(
         raise ValueError(f"{operation}: timeout must be seconds >= 0 or None, got {timeout}")
     where.submit(attempt)
     if not attempt.done:
-        finish(where, attempt, operation, timeout, context)
+        finish(where, attempt, operation, wait_limit(timeout), context)
     elif attempt.error is not None:
         raise attempt.error
 

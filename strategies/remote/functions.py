@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
@@ -99,6 +101,7 @@ class Task:
         function: Callable[..., Any] | str,
         *arguments: Any,
         timeout: float | None = None,
+        depends_on: Sequence[Future[Any]] = (),
         **named: Any,
     ) -> Any:
         """Call a function on the task, and return its result; see `submit`.
@@ -107,6 +110,7 @@ class Task:
             function: at the top of a module, or its name, such as "package.module:function".
             arguments: for the function.
             timeout: in seconds; None waits as long as the task lives.
+            depends_on: as for `submit`.
             named: arguments for the function.
 
         Raises:
@@ -115,7 +119,7 @@ class Task:
         """
         if not self.service.may_wait:
             raise RuntimeError("run: called where answers arrive, which must not wait")
-        future = self.submit(function, *arguments, **named)
+        future = self.submit(function, *arguments, depends_on=depends_on, **named)
         try:
             # `Future.result` would say by a TimeoutError that the time is over, which the function
             # or a signal handler may raise as well.
@@ -130,7 +134,11 @@ class Task:
         return future.result()
 
     def submit(
-        self, function: Callable[..., Any] | str, *arguments: Any, **named: Any
+        self,
+        function: Callable[..., Any] | str,
+        *arguments: Any,
+        depends_on: Sequence[Future[Any]] = (),
+        **named: Any,
     ) -> TaskFuture:
         """Let a function run on the task, in a thread of its own.
 
@@ -138,6 +146,8 @@ class Task:
             function: at the top of a module, or its name.
             arguments: numbers, text, None, arrays, and tuples, lists and dicts of these. Arrays
                 must not change before the result is there. On the own task anything goes.
+            depends_on: futures of functions, on whatever tasks, that have to be done before this
+                one begins. If one of them fails, this one is not called, and has its error.
             named: the same by name.
 
         Returns:
@@ -147,32 +157,83 @@ class Task:
 
         Raises:
             ValueError: the function cannot be imported by its name.
-            TypeError: an argument cannot be sent.
+            TypeError: an argument cannot be sent, or what it depends on is not a future.
             UnavailableError: the task is known to be gone.
         """
+        if bad := [other for other in depends_on if not isinstance(other, Future)]:
+            raise TypeError(f"submit: a function depends on futures of others, got {bad[0]!r}")
         name = name_of(function, "submit")
         if self.number == self.service.task:
-            return self._submit_here(name, arguments, named)
-        values = wire.pack([list(arguments), named], "submit")
-        numbers: list[int] = []
-        future = TaskFuture(lambda: [self.service.disown(number) for number in numbers])
+            begin = partial(_begin_here, name, arguments, named)
+        else:
+            values = wire.pack([list(arguments), named], "submit")
+            begin = partial(self._begin_there, name, values)
+        under_way: list[Callable[[], object]] = []
+        future = TaskFuture(lambda: [withdraw() for withdraw in under_way])
+        if depends_on:
+            _when_done(depends_on, future, lambda: under_way.append(begin(future)))
+        else:
+            under_way.append(begin(future))
+        return future
+
+    def _begin_there(
+        self, name: str, values: wire.Packed, future: TaskFuture
+    ) -> Callable[[], object]:
+        """Send the call, and return what takes it back."""
 
         def take(answer: Answer) -> None:
             future.finish(lambda: _result(answer))
 
         address = Address(self.number, "", name)
-        numbers.append(self.service.start(address, "call", take, {"function": name}, values))
-        return future
+        number = self.service.start(address, "call", take, {"function": name}, values)
+        return lambda: self.service.disown(number)
 
-    def _submit_here(
-        self, name: str, arguments: Sequence[Any], named: dict[str, Any]
-    ) -> TaskFuture:
-        def job() -> None:
-            future.finish(lambda: function_named(name)(*arguments, **named))
 
-        future = TaskFuture(lambda: pool.CALLS.withdraw(job))
-        pool.CALLS.submit(job)
-        return future
+def _begin_here(
+    name: str, arguments: Sequence[Any], named: dict[str, Any], future: TaskFuture
+) -> Callable[[], object]:
+    """Let a thread of this task make the call, and return what takes it back."""
+
+    def job() -> None:
+        future.finish(lambda: function_named(name)(*arguments, **named))
+
+    pool.CALLS.submit(job)
+    return lambda: pool.CALLS.withdraw(job)
+
+
+def _when_done(
+    others: Sequence[Future[Any]], future: TaskFuture, begin: Callable[[], object]
+) -> None:
+    """Begin when all others are done, unless one has failed, or nobody wants it any more."""
+    lock, left = threading.Lock(), len(others)
+
+    def one_is_done(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = not left
+        if not last or future.cancelled():
+            return
+        try:
+            for other in others:
+                if other.cancelled():
+                    raise CancelledError(
+                        "submit: a function that this one depends on was cancelled"
+                    )
+                other.result()
+            begin()
+        except BaseException as error:
+            future.finish(partial(_raise, error))
+        else:
+            if future.cancelled():  # just now, when there was nothing to take back yet
+                future.cancel()
+
+    for other in others:
+        other.add_done_callback(one_is_done)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _result(answer: Answer) -> Any:

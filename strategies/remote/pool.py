@@ -6,10 +6,11 @@ Threads begin when there is work, and end by themselves when there has been none
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
+
+from strategies.remote.limits import chosen
 
 __all__ = ["CALLS", "UPDATES", "Pool"]
 
@@ -23,10 +24,10 @@ class Pool:
 
     Args:
         name: of the threads.
-        most: how many there may be.
+        most: says how many there may be.
     """
 
-    def __init__(self, name: str, most: int) -> None:
+    def __init__(self, name: str, most: Callable[[], int]) -> None:
         self._name = name
         self._most = most
         self._changed = threading.Condition()
@@ -40,7 +41,7 @@ class Pool:
             self._jobs.append(job)
             if len(self._jobs) <= self._idle:
                 self._changed.notify()
-            elif self._threads < self._most:
+            elif self._threads < self._most():
                 self._threads += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
@@ -71,9 +72,5 @@ class Pool:
             return None
 
 
-# An update reads and writes memory, and lets other threads run meanwhile: four of them keep the
-# memory of a processor busy, and more than there are cores would only take turns.
-UPDATES = Pool("updates", min(4, len(os.sched_getaffinity(0))))
-
-# Functions may wait, also for one another: the number only bounds what others can start here.
-CALLS = Pool("calls", 32)
+UPDATES = Pool("updates", lambda: chosen().update_threads)
+CALLS = Pool("calls", lambda: chosen().call_threads)

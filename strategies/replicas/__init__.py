@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from strategies.replicas.context import ReplicaContext
 from strategies.replicas.datasets import InputContext, ValueContext
+from strategies.replicas.metrics import MeanMetric, SumMetric
 from strategies.replicas.per_replica import PerReplica
 
-__all__ = ["InputContext", "PerReplica", "ReplicaContext", "ValueContext"]
+__all__ = [
+    "InputContext",
+    "MeanMetric",
+    "PerReplica",
+    "ReplicaContext",
+    "SumMetric",
+    "ValueContext",
+]

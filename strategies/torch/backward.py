@@ -5,16 +5,20 @@ Every parameter has a hook that autograd calls when its gradient is complete::
     loss.backward()      count = 1     hook of layer 3 -> counted, and given to `Overlap`, if any
                                        hook of layer 2 -> ...
     optimizer.step()     taken: are these gradients still what was given?
+
+PyTorch counts most changes of a tensor, but none through `.grad.data` or `.grad.numpy()`. So what
+is given has a checksum, too.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from strategies.averaging.alike import checksum
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.overlap import Overlap
 
@@ -36,7 +40,7 @@ class Backward:
         self._averaging = averaging
         self._hooks: list[Any] = []
         self._counts: dict[int, int] = {}  # position of a parameter -> its passes
-        self._given: dict[int, tuple[torch.Tensor, int]] = {}  # the same -> gradient, its version
+        self._given: dict[int, _Given] = {}  # the same -> what was reduced
 
     @property
     def passes(self) -> int:
@@ -65,8 +69,8 @@ class Backward:
         self._given.clear()
         return [
             i
-            for i, (gradient, version) in given.items()
-            if parameters[i].grad is gradient and gradient._version == version
+            for i, what in given.items()
+            if i < len(parameters) and what.is_still(parameters[i].grad)
         ]
 
     def rescue(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -90,8 +94,36 @@ class Backward:
         if overlap is not None and overlap.expects(position):
             gradient = _moved(overlap, position, parameter)
             assert gradient is not None
-            overlap.ready(position, gradient.to_dense() if gradient.is_sparse else gradient)
-            self._given[position] = gradient, gradient._version
+            self._given[position] = _Given.of(gradient)
+            if gradient.is_sparse:  # which goes by rows, unless it is to be made dense
+                dense = self._averaging.rule.sparse_as_dense
+                overlap.ready(position, gradient.to_dense() if dense else None)
+            else:
+                overlap.ready(position, gradient)
+
+
+class _Given(NamedTuple):
+    """A gradient as it was when it was reduced."""
+
+    gradient: torch.Tensor
+    version: int
+    checksums: list[str]
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> _Given:
+        return cls(gradient, gradient._version, _checksums(gradient))
+
+    def is_still(self, gradient: torch.Tensor | None) -> bool:
+        if gradient is None or gradient is not self.gradient or gradient._version != self.version:
+            return False
+        return _checksums(gradient) == self.checksums
+
+
+def _checksums(gradient: torch.Tensor) -> list[str]:
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        return [checksum(gradient._indices()), checksum(gradient._values())]
+    return [checksum(gradient)]
 
 
 def _moved(overlap: Overlap, position: int, parameter: torch.Tensor) -> torch.Tensor | None:

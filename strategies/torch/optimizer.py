@@ -92,7 +92,11 @@ class TorchOptimizer(_Optimizer):
         self._kept: list[torch.Tensor] = []
         self._leaves: list[Leaf] = []
         self._held = _Held.OWN
-        self._backward.watch(parameters_of(optimizer))
+        parameters = parameters_of(optimizer)
+        self._backward.watch(parameters)
+        if rule.overlap:
+            trained = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
+            self._averaging.expect(self._leaves_of(parameters), trained)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not yet there, as in a copy that is being made
@@ -282,17 +286,20 @@ class TorchOptimizer(_Optimizer):
     def _average(
         self, parameters: Sequence[torch.Tensor], whole: Contribution, unchanged: Sequence[int]
     ) -> None:
-        known = [(id(parameter), parameter.dtype) for parameter in parameters]
-        if known != self._known:
-            self._leaves = [Leaf.of(self._name(p), p.detach()) for p in parameters]
-            self._known, self._kept = known, list(parameters)
         try:
-            results = self._averaging.average(self._leaves, whole, unchanged)
+            results = self._averaging.average(self._leaves_of(parameters), whole, unchanged)
         except Exception:
             self._forget()
             raise
         for parameter, result in zip(parameters, results, strict=True):
             parameter.grad = _sparse(result, parameter) if isinstance(result, Rows) else result
+
+    def _leaves_of(self, parameters: Sequence[torch.Tensor]) -> list[Leaf]:
+        known = [(id(parameter), parameter.dtype) for parameter in parameters]
+        if known != self._known:
+            self._leaves = [Leaf.of(self._name(p), p.detach()) for p in parameters]
+            self._known, self._kept = known, list(parameters)
+        return self._leaves
 
     def _clip(self) -> None:
         gradients = [p.grad for p in parameters_of(self.optimizer)]

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -88,8 +88,8 @@ def _fault(text: str) -> Fault:
 def inject(step: int, arrays: Iterable[Any] = ()) -> None:
     """Let those faults happen that `UNISONO_FAULT` has for this step of this rank.
 
-    Sessions call this at every step; a loop of one's own does it by one line. Where the variable is
-    not set it costs less than a microsecond.
+    Sessions call this at every step, with the arrays of their saver; a loop of one's own does it by
+    one line. Where the variable is not set it costs less than a microsecond.
 
     Args:
         step: which one begins.
@@ -106,13 +106,13 @@ def inject(step: int, arrays: Iterable[Any] = ()) -> None:
     for fault in [fault for fault in _left if fault.step == step]:
         _left.remove(fault)
         events.write("fault", step=step, kind=fault.kind)
-        _happen(fault, list(arrays))
+        _happen(fault, arrays)
 
 
 _left: list[Fault] | None = None  # of this rank; None before the first step
 
 
-def _happen(fault: Fault, arrays: Sequence[Any]) -> None:
+def _happen(fault: Fault, arrays: Iterable[Any]) -> None:
     sys.stdout.flush()
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -126,7 +126,7 @@ def _happen(fault: Fault, arrays: Sequence[Any]) -> None:
         raise InjectedFault(f"a fault that {VARIABLE} asked for (step: {fault.step})")
 
 
-def _corrupt(arrays: Sequence[Any]) -> None:
+def _corrupt(arrays: Iterable[Any]) -> None:
     """Change the highest bit of the exponent of the first number."""
     for array in arrays:
         memory = of_any_library.host(array)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from strategies import errors
 from strategies.ranks import Ranks
+from strategies.training import things as kinds
 from strategies.training.location import Location
 from strategies.training.saver import Saver
 
@@ -39,8 +41,23 @@ class Kept:
         """Take things that are no longer the same objects."""
         self._new |= things
 
+    def arrays(self) -> Iterator[Any]:
+        """Give the arrays of all things, as they are."""
+        if self._saver is not None:
+            yield from self._saver.arrays()
+
     def discard(self) -> None:
-        """Forget them."""
+        """Forget them.
+
+        Raises:
+            FailedPreconditionError: one is a pipeline, which does not go back.
+        """
+        for name, thing in self._new.items():
+            if kinds.kind_of(thing) is kinds.KINDS["pipeline"]:
+                raise errors.FailedPreconditionError(
+                    f"recover: a pipeline does not go back, expected to start the program again, "
+                    f"which goes on from the last checkpoint (name: {name})"
+                )
         self._new.clear()
 
     def restore(self) -> int | None:

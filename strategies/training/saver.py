@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from strategies import errors
@@ -74,6 +75,10 @@ class Saver:
     def __getitem__(self, name: str) -> Any:
         """Return a thing: the one that was given last, or restored since."""
         return self._things[name]
+
+    def arrays(self) -> Iterator[Any]:
+        """Give the arrays of all things as they are, one after the other."""
+        yield from content.collect(self._things, None)[0].values()
 
     def save(self, step: int, /, *, metric: float | None = None, **new: Any) -> Location:
         """Write a checkpoint of all things as they are now.

@@ -20,6 +20,7 @@ import collectives as cc
 from strategies import errors
 from strategies.checks import integer
 from strategies.ranks import Ranks
+from strategies.training.faults import inject
 from strategies.training.hook import Hook
 from strategies.training.hooks import Checkpoints, StopAtStep
 from strategies.training.keeping import Kept
@@ -225,6 +226,7 @@ class TrainingSession:
         def body() -> R:
             for call in self._before:
                 call(self)
+            inject(self._step, self._kept.arrays())
             try:
                 return function()
             except StopIteration as error:

@@ -19,6 +19,7 @@ from strategies.errors import InvalidArgumentError, OpError
 from strategies.remote import attempt
 from strategies.remote.asking import Question
 from strategies.remote.containers import Address
+from strategies.remote.limits import wait_limit
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 from strategies.remote.wire import Array, dtype_named, is_numeric
@@ -182,6 +183,7 @@ def perform(
     """
     if not items:
         return []
+    timeout = wait_limit(timeout)
     began = time.monotonic()
     by_task: dict[int, list[int]] = {}
     for index, item in enumerate(items):

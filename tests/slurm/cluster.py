@@ -275,7 +275,9 @@ class SlurmCluster:
         if self._supervisor.poll() is not None:
             raise RuntimeError(f"cluster: a daemon ended while starting\n{self.logs()}")
         try:
-            states = self.run("sinfo", "--noheader", "--format=%T", "--Node").split()
+            states = self.run(
+                "sinfo", "--noheader", "--format=%T", "--Node", "--partition=debug"
+            ).split()
         except RuntimeError:  # slurmctld does not answer yet
             return None
         return states == ["idle"] * len(NODES) or None

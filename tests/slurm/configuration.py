@@ -8,6 +8,7 @@ from pathlib import Path
 
 NODES = ("n1", "n2")
 CPUS = 4  # per node, pretended (config_overrides): a job gets no more ranks than these
+GRACE_SECONDS = 60  # what a job has until one of the partition `urgent` takes its place
 GPUS = 2  # per node, claimed: Slurm counts them, and nobody computes on them
 
 TEMPLATE = """\
@@ -38,7 +39,11 @@ SlurmdPidFile={directory}/slurmd.%n.pid
 SlurmdSpoolDir={directory}/spool.%n
 NodeName=n1 NodeHostname={hosts[0]} NodeAddr=127.0.0.1 Port={ports[1]} {what}
 NodeName=n2 NodeHostname={hosts[1]} NodeAddr=127.0.0.1 Port={ports[2]} {what}
-PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=10 State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=preempt_send_user_signal
+PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=10 State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=urgent Nodes=n1,n2 MaxTime=10 State=UP PriorityTier=2
 """
 
 
@@ -50,6 +55,7 @@ def write(directory: Path, namespaces: bool) -> None:
     listen = "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny" if namespaces else ""
     text = TEMPLATE.format(
         host=host,
+        grace=GRACE_SECONDS,
         hosts=NODES if namespaces else (host, host),
         listen=listen,
         directory=directory,

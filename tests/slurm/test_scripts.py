@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("machines")]
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 JOB_SECONDS = 90.0  # one takes some seconds; the machine may be busy
+EPOCHS = 200
 HERE = {"UNISONO_CHECKOUT": str(CHECKOUT), "UNISONO_VENV": sys.prefix}
 
 
@@ -80,45 +81,60 @@ def test_a_rank_for_each_gpu(slurm_cluster: SlurmCluster, tmp_path: Path) -> Non
     assert f"got {GPUS} GPUs and {GPUS + 1} ranks on 1 nodes" in slurm_cluster.output(wrong)
 
 
-def test_a_job_that_was_stopped_and_requeued_ends_with_the_bits_of_one_that_was_not(
+def test_a_job_that_was_preempted_and_requeued_ends_with_the_bits_of_one_that_was_not(
     slurm_cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    """By the script that `submit` writes, which is that of train.sbatch in small."""
+    """By the script that `submit` writes, which is that of train.sbatch in small.
+
+    A job of higher priority wants all of both nodes: Slurm asks this one to go.
+    """
     needs("torch")
-    program = CHECKOUT / "examples" / "torch_digits.py"
-    folders = [tmp_path / "stopped", tmp_path / "whole"]
-    jobs = []
-    for folder in folders:
-        folder.mkdir()
-        # Ranks of other numbers add in another order: both jobs have one on each node.
-        done = subprocess.run(
-            [sys.executable, "-m", "strategies", "submit", str(program), "--nodes", "2",
-             f"--sbatch=--output={slurm_cluster.directory}/out/%j", "--",
-             "--checkpoints", "out", "--epochs", "150"],
-            cwd=folder, env=os.environ | slurm_cluster.environment(), capture_output=True,
-            text=True, timeout=60, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done
-        jobs.append(int(done.stdout.split()[-1]))
-    stopped, whole = jobs
-    slurm_cluster.until(
-        "a checkpoint", lambda: (folders[0] / "out/step-000010").exists() or None, JOB_SECONDS
+    folders = [tmp_path / "preempted", tmp_path / "whole"]
+    preempted = train_on_both_nodes(slurm_cluster, folders[0])
+    checkpoint = folders[0] / "out/step-000010"
+    slurm_cluster.until("a checkpoint", lambda: checkpoint.exists() or None, JOB_SECONDS, preempted)
+    urgent = slurm_cluster.submit(
+        script_of(tmp_path, "exit 0"), partition="urgent", nodes=2, exclusive=True
     )
-    slurm_cluster.run("scancel", "--batch", "--signal=USR1", str(stopped))
-    slurm_cluster.wait_field(stopped, "JobState", "PENDING", JOB_SECONDS)
-    assert slurm_cluster.field(stopped, "Restarts") == "1"
+    slurm_cluster.wait_field(preempted, "JobState", "PENDING", JOB_SECONDS)
+    assert slurm_cluster.field(preempted, "Restarts") == "1"
     early = strategies.CheckpointManager(folders[0] / "out").restore_or_none()
     assert early is not None
-    assert 0 < early.step < 150, "stopped in the middle"
-    slurm_cluster.run("scontrol", "update", f"JobId={stopped}", "StartTime=now")
+    assert 10 <= early.step < EPOCHS, "stopped in the middle"
+    assert slurm_cluster.wait(urgent, JOB_SECONDS) == Ending("COMPLETED", 0)
+
+    slurm_cluster.run("scontrol", "update", f"JobId={preempted}", "StartTime=now")
+    jobs = preempted, train_on_both_nodes(slurm_cluster, folders[1])
+    outputs = []
     for job in jobs:
-        assert slurm_cluster.wait(job, JOB_SECONDS) == Ending("COMPLETED", 0), slurm_cluster.output(
-            job
-        )
+        ending = slurm_cluster.wait(job, JOB_SECONDS)
+        outputs.append(slurm_cluster.output(job))
+        assert ending == Ending("COMPLETED", 0), outputs[-1]
     ends = [strategies.CheckpointManager(folder / "out").restore_or_none() for folder in folders]
-    assert all(end is not None and end.step == 150 for end in ends)
+    assert all(end is not None and end.step == EPOCHS for end in ends)
     first, second = (end.tensors for end in ends if end is not None)
     assert list(first) == list(second)
     for name, tensor in first.items():
         assert tensor.tobytes() == second[name].tobytes(), name
-    assert accuracies(slurm_cluster.output(stopped)) == accuracies(slurm_cluster.output(whole))
+    assert accuracies(outputs[0]) == accuracies(outputs[1])
+
+
+def train_on_both_nodes(slurm_cluster: SlurmCluster, folder: Path) -> int:
+    """Submit examples/torch_digits.py with one rank on each node; checkpoints go to folder/out."""
+    folder.mkdir()
+    # Ranks of other numbers add in another order: both jobs have one on each node.
+    done = subprocess.run(
+        [sys.executable, "-m", "strategies", "submit", CHECKOUT / "examples" / "torch_digits.py",
+         "--nodes", "2", f"--sbatch=--output={slurm_cluster.directory}/out/%j", "--",
+         "--checkpoints", "out", "--epochs", str(EPOCHS)],
+        cwd=folder, env=os.environ | slurm_cluster.environment(), capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    return int(done.stdout.split()[-1])
+
+
+def script_of(folder: Path, line: str) -> Path:
+    script = folder / "job.sh"
+    script.write_text(f"#!/bin/sh\n{line}\n")
+    return script

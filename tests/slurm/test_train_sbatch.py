@@ -97,6 +97,26 @@ raise SystemExit(85 if info else 1)
 """
 
 
+TRAIN_UNTIL_ASKED = """
+import os, sys, time
+import collectives as cc
+from strategies.training import TrainingSession
+
+comm = cc.init()
+if "--resume" in sys.argv:
+    os.write(1, b"resumed\\n")
+    raise SystemExit(0)
+with TrainingSession(comm=comm) as session:
+    if comm.rank == 0:
+        os.write(1, b"all train\\n")
+    limit = time.monotonic() + 60
+    while not session.should_stop():
+        session.run(lambda: time.sleep(0.01))
+        if comm.allreduce(time.monotonic() > limit, op=cc.MAX):
+            raise SystemExit(1)
+"""
+
+
 RECORD_ON_USR2 = """
 import os, time
 from pathlib import Path
@@ -228,6 +248,24 @@ def test_a_job_that_is_asked_to_stop_goes_back_to_the_queue_and_resumes(
     slurm_cluster.wait_output(job, "all wait", JOB_SECONDS)
     slurm_cluster.run("scancel", "--batch", "--signal=USR1", str(job))
     slurm_cluster.wait_field(job, "JobState", "PENDING", JOB_SECONDS)
+    slurm_cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    assert slurm_cluster.wait(job, JOB_SECONDS) == Ending("COMPLETED", 0), slurm_cluster.output(job)
+    output = slurm_cluster.output(job)
+    assert f"train.sbatch: job {job} stopped on request, back to the queue\n" in output
+    assert "resumed\n" in output
+
+
+def test_a_job_that_makes_room_for_another_goes_back_to_the_queue_and_resumes(
+    slurm_cluster: SlurmCluster, program: Path, tmp_path: Path
+) -> None:
+    program.write_text(TRAIN_UNTIL_ASKED)
+    urgent = tmp_path / "urgent.sh"
+    urgent.write_text("#!/bin/sh\nexit 0\n")
+    job = slurm_cluster.submit(SCRIPT, nodes=2, ntasks_per_node=2, env=environment(program))
+    slurm_cluster.wait_output(job, "all train", JOB_SECONDS)
+    other = slurm_cluster.submit(urgent, partition="urgent", nodes=2, exclusive=True)
+    slurm_cluster.wait_field(job, "JobState", "PENDING", JOB_SECONDS)
+    assert slurm_cluster.wait(other, JOB_SECONDS) == Ending("COMPLETED", 0)
     slurm_cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     assert slurm_cluster.wait(job, JOB_SECONDS) == Ending("COMPLETED", 0), slurm_cluster.output(job)
     output = slurm_cluster.output(job)

@@ -7,12 +7,13 @@ import json
 import numpy as np
 import pytest
 
+import collectives as cc
 import strategies
 from inprocess import run_ranks
-from strategies.errors import FailedPreconditionError, InvalidArgumentError
+from strategies.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from strategies.input import ShardedInput, batch, csv_batches, shuffle_batch
 from strategies.input.producers import preload
-from strategies.training import Saver
+from strategies.training import Saver, TrainingSession, hooks
 
 
 @pytest.fixture
@@ -104,6 +105,71 @@ def test_states_that_do_not_fit(files):
         next(batches)
         with pytest.raises(FailedPreconditionError, match="at most 1 batches taken before, got 2"):
             batches.go_on({"batches": [1]})
+
+
+EPOCHS = 3
+
+
+def train(files, folder, comm=None, last_step=None):
+    """Add up rows in an order that counts, a step for each batch, a pipeline for each epoch."""
+    own = files if comm is None else files[comm.rank :: comm.size]
+    seen, position = np.zeros(1), {"epoch": 0, "input": None}
+    manager = strategies.CheckpointManager(folder, comm)
+    saver = Saver(manager, seen=seen, rng=np.random.default_rng(1), **position)
+    around = [] if last_step is None else [hooks.StopAtStep(last_step)]
+
+    def step(batch):
+        total = batch[0].sum() if comm is None else comm.allreduce(batch[0].sum(), op=cc.SUM)
+        seen[0] = seen[0] * 0.75 + total + saver["rng"].random()
+
+    with manager, TrainingSession(saver, save_steps=4, hooks=around) as session:
+        for epoch in range(session["epoch"], EPOCHS):
+            with rows(own, seed=epoch, num_epochs=1, min_after_dequeue=20) as batches:
+                if session["input"] is not None:
+                    batches.go_on(session["input"], comm)
+                session.update(epoch=epoch, input=batches)
+                for batch in batches:
+                    session.run(step, batch)
+                    if session.should_stop():
+                        return session.step, seen.tobytes()
+            session.update(epoch=epoch + 1, input=None)
+        return session.step, seen.tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("stop", [1, 5, 17])
+def test_a_session_goes_on_inside_an_epoch(files, tmp_path, size, stop):
+    """In the first epoch, after a save, at its end, and in the second: with the same bits."""
+
+    def run(folder, last_step=None):
+        if size == 1:
+            return [train(files, tmp_path / folder, None, last_step)]
+        return run_ranks(size, lambda comm: train(files, tmp_path / folder, comm, last_step))
+
+    whole = run("whole")
+    assert whole[0][0] > 2 * 5
+    last = min(stop, whole[0][0] - 2)
+    assert [step for step, _ in run("stopped", last)] == [last] * size
+    assert run("stopped") == whole
+
+
+@pytest.mark.parametrize("failing", [2, 6])  # before a checkpoint has the pipeline, and after
+def test_after_a_failure_a_pipeline_does_not_go_back(files, tmp_path, failing):
+    def train_all(session):
+        def step(batch):
+            if session.step == failing:
+                raise UnavailableError("a machine does not answer")
+
+        with rows(files) as batches, session:
+            session.update(input=batches)
+            for batch in batches:
+                session.run(step, batch)
+
+    with strategies.CheckpointManager(tmp_path / "run") as manager:
+        session = TrainingSession(Saver(manager, input=None), save_steps=4)
+        with pytest.raises(FailedPreconditionError, match="pipeline"):
+            train_all(session)
+        assert manager.restore_or_none().step == failing // 4 * 4
 
 
 FILES = {f"file{i}": [f"file{i}:{row}" for row in range(5 + i)] for i in range(6)}

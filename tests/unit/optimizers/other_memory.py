@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -49,8 +49,8 @@ def _asarray(x, *, device=None, copy=None):
     return OtherMemory(np.array(x if isinstance(x, np.ndarray) else x.data, copy=True))
 
 
-NAMESPACE = SimpleNamespace(
-    __name__="elsewhere",
+NAMESPACE = ModuleType("elsewhere")
+NAMESPACE.__dict__.update(
     float32=np.float32, float64=np.float64, float16=np.float16, bfloat16=ml_dtypes.bfloat16,
     astype=lambda x, dtype: OtherMemory(x.data.astype(dtype)),
     asarray=_asarray, full=_full,

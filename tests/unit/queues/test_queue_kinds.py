@@ -215,6 +215,7 @@ def test_a_priority_queue_forgets_objects_that_have_left():
 def test_memory_of_a_priority_queue_does_not_grow_with_use():
     queue = PriorityQueue(-1, "float32", [(1000,)])
     rows = np.zeros((10, 1000), "float32")
+    peaks = []
     tracemalloc.start()
     try:
         for step in range(200):
@@ -222,7 +223,8 @@ def test_memory_of_a_priority_queue_does_not_grow_with_use():
             queue.enqueue((0, rows[0]))
             queue.dequeue()
             queue.dequeue_many(10)
-        assert tracemalloc.get_traced_memory()[1] < 20 * rows.nbytes
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        assert peaks[-1] < 1.5 * peaks[20]
     finally:
         tracemalloc.stop()
 

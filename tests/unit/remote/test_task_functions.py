@@ -115,7 +115,7 @@ class CountingPool(pool.Pool):
 
 @pytest.mark.parametrize("number", [0, 1], ids=["elsewhere", "here"])
 def test_a_function_that_has_not_begun_is_not_called(services, monkeypatch, number):
-    calls_pool = CountingPool("one call", 1)
+    calls_pool = CountingPool("one call", lambda: 1)
     monkeypatch.setattr(functions.pool, "CALLS", calls_pool)
     task = Task(services[1], number)
     running = task.submit(wait_for_gate, 1)
@@ -203,3 +203,43 @@ def test_wrong_tasks(services):
     with pytest.raises(ValueError, match="no such task"):
         Task(services[1], 2)
     assert Task(services[1], "/job:worker/task:0").number == 0
+
+
+@pytest.mark.parametrize("numbers", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_function_begins_when_those_that_it_depends_on_are_done(services, numbers):
+    first = Task(services[1], numbers[0]).submit(wait_for_gate, 1)
+    other = Task(services[1], numbers[1]).submit("math:sqrt", 4)
+    second = Task(services[1], numbers[1]).submit(wait_for_gate, 2, depends_on=[first, other])
+    until(lambda: calls == [1])
+    assert other.result(LIMIT) == 2
+    assert not second.done()
+    assert calls == [1]
+    gate.set()
+    assert (first.result(LIMIT), second.result(LIMIT)) == (1, 2)
+    assert calls == [1, 2]
+    done = Task(services[1], numbers[0])
+    assert done.run("math:sqrt", 9, timeout=LIMIT, depends_on=[first, second]) == 3
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_it_depends_on_fails_or_is_cancelled(services, number):
+    task = Task(services[1], number)
+    failed = task.submit(fail, "range")
+    late = task.submit(wait_for_gate, 3, depends_on=[failed])
+    with pytest.raises(OutOfRangeError, match="no more"):
+        late.result(LIMIT)
+    with pytest.raises(OutOfRangeError, match="no more"):  # that of the first
+        task.run(wait_for_gate, 4, depends_on=[late], timeout=LIMIT)
+    waiting = task.submit(wait_for_gate, 5)
+    until(lambda: calls == [5])
+    after = task.submit(wait_for_gate, 6, depends_on=[waiting])
+    unwanted = task.submit(wait_for_gate, 7, depends_on=[waiting])
+    assert unwanted.cancel()
+    assert waiting.cancel()
+    with pytest.raises(CancelledError, match="this one depends on was cancelled"):
+        after.result(LIMIT)
+    gate.set()
+    assert task.run("math:sqrt", 4, timeout=LIMIT) == 2
+    assert calls == [5]
+    with pytest.raises(TypeError, match="depends on futures of others, got 3"):
+        task.submit(wait_for_gate, 8, depends_on=[3])

@@ -24,6 +24,7 @@ COMMAND = ("-m", "collectives")
 FAULTY = """
 import os, sys
 import numpy as np
+from mpi4py import MPI
 import collectives as cc
 from collectives import __main__
 from collectives.tools import info as information
@@ -58,6 +59,7 @@ elif fault == "lost":
     cc.Communicator.reduce = lost
 status = __main__.main({command!r})
 print("status", cc.rank(), status, flush=True)
+MPI.COMM_WORLD.Barrier()  # whoever leaves with a status ends the others
 sys.exit(status)
 """
 

@@ -68,6 +68,33 @@ def test_each_fault_happens_once_at_its_step(tmp_path):
     ]
 
 
+SESSION = """
+import sys
+import numpy as np
+import strategies
+from strategies.training import InjectedFault, Saver, TrainingSession, hooks
+weights = [np.zeros(0), np.ones(3)]
+saver = Saver(strategies.CheckpointManager(sys.argv[1]), step=0, weights=weights)
+try:
+    with TrainingSession(saver, hooks=[hooks.StopAtStep(9)]) as session:
+        while not session.should_stop():
+            session.run(lambda: print(session.step, weights[1].tolist()))
+except InjectedFault as error:
+    print(error)
+"""
+
+
+def test_sessions_let_faults_happen(tmp_path):
+    command = [sys.executable, "-c", SESSION, str(tmp_path)]
+    faults = "step=1,rank=0,kind=corrupt;step=2,rank=0,kind=exception"
+    result = run(command, timeout=60, UNISONO_FAULT=faults)
+    assert result.stdout.splitlines() == [
+        "0 [1.0, 1.0, 1.0]",
+        "1 [inf, 1.0, 1.0]",
+        "a fault that UNISONO_FAULT asked for (step: 2)",
+    ], result
+
+
 def test_a_killed_process_leaves_whole_lines(tmp_path):
     command = [sys.executable, "-c", PROGRAM]
     result = run(

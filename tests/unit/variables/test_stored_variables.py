@@ -104,7 +104,7 @@ def test_long_updates_leave_the_service_free_and_run_side_by_side(services, monk
         return act(operation, thing, arrays, options)
 
     monkeypatch.setattr(serving, "act", slow)
-    monkeypatch.setattr(serving.pool, "UPDATES", pool.Pool("two", 2))
+    monkeypatch.setattr(serving.pool, "UPDATES", pool.Pool("two", lambda: 2))
     big = np.ones(1 << 18)
     made = [shared_variable(big, service=services[1], shared_name=name) for name in "ab"]
     small = shared_variable(1.0, service=services[1], shared_name="c")
@@ -129,7 +129,7 @@ def test_a_request_that_waits_for_a_thread_ends_at_its_deadline(services, monkey
         return act(operation, thing, arrays, options)
 
     monkeypatch.setattr(serving, "act", slow)
-    monkeypatch.setattr(serving.pool, "UPDATES", pool.Pool("one", 1))
+    monkeypatch.setattr(serving.pool, "UPDATES", pool.Pool("one", lambda: 1))
     big = np.ones(1 << 18)
     v = shared_variable(big, service=services[1], shared_name="v")
     threads = [threading.Thread(target=v.assign_add, args=(big,))]
@@ -275,7 +275,7 @@ def test_parts_take_values_of_16_bits(services):
 
 def test_threads_of_a_pool_end_by_themselves(monkeypatch):
     monkeypatch.setattr(pool, "_RETIRE_AFTER", 0.05)
-    ours = pool.Pool("of a test", 2)
+    ours = pool.Pool("of a test", lambda: 2)
     gate, done = threading.Event(), []
     for n in range(6):
         ours.submit(lambda n=n: done.append((gate.wait(LIMIT), n)))

@@ -1,0 +1,202 @@
+"""Data that ranks have together: in memory once on each node, or row by row on whoever is free."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import inprocess
+import strategies
+from strategies.errors import InvalidArgumentError, OutOfRangeError
+from strategies.input import (
+    FileBatches,
+    input_producer,
+    once_per_node,
+    preload,
+    range_input_producer,
+    slice_input_producer,
+    string_input_producer,
+)
+from strategies.remote import Service
+
+LIMIT = 20.0
+
+
+def maps():
+    """What this process has mapped of such memory: lines whose fifth word is the file's number."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "memfd:unisono" in line]
+
+
+def table():
+    return {"x": np.arange(12.0).reshape(4, 3), "y": (np.array([1, 0, 1, 1], bool), np.int8(7))}
+
+
+def check_once_per_node(comm):
+    calls = []
+    found = once_per_node(lambda: calls.append(1) or table(), comm)
+    assert len(calls) == (comm.rank == 0)
+    np.testing.assert_array_equal(found["x"], table()["x"])
+    np.testing.assert_array_equal(found["y"][0], table()["y"][0])
+    assert (found["y"][1].dtype, found["y"][1].item()) == (np.int8, 7)
+    with pytest.raises(ValueError, match="read-only"):
+        found["x"][0] = 1
+    # Who is on the same node has the same memory: the same file.
+    own = {line.split()[4] for line in maps()}
+    everyone = comm.allgather_object((comm.node_rank, own))
+    same = [files for node, files in everyone if node == comm.node_rank]
+    assert set.intersection(*same)
+    read = preload(lambda: (np.arange(5), np.arange(5) * 2), rows=5, num_epochs=1, comm=comm)
+    numbers, doubles = read()
+    assert sorted(numbers) == list(range(5))
+    np.testing.assert_array_equal(doubles, 2 * numbers)
+    with pytest.raises(OutOfRangeError):
+        read()
+    empty = once_per_node(lambda: np.empty((0, 3)), comm)
+    assert empty.shape == (0, 3)
+
+
+def test_data_is_in_memory_once_on_each_node(world):
+    world.run(check_once_per_node)
+
+
+def test_data_is_sent_to_the_first_rank_of_each_node():
+    inprocess.run_ranks(5, check_once_per_node, leaders=[0, 0, 2, 2, 2])
+
+
+def test_an_error_of_the_rank_that_reads_is_one_on_all(world):
+    def check(comm):
+        def fail():
+            raise ValueError("no such data")
+
+        with pytest.raises(ValueError, match="no such data"):
+            once_per_node(fail, comm)
+        with pytest.raises(TypeError, match="once_per_node: expected arrays of numbers, got <U1"):
+            once_per_node(lambda: np.array(["a"]), comm)
+        assert once_per_node(lambda: np.arange(2), comm).tolist() == [0, 1]
+
+    world.run(check)
+
+
+def test_memory_goes_when_nobody_refers_to_it():
+    def mapped():
+        gc.collect()
+        return len(maps())
+
+    def check(comm):
+        before = mapped(), len(os.listdir("/proc/self/fd"))
+        found = once_per_node(lambda: np.arange(1 << 16), comm)
+        part = found[5:]
+        assert mapped() > before[0]
+        del found
+        assert part[0] == 5
+        del part
+        assert (mapped(), len(os.listdir("/proc/self/fd"))) == before
+
+    inprocess.run_ranks(1, check)
+
+
+MAKERS = {
+    "range": lambda **options: range_input_producer(23, **options),
+    "rows": lambda **options: input_producer({"a": np.arange(23)}, **options),
+    "slices": lambda **options: slice_input_producer([np.arange(23), np.arange(23)], **options),
+    "text": lambda **options: string_input_producer([str(n) for n in range(23)], **options),
+}
+
+
+def drained(queue, kind):
+    """Yield the numbers of the rows that come, to the end."""
+    while True:
+        try:
+            element = queue.dequeue(timeout=LIMIT)
+        except OutOfRangeError:
+            return
+        if kind == "slices":
+            assert element[0] == element[1]
+            yield int(element[0])
+        else:
+            yield int(element["a"] if kind == "rows" else element)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_producers_share_rows_by_name(world, kind, shuffle):
+    def check(comm):
+        with Service(comm) as service:
+            options = {
+                "num_epochs": 2, "shuffle": shuffle, "service": service, "shared_name": kind
+            }  # fmt: skip
+            producer = MAKERS[kind](**options, capacity=4)
+            (thread,) = producer.runner.create_threads(start=True)
+            own = list(drained(producer.queue, kind))
+            thread.join(LIMIT)
+            assert not thread.is_alive()
+            taken = [n for numbers in comm.allgather_object(own) for n in numbers]
+            assert sorted(taken) == sorted(2 * list(range(23)))
+            if comm.size == 1 and not shuffle:
+                assert taken == 2 * list(range(23))
+
+    world.run(check)
+
+
+def test_producers_that_mean_different_rows_are_refused(world):
+    def check(comm):
+        with Service(comm) as service:
+            options = {"service": service, "shared_name": "rows", "shuffle": False}
+            range_input_producer(5, **options)
+            comm.barrier()
+            with pytest.raises(InvalidArgumentError, match="other limit, expected 5, got 6"):
+                range_input_producer(6, **options)
+            with pytest.raises(ValueError, match="rows are shared by a service and a name"):
+                range_input_producer(5, shared_name="rows")
+            comm.barrier()
+
+    world.run(check)
+
+
+FILES = {f"file {n}": np.arange(10 * n, 10 * n + 3 + n % 2) for n in range(6)}
+
+
+@pytest.mark.parametrize("policy", ["file", "auto", "data", "off"])
+def test_batches_of_files_are_distributed_by_file(world, policy):
+    def check(comm):
+        read = []
+
+        def records(name):
+            read.append(name)
+            return [(number, {"half": number / 2}) for number in FILES[name]]
+
+        strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=["/cpu:0", "/cpu:1"])
+        batches = FileBatches(list(FILES), records, 4)
+        own = []
+        for numbers, halves in strategy.distribute_dataset(batches, policy=policy):
+            parts = strategy.local_results(numbers)
+            own += [int(n) for part in parts for n in part]
+            for part, half in zip(parts, strategy.local_results(halves["half"]), strict=True):
+                np.testing.assert_array_equal(half, part / 2)
+        everyones = comm.allgather_object((own, read))
+        taken = sorted(n for numbers, _ in everyones for n in numbers)
+        names = sorted(name for _, found in everyones for name in found)
+        whole = sorted(n for numbers in FILES.values() for n in numbers)
+        by_file = policy in ("file", "auto")
+        assert taken == (whole if policy != "off" else sorted(whole * comm.size))
+        assert names == (sorted(FILES) if by_file else sorted(list(FILES) * comm.size))
+
+    world.run(check)
+
+
+def test_fewer_files_than_processes(world):
+    def check(comm):
+        strategy = strategies.MultiWorkerMirroredStrategy(comm)
+        batches = FileBatches(["file 1"], FILES.get, 2)
+        rows = [r for batch in strategy.distribute_dataset(batches) for r in batch.tolist()]
+        assert sorted(n for own in comm.allgather_object(rows) for n in own) == [10, 11, 12, 13]
+        if comm.size > 1:
+            with pytest.raises(InvalidArgumentError, match="fewer files than processes, expected"):
+                strategy.distribute_dataset(batches, policy="file")
+
+    world.run(check)

@@ -1,0 +1,142 @@
+"""A killed job is started again, and ends with the bits of one that nobody has disturbed."""
+
+from __future__ import annotations
+
+import textwrap
+
+import numpy as np
+import pytest
+
+import strategies
+from launcher import mpirun
+from requirements import needs
+from strategies.training import events
+
+HEAD = """
+    import os, sys
+    import numpy as np
+    import collectives as cc
+    import strategies
+    from strategies.training import Saver, TrainingSession, hooks
+    comm = cc.init()
+    rows = strategies.input.ShardedInput(
+        range(180), lambda row: (row,), rank=comm.rank, size=comm.size, policy="file",
+        num_epochs=None, seed=3)
+    checkpoints = strategies.CheckpointManager(sys.argv[1], comm)
+
+    def go(train_step, steps, **things):
+        global session
+        saver = Saver(checkpoints, rows=rows, **things)
+        around = [hooks.StopAtStep(steps)]
+        with checkpoints, TrainingSession(saver, save_steps=4, hooks=around) as session:
+            if comm.rank == 0:
+                print("begins at", session.step, flush=True)
+            while not session.should_stop():
+                session.run(train_step)
+"""
+
+# Generators of each rank, the place in the input, and what optimizers remember are all used.
+PROGRAMS = {
+    "numpy": """
+        weights, rng = strategies.Variable(np.ones(8), name="w"), np.random.default_rng(comm.rank)
+        optimizer = strategies.DistributedOptimizer(strategies.Adam(0.1))
+        def train_step():
+            x = rng.normal(size=8) * next(rows)
+            optimizer.apply_gradients([(x * (x @ weights.value - 1) / 1000, weights)])
+        go(train_step, 14, weights=weights, optimizer=optimizer, rng=rng)
+    """,
+    "torch": """
+        import torch
+        torch.manual_seed(comm.rank)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.5))
+        strategies.broadcast_parameters(model)
+        optimizer = strategies.DistributedOptimizer(torch.optim.Adam(model.parameters(), 0.1))
+        def train_step():
+            optimizer.zero_grad()
+            model(torch.full((1, 8), next(rows) / 100)).square().sum().backward()
+            optimizer.step()
+        go(train_step, 14, model=model, optimizer=optimizer, rng=torch.default_generator)
+    """,
+    "jax": """
+        import jax, optax
+        transformation = strategies.DistributedOptimizer(optax.adam(0.1))
+        params = {"w": jax.numpy.ones(8), "b": jax.numpy.zeros(())}
+        key, state = jax.random.key(comm.rank), transformation.init(params)
+        gradients = jax.grad(lambda p, x: (p["w"] @ x + p["b"] - 1) ** 2)
+        def train_step():
+            params, state, key = session["params"], session["state"], session["key"]
+            key, one = jax.random.split(key)
+            found = gradients(params, jax.random.normal(one, (8,)) * (next(rows) / 100))
+            updates, state = transformation.update(found, state, params)
+            session.update(params=optax.apply_updates(params, updates), state=state, key=key)
+        go(train_step, 14, params=params, state=state, key=key)
+    """,
+    # Sums of small integers, halved at most: exact, whoever adds up how many of them.
+    "exact": """
+        weights, values = np.zeros(3), np.arange(540).reshape(180, 3) % 17 - 8.0
+        rule = strategies.Momentum(0.5, 0.5)
+        optimizer = strategies.DistributedOptimizer(rule, op=cc.SUM)
+        def train_step():
+            mine = [next(rows) for _ in range(60 // comm.size)]
+            optimizer.apply_gradients([(values[mine].sum(0), weights)])
+        go(train_step, 14, weights=weights, optimizer=optimizer)
+    """,
+}
+
+
+def start(tmp_path, name, folder, size, faults=""):
+    program = tmp_path / "program.py"  # not numpy.py, which others would import
+    program.write_text(textwrap.dedent(HEAD) + textwrap.dedent(PROGRAMS[name]))
+    result = mpirun(
+        size, program, tmp_path / folder, timeout=100, UNISONO_FAULT=faults,
+        UNISONO_EVENTS=str(tmp_path / "events"), UNISONO_RECORDER_DIR=str(tmp_path),
+    )  # fmt: skip
+    assert (result.status == 0) == (not faults), result
+    return result.stdout
+
+
+def deaths(tmp_path):
+    told = events.read(tmp_path / "events")
+    return [(line["step"], line["rank"]) for line in told if line["event"] == "fault"]
+
+
+@pytest.mark.parametrize(("library", "victim"), [("numpy", 1), ("torch", 0), ("jax", 1)])
+def test_a_killed_job_ends_with_the_same_bits(tmp_path, library, victim):
+    needs(*{"numpy": [], "torch": ["torch"], "jax": ["jax", "optax"]}[library])
+    start(tmp_path, library, "whole", 2)
+    start(tmp_path, library, "parts", 2, f"step=10,rank={victim},kind=kill")
+    assert deaths(tmp_path) == [(10, victim)]
+    assert "begins at 8" in start(tmp_path, library, "parts", 2)
+    ends = [
+        strategies.CheckpointManager(tmp_path / folder).restore_or_none()
+        for folder in ("whole", "parts")
+    ]
+    assert [end.step for end in ends] == [14, 14]
+    # The place in the input is the same, said in as many stages as it was read in.
+    others = [{**end.metadata["things"], "rows": None} for end in ends]
+    assert others[0] == others[1]
+    assert list(ends[0].tensors) == list(ends[1].tensors)
+    assert len(ends[0].tensors) > 2
+    for name, tensor in ends[0].tensors.items():
+        assert tensor.tobytes() == ends[1].tensors[name].tobytes(), name
+
+
+def test_four_three_and_five_ranks_make_the_same_bits_as_one(tmp_path):
+    start(tmp_path, "exact", "parts", 4, "step=6,rank=2,kind=kill")
+    said = start(tmp_path, "exact", "parts", 3, "step=11,rank=0,kind=kill")
+    assert "begins at 4" in said
+    assert deaths(tmp_path) == [(6, 2), (11, 0)]
+    assert "begins at 8" in start(tmp_path, "exact", "parts", 5)
+
+    rows = strategies.input.ShardedInput(
+        range(180), lambda row: (row,), rank=0, size=1, policy="file", num_epochs=None, seed=3
+    )
+    weights, momentum = np.zeros(3), np.zeros(3)
+    values = np.arange(540).reshape(180, 3) % 17 - 8.0
+    for _ in range(14):
+        momentum = 0.5 * momentum + values[[next(rows) for _ in range(60)]].sum(0)
+        weights -= 0.5 * momentum
+    end = strategies.CheckpointManager(tmp_path / "parts").restore_or_none()
+    assert end.step == 14
+    assert end.tensors["weights"].tobytes() == weights.tobytes()
+    assert np.abs(weights).max() > 1
