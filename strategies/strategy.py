@@ -328,7 +328,7 @@ class Strategy:
         return [put(value, name) if self.is_placed else value for name in self.devices]
 
     def distribute_dataset(
-        self, batches: Iterable[Any], *, policy: Policy = "data"
+        self, batches: Iterable[Any], *, policy: Policy = "auto"
     ) -> Iterator[Any]:
         """Give each replica its rows of every global batch.
 
@@ -340,6 +340,13 @@ class Strategy:
                 the parts `r`, `r + P`, ... "off": each process has batches of its own, of the same
                 global size. It cuts them into so many parts as well, the first a row longer if need
                 be, and takes as many in a step as it has replicas; *collective* in each step.
+                "file": as "off", where each process reads whole files of its own: `batches` are
+                `strategies.input.FileBatches`. "auto": "file" if they are, with at least a file for
+                each process, else "data".
+
+        Raises:
+            NotFoundError: policy "file" for batches that know of no files.
+            InvalidArgumentError: policy "file" for fewer files than processes.
 
         Yields:
             The same structure with a `PerReplica` of consecutive rows, or the rows themselves where

@@ -20,6 +20,7 @@ from strategies.input.batching import (
 )
 from strategies.input.coordinator import Coordinator, LooperThread
 from strategies.input.csv import decode_csv
+from strategies.input.file_batches import FileBatches
 from strategies.input.files import match_files
 from strategies.input.filtering import (
     maybe_batch,
@@ -51,6 +52,7 @@ from strategies.input.uneven import in_step
 
 __all__ = [
     "Coordinator",
+    "FileBatches",
     "FixedLengthRecordReader",
     "IdentityReader",
     "LooperThread",

@@ -557,7 +557,7 @@ class ParameterServerStrategy(Strategy):
         self._client.leave()
 
     def distribute_dataset(
-        self, batches: Iterable[Any], *, policy: Policy = "data"
+        self, batches: Iterable[Any], *, policy: Policy = "auto"
     ) -> Iterator[Any]:
         """Give this worker's replicas their rows of every global batch; see `Strategy`.
 

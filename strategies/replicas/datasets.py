@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from strategies.checks import choice
+from strategies.errors import NotFoundError
 from strategies.input import split, uneven
+from strategies.input.file_batches import FileBatches
 from strategies.ranks import Ranks
 from strategies.replicas.per_replica import PerReplica
 from strategies.structures import map_leaves, zip_leaves
@@ -23,7 +25,7 @@ __all__ = [
     "on_devices",
 ]
 
-Policy = Literal["data", "off"]
+Policy = Literal["auto", "file", "data", "off"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,16 @@ def of_global_batches(
 ) -> Iterator[Any]:
     """Give each of `count` replicas its rows; see `Strategy.distribute_dataset`."""
     choice("distribute_dataset", "policy", policy, Policy)
+    files = batches.files if isinstance(batches, FileBatches) else ()
+    if policy == "auto":
+        policy = "file" if files and len(files) >= ranks.size else "data"
+    if policy == "file":
+        if not isinstance(batches, FileBatches):
+            raise NotFoundError(
+                "distribute_dataset: batches that know of no files, expected FileBatches for "
+                f"policy 'file', got {type(batches).__name__}"
+            )
+        batches = batches.share(ranks.rank, ranks.size)
     if ranks.size * count == 1:
         return iter(batches)
     if policy == "data":
@@ -75,8 +87,10 @@ def of_same_batches(
     """As `of_global_batches`, for processes that are not in step: nothing is exchanged.
 
     Raises:
-        ValueError: the policy is not "data".
+        ValueError: the policy is neither "data" nor "auto", which is "data" here.
     """
+    if policy == "auto":
+        policy = "data"
     if policy != "data":
         raise ValueError(
             f"distribute_dataset: the replicas are not in step, expected policy 'data', got "

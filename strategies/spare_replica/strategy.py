@@ -117,7 +117,7 @@ class SpareReplicaStrategy(Strategy):
         return self.replicas_to_aggregate
 
     def distribute_dataset(
-        self, batches: Iterable[Any], *, policy: Policy = "data"
+        self, batches: Iterable[Any], *, policy: Policy = "auto"
     ) -> Iterator[Any]:
         """Give this worker its rows of every global batch; see `Strategy`.
 

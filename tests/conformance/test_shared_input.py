@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import inprocess
+import strategies
 from strategies.errors import InvalidArgumentError, OutOfRangeError
 from strategies.input import (
+    FileBatches,
     input_producer,
     once_per_node,
     preload,
@@ -152,5 +154,49 @@ def test_producers_that_mean_different_rows_are_refused(world):
             with pytest.raises(ValueError, match="rows are shared by a service and a name"):
                 range_input_producer(5, shared_name="rows")
             comm.barrier()
+
+    world.run(check)
+
+
+FILES = {f"file {n}": np.arange(10 * n, 10 * n + 3 + n % 2) for n in range(6)}
+
+
+@pytest.mark.parametrize("policy", ["file", "auto", "data", "off"])
+def test_batches_of_files_are_distributed_by_file(world, policy):
+    def check(comm):
+        read = []
+
+        def records(name):
+            read.append(name)
+            return [(number, {"half": number / 2}) for number in FILES[name]]
+
+        strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=["/cpu:0", "/cpu:1"])
+        batches = FileBatches(list(FILES), records, 4)
+        own = []
+        for numbers, halves in strategy.distribute_dataset(batches, policy=policy):
+            parts = strategy.local_results(numbers)
+            own += [int(n) for part in parts for n in part]
+            for part, half in zip(parts, strategy.local_results(halves["half"]), strict=True):
+                np.testing.assert_array_equal(half, part / 2)
+        everyones = comm.allgather_object((own, read))
+        taken = sorted(n for numbers, _ in everyones for n in numbers)
+        names = sorted(name for _, found in everyones for name in found)
+        whole = sorted(n for numbers in FILES.values() for n in numbers)
+        by_file = policy in ("file", "auto")
+        assert taken == (whole if policy != "off" else sorted(whole * comm.size))
+        assert names == (sorted(FILES) if by_file else sorted(list(FILES) * comm.size))
+
+    world.run(check)
+
+
+def test_fewer_files_than_processes(world):
+    def check(comm):
+        strategy = strategies.MultiWorkerMirroredStrategy(comm)
+        batches = FileBatches(["file 1"], FILES.get, 2)
+        rows = [r for batch in strategy.distribute_dataset(batches) for r in batch.tolist()]
+        assert sorted(n for own in comm.allgather_object(rows) for n in own) == [10, 11, 12, 13]
+        if comm.size > 1:
+            with pytest.raises(InvalidArgumentError, match="fewer files than processes, expected"):
+                strategy.distribute_dataset(batches, policy="file")
 
     world.run(check)

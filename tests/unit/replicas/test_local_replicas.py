@@ -12,7 +12,7 @@ import collectives as cc
 import inprocess
 import strategies
 from requirements import installed
-from strategies.errors import InvalidArgumentError
+from strategies.errors import InvalidArgumentError, NotFoundError
 
 
 def cpus(count):
@@ -31,6 +31,7 @@ GOLDEN = [
     ("off", 2, 9, 4, [[8], []]),
     ("data", 3, 4, 4, [[0, 1], [2, 3], []]),
     ("off", 3, 4, 4, [[0, 1], [2], [3]]),
+    ("auto", 3, 4, 4, [[0, 1], [2, 3], []]),
 ]
 
 
@@ -175,8 +176,10 @@ def test_golden_batches_of_one_process(policy, replicas, rows, batch, last):
     batches = [np.arange(start, min(start + batch, rows)) for start in range(0, rows, batch)]
     *_, step = strategy.distribute_dataset(batches, policy=policy)
     assert [part.tolist() for part in step.values] == last
-    with pytest.raises(ValueError, match="no such policy, expected one of data off, got 'auto'"):
-        strategy.distribute_dataset(batches, policy="auto")
+    with pytest.raises(ValueError, match="expected one of auto file data off, got 'files'"):
+        strategy.distribute_dataset(batches, policy="files")
+    with pytest.raises(NotFoundError, match="batches that know of no files, .* got list"):
+        strategy.distribute_dataset(batches, policy="file")
 
 
 def test_options_of_a_call_go_over_those_of_the_strategy():

@@ -1,0 +1,84 @@
+"""Batches of the records of files, for whoever may want to read only some of the files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from strategies.checks import integer
+from strategies.errors import InvalidArgumentError
+from strategies.input.sharded import Policy, ShardedInput
+from strategies.structures import zip_leaves
+
+__all__ = ["FileBatches"]
+
+
+class FileBatches:
+    """Batches of the records of files; may be gone through any number of times.
+
+    `Strategy.distribute_dataset` gives each process whole files of it under the policies "file" and
+    "auto".
+
+    Args:
+        files: names, or whatever `read` takes; the same on all ranks.
+        read: returns the records of a file, the same ones each time: arrays or numbers, or nested
+            tuples, lists and dicts of them.
+        batch_size: records in a batch; the last one may have fewer.
+        shuffle: whether to shuffle the files anew in each epoch.
+        seed: of the shuffling, the same on all ranks.
+        num_epochs: how often each record comes; None for ever.
+
+    Raises:
+        ValueError: no files, or `batch_size` or `num_epochs` below 1.
+
+    Example:
+        >>> batches = FileBatches([0, 10], lambda n: [n, n + 1, n + 2], 4)
+        >>> [batch.tolist() for batch in batches]
+        [[0, 1, 2, 10], [11, 12]]
+        >>> [batch.tolist() for batch in batches.share(1, 2)]
+        [[10, 11, 12]]
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Any],
+        read: Callable[[Any], Iterable[Any]],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_epochs: int | None = 1,
+    ) -> None:
+        integer("FileBatches", "batch_size", batch_size)
+        self.files = tuple(files)
+        self.batch_size = batch_size
+        self._read = read
+        self._order = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
+        self._records(0, 1, "data")  # checks the others
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches(self._records(0, 1, "data"))
+
+    def share(self, rank: int, size: int) -> Iterator[Any]:
+        """Return the batches of the files that one of several readers has.
+
+        Raises:
+            InvalidArgumentError: there are fewer files than readers.
+        """
+        if len(self.files) < size:
+            raise InvalidArgumentError(
+                f"FileBatches: fewer files than processes, expected at least {size}, got "
+                f"{len(self.files)}"
+            )
+        return self._batches(self._records(rank, size, "file"))
+
+    def _records(self, rank: int, size: int, policy: Policy) -> ShardedInput[Any]:
+        order: Any = self._order
+        return ShardedInput(self.files, self._read, rank=rank, size=size, policy=policy, **order)
+
+    def _batches(self, records: Iterator[Any]) -> Iterator[Any]:
+        while found := tuple(itertools.islice(records, self.batch_size)):
+            yield zip_leaves(np.stack, found, "FileBatches")
