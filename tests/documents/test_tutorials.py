@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import programs
-from launcher import ROOT
-from requirements import installed
+from launcher import ROOT, mpirun_path, run
+from requirements import installed, require
 
 DOCS = ROOT / "docs"
 # What is not run here: installing (tests/package), two machines (tests/netns), Slurm (tests/slurm).
@@ -19,12 +21,21 @@ PAGES = {
     "tutorials/spare-replicas.md": 1,
     "tutorials/the-slow-rank.md": 1,
 }
+ULFM_PAGES = {"tutorials/survive.md": 3}
 TORCH_PAGES = {"tutorials/a-horovod-script.md": 1, "tutorials/a-torch-script.md": 2}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_print_what_the_page_shows(page, tmp_path):
     assert programs.try_out(programs.read(DOCS / page), tmp_path, 90, ELSEWHERE) == PAGES[page]
+
+
+@pytest.mark.parametrize("page", ULFM_PAGES)
+def test_programs_that_outlive_ranks_print_what_the_page_shows(page, tmp_path):
+    version = run([mpirun_path(), "--version"], timeout=30).stdout
+    if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
+        require("ulfm", "fault tolerance needs Open MPI 5")
+    assert programs.try_out(programs.read(DOCS / page), tmp_path, 90) == ULFM_PAGES[page]
 
 
 @pytest.mark.parametrize("page", TORCH_PAGES)
@@ -35,7 +46,8 @@ def test_programs_of_torch_print_what_the_page_shows(page, tmp_path):
 
 def test_every_tutorial_is_tried():
     found = {f"tutorials/{path.name}" for path in (DOCS / "tutorials").glob("*.md")}
-    assert found == {page for page in [*PAGES, *TORCH_PAGES] if page != "start.md"}
+    pages = [*PAGES, *ULFM_PAGES, *TORCH_PAGES]
+    assert found == {page for page in pages if page != "start.md"}
 
 
 def test_an_output_that_differs_is_found(tmp_path):

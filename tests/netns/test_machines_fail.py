@@ -1,0 +1,120 @@
+"""One machine of three fails while the digits are learnt: what each strategy promises holds."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import pytest
+
+from launcher import ROOT
+from namespaces import NamespaceCluster, why_not
+from pairwise import also
+from requirements import needs, require
+
+pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("machines")]
+
+RUN_SECONDS = 110.0
+OUTAGE_SECONDS = 3  # shorter than all limits
+
+# Runs an example, and lets all ranks of machine m3 come to harm at their 20th batch.
+HARM = """
+import os, platform, runpy, signal, subprocess, sys
+sys.path.insert(0, os.path.dirname(sys.argv[3]))
+from common import digits
+what, folder = sys.argv[1:3]
+sys.argv = sys.argv[3:]
+gradients, calls = digits.Network.gradients, 0
+
+def harmed(self, *args):
+    global calls
+    calls += 1
+    if calls == 20 and platform.node() == "m3":
+        print("harm", flush=True)
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "frozen":
+            thaw = f"sleep SECONDS; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", thaw], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            open(f"{folder}/unplug", "w").close()
+    return gradients(self, *args)
+
+digits.Network.gradients = harmed
+runpy.run_path(sys.argv[0], run_name="__main__")
+""".replace("SECONDS", str(OUTAGE_SECONDS))
+
+# What is run, and what it says where two of six ranks have died; both learn to 0.96.
+PROGRAMS = {
+    "multi-worker": (("elastic_digits.py", "--epochs", "12"), "4 of 6 ranks; each row was used 12"),
+    "spare replicas": (("spare_replicas.py", "--replicas-to-aggregate", "4"), "worker 5: "),
+    "parameter server": (("parameter_server.py", "--coordinator"), ""),
+}
+
+
+@pytest.fixture(scope="module")
+def three_machines():
+    """Machines m1, m2 and m3."""
+    reason = why_not()
+    if reason is not None:
+        require("netns", reason)
+    with NamespaceCluster(3) as cluster:
+        yield cluster
+
+
+def pull_the_cable(cluster, folder, over):
+    """Unplug m3 for a while, once its ranks are at work."""
+    deadline = time.monotonic() + RUN_SECONDS
+    while not (folder / "unplug").exists() and not over.wait(0.02):
+        if time.monotonic() > deadline:
+            return
+    cluster.connect("m3", False)
+    over.wait(OUTAGE_SECONDS)
+    cluster.connect("m3", True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what"),
+    [
+        ("multi-worker", "killed"),
+        also("multi-worker", "frozen"),
+        also("multi-worker", "unplugged"),
+        also("spare replicas", "killed"),
+        ("spare replicas", "frozen"),
+        also("spare replicas", "unplugged"),
+        also("parameter server", "killed"),
+        also("parameter server", "frozen"),
+        ("parameter server", "unplugged"),
+    ],
+)
+def test_the_digits_are_learnt_though_a_machine_fails(three_machines, tmp_path, strategy, what):
+    needs("sklearn")
+    (example, *arguments), words = PROGRAMS[strategy]
+    program = tmp_path / "harm.py"
+    program.write_text(HARM)
+    over = threading.Event()
+    cable = threading.Thread(target=pull_the_cable, args=(three_machines, tmp_path, over))
+    cable.start()
+    try:
+        result = three_machines.run(
+            2, program, what, tmp_path, ROOT / "examples" / example, *arguments,
+            timeout=RUN_SECONDS, options=("--with-ft", "ulfm"),
+            UNISONO_RECORDER_DIR=str(tmp_path),
+        )  # fmt: skip
+    finally:
+        over.set()
+        cable.join()
+    assert "harm" in result.stdout, result
+    found = re.search(r"accuracy on the held-out digits: .*?([\d.]+)$", result.stdout, re.MULTILINE)
+    assert found, result
+    assert float(found[1]) >= 0.96, result
+    if what == "killed":
+        assert words in result.stdout, result
+        if strategy == "parameter server":  # has learnt; its `Preemption` ends with all
+            assert "PeerFailure: allreduce: ranks 4 5 died" in result.stderr, result
+            return
+    assert result.status == 0, result
+    if what == "unplugged":
+        assert (tmp_path / "unplug").exists()
