@@ -73,6 +73,12 @@ KINDS = {
         lambda thing, comm: thing.value,
         lambda thing, state, comm: thing.assign(state),
     ),
+    "variable on a task": Kind(
+        ("read", "assign", "scatter_add"),
+        lambda thing, comm: thing.read().value,
+        # One variable for all ranks, which wait for each other after this.
+        lambda thing, state, comm: thing.assign(state) if not comm or comm.rank == 0 else None,
+    ),
     "generator of NumPy": Kind(
         ("bit_generator",),
         lambda thing, comm: thing.bit_generator.state,

@@ -13,6 +13,7 @@ from requirements import installed
 from strategies import errors
 from strategies.input import ShardedInput
 from strategies.training import Saver
+from strategies.variables.partition import fixed_size
 
 
 def folder_of(comm):
@@ -53,6 +54,38 @@ def test_all_ranks_go_on_where_they_were(world):
         # One description of what is equal, one for each rank of what is not.
         assert "ranks" not in found.metadata["things"]["same"]
         assert ("ranks" in found.metadata["things"]["own"]) == (comm.size > 1)
+
+    world.run(run)
+
+
+def test_variables_on_a_task(world):
+    def run(comm):
+        folder, last = folder_of(comm), comm.size - 1
+        start = np.arange(6.0).reshape(3, 2)
+        with (
+            strategies.remote.Service(comm) as service,
+            strategies.CheckpointManager(folder, comm) as checkpoints,
+        ):
+            one = strategies.variables.shared_variable(
+                start, service=service, shared_name="one", task=last
+            )
+            parts = strategies.variables.shared_partitioned_variable(
+                2 * start, service=service, shared_name="parts", tasks=[0, last],
+                partitioner=fixed_size(2),
+            )  # fmt: skip
+            saver = Saver(checkpoints, model={"one": one, "parts": parts})
+            saver.save(1)
+            if comm.rank == last:
+                one.assign(start + 1)
+                parts.assign(start + 1)
+            comm.barrier()
+            assert one.read().value[0, 0] == 1
+            comm.barrier()
+            assert saver.restore() == 1
+            np.testing.assert_array_equal(one.read().value, start)
+            np.testing.assert_array_equal(parts.read().value, 2 * start)
+            assert one.read().version == 2, "assigned by a task, and by one rank"
+            comm.barrier()
 
     world.run(run)
 

@@ -256,6 +256,47 @@ def test_an_error_at_every_file_call(tmp_path, scene, code):
             assert now - rubbish == before, (name, subject)
 
 
+@pytest.mark.parametrize(
+    ("save", "scene", "code"),
+    [
+        also(save_behind, "next", errno.ENOSPC),
+        (save_sharded, "next", errno.ENOSPC),
+        (save_sharded_behind, "same step", errno.EIO),
+        *(
+            also(save, scene, code)
+            for save in (save_behind, save_sharded, save_sharded_behind)
+            for scene, code in (("first", errno.EIO), ("same step, several", errno.ENOSPC))
+        ),
+    ],
+)
+def test_an_error_at_every_file_call_of_other_saves(tmp_path, save, scene, code):
+    """In the background, and of two ranks: the error is raised, and the newest is a whole one."""
+    set_up(tmp_path / "count", scene)
+    with FileLayer() as layer:
+        save(tmp_path / "count", scene)
+
+    def fail(call, args):
+        raise OSError(code, os.strerror(code), str(args[0]))
+
+    seen = []
+    for stop in range(len(layer.trace)):
+        directory = tmp_path / str(stop)
+        set_up(directory, scene)
+        raised = None
+        with FileLayer(stop, fail):
+            try:
+                save(directory, scene)
+            except errors.OpError as error:
+                raised = error
+        if raised is not None:
+            assert os.strerror(code).lower() in str(raised)
+            assert str(directory) in str(raised)
+        result = check_after_failure(directory, scene)
+        assert result == "new" or raised is not None
+        seen.append(raised is not None)
+    assert sum(seen) >= 10
+
+
 def test_the_order_of_writing_and_syncing(tmp_path):
     with FileLayer() as layer:
         path = checkpoint.save(tmp_path, {"a": np.ones(3)}, step=1)
