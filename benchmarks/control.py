@@ -4,17 +4,19 @@
 
 Every rank is simulated (`collectives.simulation`): a group as a job has it, a rank on each machine,
 over a transport that counts. Messages are those that a rank sends, peers the ranks that it sends to
-or receives from, since MPI connects two ranks when they first meet; both of the rank with most. The
-memory of a group is what Python allocates for it, the mean over the ranks. Bytes on the line are
-those of a rank. `init` begins here where MPI has started and every rank knows where the others are
-(one `MPI_Allgather` of 8 bytes).
-A group by `split` is an all-gather of a number each, and MPI's own agreement about a number for it.
+or receives from, since MPI connects two ranks when they first meet; both of the rank with most.
+Bytes on the line are those of a rank. The memory of a group is what Python allocates for it, the
+mean over the ranks, without the shared memory of a node, whose file is the only one that is open
+for it. `init` begins here where MPI has started and every rank knows where the others are (one
+`MPI_Allgather` of 8 bytes). A group by `split` is an all-gather of a number each, and MPI's own
+agreement about a number for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -33,6 +35,9 @@ from collectives.simulation.transport import SimulatedTransport
 from collectives.transport.transport import Deadline
 
 LIMIT = 60.0
+
+# Calls that fill the recorder, and the most ranks that make so many.
+CALLS, MOST_OF_CALLS = 300, 128
 
 
 class Counts:
@@ -104,7 +109,7 @@ def main() -> int:
 
 
 def measured(size: int) -> dict[str, list[float]]:
-    """Return for each act the most messages, peers and KiB of a rank; and the memory of a group."""
+    """Return for each act the most messages, peers and KiB of a rank; and what a group holds."""
     own = settings.from_environment()
     found = {}
     for name, act in ACTS.items():
@@ -124,23 +129,44 @@ def measured(size: int) -> dict[str, list[float]]:
             max(len(count.peers) for count in counts),
             round(max(count.nbytes for count in counts) / 1024, 1),
         ]
-    found["memory of a group, KiB"] = [round(memory(size, own) / 1024, 1)]
-    return found
+    return found | memory(size, own)
 
 
-def memory(size: int, own: settings.Settings) -> float:
-    """Return the bytes of a group, mean over the ranks, without what its transport holds."""
-    groups_made = []
-    tracemalloc.start()
+def memory(size: int, own: settings.Settings) -> dict[str, list[float]]:
+    """Return what a group holds, mean over the ranks, without what its transport holds.
+
+    Its bytes when it is made; those that further calls of one kind add, with which the recorder is
+    full and the call has its plan; and how many files are open for it.
+    """
+    made, groups = [], []
+    marks: list[int] = []
+    calls = CALLS if size <= MOST_OF_CALLS else 0
 
     def program(access: ranks.Access) -> None:
         before = tracemalloc.get_traced_memory()[0]
         group = Group(access.transport, range(size), own)
-        groups_made.append((group, tracemalloc.get_traced_memory()[0] - before))
+        made.append(tracemalloc.get_traced_memory()[0] - before)
+        groups.append(group)  # kept until all is counted
+        x = np.zeros(2)
+        for several in (1, calls):
+            for _ in range(several):
+                reduce.allreduce(group, x, out=x)
+            broadcast.barrier(group)
+            if group.rank == 0:
+                marks.append(tracemalloc.get_traced_memory()[0])
 
+    files = len(os.listdir("/proc/self/fd"))
+    tracemalloc.start()
     ranks.run(Cluster(size, size), program, payload=True)
     tracemalloc.stop()
-    return sum(taken for _, taken in groups_made) / size
+    found: dict[str, list[float]] = {
+        "files that a group opens": [(len(os.listdir("/proc/self/fd")) - files) / size],
+        "memory of a group, KiB": [round(sum(made) / size / 1024, 1)],
+    }
+    if calls:
+        more = (marks[1] - marks[0]) / size / 1024
+        found[f"{CALLS} calls more, KiB"] = [round(more, 1)]
+    return found
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ seed out of 16 to 1,024 machines (no power of two among them as often as one), 1
 twice the fastest one's time is simulated. The pick is right if it takes at most 10 % more than
 the fastest. A simulation is given up after `--within` real seconds; a row counts only where the
 pick has come to its end, and an algorithm that was given up counts as slower where its clock had
-passed the pick's time.
+passed the pick's time. Rows that the file of `--json` has from an earlier run are not made again,
+but for those that were given up.
 
 `--aims` simulates instead what is promised of 1,024 machines with 100 Gbit/s and 5 us, and what the
-largest simulation itself takes; with `--picture` the share of the line that each algorithm reaches
-there for 100 MB.
+largest simulation itself takes. `--picture` draws instead the share of the line that each algorithm
+reaches there for 100 MB on 16 to 1,024 machines.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ GIGABITS = [1, 10, 25, 100, 200]
 LATENCIES = [2e-6, 5e-6, 2e-5, 5e-5]
 GAMMA = 3.3e-11
 
+# Of the aims: bytes, and seconds of a message.
+LARGE, LATENCY = 100_000_000, 5e-6
+
 NEAR, REACH = 1.1, 0.95
 WORTH_A_TRY = 2.0
 
@@ -50,15 +54,20 @@ def main() -> int:
     parser.add_argument("--from", dest="first", type=int, default=0, help="number of the first row")
     parser.add_argument("--within", type=float, default=8.0, help="seconds for one simulation")
     parser.add_argument("--json", type=Path, help="adds its figures to this file")
-    parser.add_argument("--picture", type=Path, help="of --aims, with matplotlib")
+    parser.add_argument("--picture", type=Path, help="shares of the line, with matplotlib")
     parser.add_argument("--aims", action="store_true")
     options = parser.parse_args()
     figures = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     if options.aims:
-        figures["aims"] = aims(options.picture)
+        figures["aims"] = aims()
+    elif options.picture is not None:
+        figures["shares of the line"] = shares()
+        draw(figures["shares of the line"], options.picture)
     else:
         figures.setdefault("rows", {})
         for number in range(options.first, options.first + options.rows):
+            if figures["rows"].get(str(number), {}).get("behind") is not None:
+                continue
             figures["rows"][str(number)] = row(number, options.within)
             print(number, json.dumps(figures["rows"][str(number)]), flush=True)
             if options.json:  # also if it is stopped before the last row
@@ -121,50 +130,57 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def aims(picture: Path | None) -> dict[str, Any]:
+def aims() -> dict[str, Any]:
     """Simulate what is promised of 1,024 machines."""
     found: dict[str, Any] = {}
-    large, tiny, latency = 100_000_000, 8, 5e-6
-    machines = cluster_of(1024, 1, 100, latency)
-    line = 2 * 1023 / 1024 * large * machines.machine.network.beta
+    tiny = 8
+    machines = cluster_of(1024, 1, 100, LATENCY)
+    line = 2 * 1023 / 1024 * LARGE * machines.machine.network.beta
     for name in ("halving", "double_tree"):
-        took = calls.seconds("allreduce", name, large, machines)
+        took = calls.seconds("allreduce", name, LARGE, machines)
         found[f"100 MB, {name}, of the line"] = line / took
     took = calls.seconds("allreduce", selection.pick("allreduce", tiny, machines.layout), tiny,
                          machines)  # fmt: skip
-    found["8 B, of 2 log2 P latencies"] = took / (2 * 10 * latency)
-    many = cluster_of(1024, 8, 100, latency)
-    began = time.perf_counter()
+    found["8 B, of 2 log2 P latencies"] = took / (2 * 10 * LATENCY)
+    many = cluster_of(1024, 8, 100, LATENCY)
+    began, processor = time.perf_counter(), time.process_time()
     calls.seconds("allreduce", "hierarchical", 64 << 20, many)
     found["1,024 x 8, hierarchical, 64 MiB: real seconds"] = time.perf_counter() - began
+    found["1,024 x 8, hierarchical, 64 MiB: processor seconds"] = time.process_time() - processor
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
     found["GiB at most, of all these"] = most
     for name, value in found.items():
         print(f"{name}: {value:.3g}", flush=True)
-    if picture is not None:
-        draw(large, latency, picture)
     return found
 
 
-def draw(nbytes: int, latency: float, picture: Path) -> None:
-    """Draw the share of the line that each algorithm reaches over the machines."""
+def shares() -> dict[str, dict[str, float]]:
+    """Return for each algorithm the share of the line that it reaches, over the machines."""
+    found: dict[str, dict[str, float]] = {}
+    for machines in (16, 64, 256, 500, 1024):
+        cluster = cluster_of(machines, 1, 100, LATENCY)
+        line = 2 * (machines - 1) / machines * LARGE * cluster.machine.network.beta
+        for name in ("ring", "halving", "double_tree", "tree"):
+            try:
+                took = calls.seconds("allreduce", name, LARGE, cluster, within=45.0)
+            except Stopped:
+                continue
+            found.setdefault(name, {})[str(machines)] = line / took
+            print(f"{name}, {machines} machines: {line / took:.3f}", flush=True)
+    return found
+
+
+def draw(found: dict[str, dict[str, float]], picture: Path) -> None:
+    """Draw what `shares` has found."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name in ("ring", "halving", "double_tree", "tree"):
-        points = []
-        for machines in (4, 16, 64, 100, 256, 500, 1024):
-            cluster = cluster_of(machines, 1, 100, latency)
-            line = 2 * (machines - 1) / machines * nbytes * cluster.machine.network.beta
-            try:
-                took = calls.seconds("allreduce", name, nbytes, cluster, within=45.0)
-            except Stopped:
-                continue
-            points.append((machines, 100 * line / took))
-        axes.semilogx(*zip(*points, strict=True), "o-", label=name, base=2)
+    for name, cells in found.items():
+        reached = [100 * share for share in cells.values()]
+        axes.semilogx([int(each) for each in cells], reached, "o-", label=name, base=2)
     axes.set_xlabel("machines")
     axes.set_ylabel("% of the line")
     axes.set_ylim(0, 102)

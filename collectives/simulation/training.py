@@ -30,12 +30,16 @@ __all__ = ["Compute", "Outcome", "all_reduce", "asynchronous", "servers", "spare
 class Compute:
     """What replicas compute for, in seconds: gamma-distributed, and now and then a straggler.
 
+    Where times of steps have been measured, it is drawn from them instead.
+
     Args:
         mean: of a step, without stragglers.
         spread: standard deviation over the mean.
         slow_share: the share of all steps of all replicas in which one is a straggler.
         slow_by: how many times as long that takes.
         seed: the same gives the same times.
+        measured: seconds of steps in any unit, scaled so that their mean is `mean`; each is drawn
+            as often as any other. In place of a spread.
     """
 
     mean: float
@@ -43,12 +47,16 @@ class Compute:
     slow_share: float = 0.0
     slow_by: float = 1.0
     seed: int = 0
+    measured: Sequence[float] = ()
 
     def draw(self, steps: int, replicas: int) -> Array:
         """Return seconds, shape (steps, replicas), float64."""
         rng = np.random.default_rng(self.seed)
         drawn = np.full((steps, replicas), self.mean)
-        if self.spread:
+        if self.measured:
+            times = np.asarray(self.measured, np.float64)
+            drawn = rng.choice(times * (self.mean / times.mean()), (steps, replicas))
+        elif self.spread:
             shape = self.spread**-2
             drawn = rng.gamma(shape, self.mean / shape, (steps, replicas))
         drawn[rng.random((steps, replicas)) < self.slow_share] *= self.slow_by

@@ -25,17 +25,13 @@ from strategies.averaging.alike import Fact
 from strategies.averaging.overlap import Overlap
 from strategies.averaging.passes import Contribution
 from strategies.averaging.rule import OPERATION, Rule
+from strategies.averaging.status import Exchange, Status
 from strategies.optimizers.clipping import clip_by_global_norm
 from strategies.sparse import Rows
 
 __all__ = ["Averaging", "Leaf"]
 
 Array = npt.NDArray[Any]
-
-# What the first exchange adds up. Behind these stand, for each leaf, the number of ranks with a
-# gradient, and then the number of ranks with a sparse one. Two sums tell whether all ranks have
-# the same number: P times the sum of squares is then the square of the sum.
-_REFUSED, _CHANGED, _RETRY, _APART, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _HEAD = range(9)
 
 # Bytes of a bucket that is to be reduced during the backward pass: smaller ones begin earlier.
 # `benchmarks/overlap.py`, 34 MB between 2 machines at 1 Gbit/s, ms per step: 2 MiB 435, 4 MiB 430,
@@ -95,8 +91,7 @@ class Averaging:
         self._given: Sequence[Leaf] = ()
         self._leaves: list[Leaf] = []
         self._words: list[tuple[str, tuple[int, ...], str]] = []
-        self._status = comm.shared_empty(_HEAD, np.float64)
-        self._exchange = comm.plan_allreduce(self._status, op=cc.SUM)
+        self._exchange = Exchange(comm)
         self._buckets: Any = None
         self._bucketed: list[int] = []
         self._steps = 0
@@ -118,7 +113,7 @@ class Averaging:
             MismatchError: ranks differ in their parameters; on all.
         """
         alike.compare(self.comm, OPERATION, lambda: [_fact(leaf, False) for leaf in leaves])
-        self._know(leaves)
+        self._leaves, self._exchange = list(leaves), Exchange(self.comm, len(leaves))
         marks = np.zeros(len(leaves), np.uint8)
         marks[list(trained)] = 1
         wanted = set(np.flatnonzero(self.comm.allreduce(marks, op=cc.MAX)).tolist())
@@ -126,7 +121,7 @@ class Averaging:
             self._guessed = True
             self._make_room(wanted)
             first = Contribution([], passes=self.rule.backward_passes_per_step)
-            self.overlap = Overlap(self._buckets, self._bucketed, self._scale(None, first), first)
+            self.overlap = Overlap(self._buckets, self._bucketed, self._scale(0.0, first), first)
 
     def average(
         self,
@@ -170,51 +165,43 @@ class Averaging:
         retry = overlap is None or not overlap.holds(contribution, unchanged)
         status = self._tell(leaves, contribution, retry)
         new = False
-        if status[_CHANGED] and not status[_REFUSED]:
+        if status.changed and not status.refused:
             new = self._agree_on(leaves)
             status = self._tell(leaves, contribution, retry or self._buckets is None)
-        if status[_REFUSED]:
+        if status.refused:
             raise_everywhere(contribution.error, self.comm, "apply_gradients")
-        self._check(status)
+        status.check(self.comm, self.rule, self._steps, [leaf.name for leaf in self._leaves])
         self._compare(leaves, new)
-        scale = self._scale(status, contribution)
+        scale = self._scale(status.examples, contribution)
         results = self._combine(contribution.gradients, status, scale, reduced)
         if self._guessed:
-            self._correct(status)
+            self._correct(status.dense)
         # Where passes were added up before, their sum is known in the step only, on any rank.
-        if self.rule.overlap and self._buckets is not None and not status[_APART]:
+        if self.rule.overlap and self._buckets is not None and not status.apart:
             self.overlap = Overlap(self._buckets, self._bucketed, scale, contribution)
         return results
 
     def _combine(
-        self, gradients: Sequence[Any], status: Array, scale: float, reduced: Sequence[Any]
+        self, gradients: Sequence[Any], status: Status, scale: float, reduced: Sequence[Any]
     ) -> list[Any]:
         """Make the second exchange, unless all ranks have `reduced` what this step needs."""
-        n = len(gradients)
-        wanted, sparse = self._dense(status), status[_HEAD + n :] > 0
-        if wanted and (status[_RETRY] or not wanted <= set(self._bucketed)):
+        wanted = status.dense
+        if wanted and (status.retry or not wanted <= set(self._bucketed)):
             self._take_back()
             self._make_room(wanted)
             chosen = [gradients[i] if i in wanted else None for i in self._bucketed]
             reduced = self._reduce(chosen, scale)
-        results: list[Any] = [None] * n
+        results: list[Any] = [None] * len(gradients)
         for i, result in zip(self._bucketed, reduced, strict=False):
             if i in wanted:
                 results[i] = self._finish(result)
-        for i in np.flatnonzero(sparse).tolist():
+        for i in status.sparse:
             results[i] = self._average_rows(self._leaves[i], gradients[i], scale)
         return results
 
-    def _dense(self, status: Array) -> set[int]:
-        """Return which leaves have a gradient on any rank that is not sparse."""
-        n = len(self._leaves)
-        present, sparse = status[_HEAD : _HEAD + n] > 0, status[_HEAD + n :] > 0
-        return set(np.flatnonzero(present & ~sparse).tolist())
-
-    def _correct(self, status: Array) -> None:
+    def _correct(self, wanted: set[int]) -> None:
         """Have buckets for no other leaves than those of the first step."""
         self._guessed = False
-        wanted = self._dense(status)
         if wanted < set(self._bucketed):
             self.close()
             self._make_room(wanted)
@@ -255,33 +242,10 @@ class Averaging:
             self._buckets.close()
             self._buckets, self._bucketed = None, []
 
-    def _tell(self, leaves: Sequence[Leaf], contribution: Contribution, retry: bool) -> Array:
-        """Make the first exchange; returns a copy of the sums.
-
-        With `retry`, what was reduced meanwhile on this rank is not what the step needs.
-        """
-        status, n = self._status, len(self._leaves)
-        gradients, examples, error = (
-            contribution.gradients,
-            contribution.examples,
-            contribution.error,
-        )
-        status[:] = 0
-        status[_REFUSED] = error is not None
-        status[_RETRY] = retry
-        status[_APART] = not contribution.at_once
-        status[_EXAMPLES] = examples or 0
-        status[_WEIGHTED] = examples is not None
-        status[_STEPS], status[_SQUARES] = self._steps, self._steps**2
-        if error is None:
-            changed = leaves is not self._given and self._words != [leaf[:3] for leaf in leaves]
-            status[_CHANGED] = changed
-            if not changed:
-                status[_HEAD : _HEAD + n] = [g is not None for g in gradients]
-                status[_HEAD + n :] = [isinstance(g, Rows) for g in gradients]
-        self._exchange()
-        sums: Array = status.copy()
-        return sums
+    def _tell(self, leaves: Sequence[Leaf], contribution: Contribution, retry: bool) -> Status:
+        """Make the first exchange."""
+        changed = leaves is not self._given and self._words != [leaf[:3] for leaf in leaves]
+        return self._exchange(contribution, steps=self._steps, retry=retry, changed=changed)
 
     def _agree_on(self, leaves: Sequence[Leaf]) -> bool:
         """Compare the parameters of all ranks, and make room for them; tells if any are new."""
@@ -296,16 +260,10 @@ class Averaging:
         alike.compare(self.comm, OPERATION, facts)
         if words != [leaf[:3] for leaf in self._leaves]:
             self.close()
-        self._know(leaves)
-        self._given, self._words = leaves, words
+        self._exchange = Exchange(self.comm, len(leaves))
+        self._given, self._leaves, self._words = leaves, list(leaves), words
         self._compared |= new
         return bool(new)
-
-    def _know(self, leaves: Sequence[Leaf]) -> None:
-        """Have room in the first exchange for these leaves."""
-        self._leaves = list(leaves)
-        self._status = self.comm.shared_empty(_HEAD + 2 * len(leaves), np.float64)
-        self._exchange = self.comm.plan_allreduce(self._status, op=cc.SUM)
 
     def _compare(self, leaves: Sequence[Leaf], new: bool) -> None:
         """Compare the parameters again, if it is time; where some are `new` they just were."""
@@ -322,37 +280,10 @@ class Averaging:
                 earlier="in an earlier step",
             )
 
-    def _check(self, status: Array) -> None:
-        """Find what is wrong in the sums; the same on all ranks."""
-        size, n = self.comm.size, len(self._leaves)
-        if status[_SQUARES] * size != status[_STEPS] ** 2:
-            raise cc.MismatchError(
-                "apply_gradients: ranks are not in the same step, expected the same number of "
-                f"steps everywhere, got {status[_STEPS] / size:g} on average and "
-                f"{self._steps} on {self.comm.name(self.comm.rank)}"
-            )
-        if status[_WEIGHTED] not in (0, size):
-            raise ValueError(
-                "apply_gradients: some ranks have given examples, expected all or none, got "
-                f"{status[_WEIGHTED]:g} of {size}"
-            )
-        if status[_WEIGHTED] and self.rule.op is not cc.MEAN:
-            raise ValueError("apply_gradients: examples weight a mean, expected MEAN, got SUM")
-        if status[_WEIGHTED] and status[_EXAMPLES] <= 0:
-            raise ValueError("apply_gradients: no rank has an example, expected at least one")
-        present, sparse = status[_HEAD : _HEAD + n], status[_HEAD + n :]
-        for i in np.flatnonzero((sparse > 0) & (sparse < present)).tolist():
-            raise ValueError(
-                "apply_gradients: a gradient is sparse on some ranks and dense on others, expected "
-                "one kind; sparse_as_dense=True makes them dense "
-                f"(variable: {self._leaves[i].name})"
-            )
-
-    def _scale(self, status: Array | None, contribution: Contribution) -> float:
+    def _scale(self, examples: float, contribution: Contribution) -> float:
         """Return what this rank's gradients are multiplied by before they are combined."""
         if contribution.examples is not None:
-            assert status is not None
-            scale = contribution.weight * self.comm.size / float(status[_EXAMPLES])
+            scale = contribution.weight * self.comm.size / examples
         else:
             scale = 1 / contribution.passes if self.rule.average_aggregated_gradients else 1.0
         return scale / self.rule.gradient_predivide_factor

@@ -169,9 +169,11 @@ class NamespaceCluster:
 
 
 def _line(rate: str | None) -> list[str]:
-    """Return the queueing discipline of one direction of a link."""
+    """Return the queueing discipline of one direction of a link, such as "100mbit" or "1gbit"."""
     if rate is None:
         return ["pfifo_fast"]
-    # A burst of 256 KiB is what the kernel's timer needs for 1 Gbit/s; 50 ms is the queue of a
-    # switch, after which packets are dropped.
-    return ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+    # A burst of 256 KiB is what the kernel's timer needs for 1 Gbit/s, and as many bytes pass at
+    # once; 4 KiB do for 100 Mbit/s. 50 ms is the queue of a switch, after which packets are
+    # dropped.
+    burst = "4kb" if rate.endswith("mbit") and int(rate.removesuffix("mbit")) <= 100 else "256kb"
+    return ["tbf", "rate", rate, "burst", burst, "latency", "50ms"]

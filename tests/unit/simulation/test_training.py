@@ -20,6 +20,13 @@ def test_compute_is_the_same_for_the_same_seed_and_has_its_mean_and_stragglers()
     np.testing.assert_array_equal(Compute(0.1).draw(2, 3), np.full((2, 3), 0.1))
 
 
+def test_compute_is_drawn_from_times_that_were_measured():
+    drawn = Compute(0.1, measured=[1.0, 1.0, 1.0, 5.0], seed=1).draw(1000, 20)
+    assert set(np.unique(drawn).round(6)) == {0.05, 0.25}
+    assert (drawn > 0.1).mean() == pytest.approx(0.25, rel=0.05)
+    assert drawn.mean() == pytest.approx(0.1, rel=0.05)
+
+
 def test_an_all_reduce_waits_for_the_slowest_and_overlaps_what_is_ready():
     drawn = np.array([[1.0, 2.0], [4.0, 2.0]])
     plain = training.all_reduce(drawn, [(1.0, 0.5)])

@@ -1,0 +1,123 @@
+"""What every rank has to know before any gradient moves: one small exchange of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import collectives as cc
+from strategies.averaging.passes import Contribution
+from strategies.averaging.rule import Rule
+from strategies.sparse import Rows
+
+__all__ = ["Exchange", "Status"]
+
+# What is added up. Behind these stand, for each leaf, the number of ranks with a gradient, and then
+# the number of ranks with a sparse one. Two sums tell whether all ranks have the same number of
+# steps: P times the sum of squares is then the square of the sum.
+_REFUSED, _CHANGED, _RETRY, _APART, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _HEAD = range(9)
+
+
+class Status:
+    """What the ranks have told each other; the same on all of them.
+
+    Attributes:
+        refused: a rank has an error.
+        changed: a rank has other leaves than in the last step.
+        retry: on some rank, what was reduced before the step is not what the step needs.
+        apart: on some rank, passes did not come together.
+        examples: of all ranks.
+        dense: leaves with a gradient on any rank, none of them sparse.
+        sparse: leaves with a sparse gradient on any rank.
+    """
+
+    def __init__(self, sums: npt.NDArray[np.float64]) -> None:
+        self._sums = sums
+        leaves = (len(sums) - _HEAD) // 2
+        self._present, self._rows = sums[_HEAD : _HEAD + leaves], sums[_HEAD + leaves :]
+        self.refused, self.changed, self.retry, self.apart = (
+            bool(sums[i]) for i in (_REFUSED, _CHANGED, _RETRY, _APART)
+        )
+        self.examples = float(sums[_EXAMPLES])
+        self.dense = set(np.flatnonzero((self._present > 0) & (self._rows == 0)).tolist())
+        self.sparse: list[int] = np.flatnonzero(self._rows > 0).tolist()
+
+    def check(self, comm: cc.Communicator, rule: Rule, steps: int, names: Sequence[str]) -> None:
+        """Find what is wrong in the sums; the same on all ranks.
+
+        Args:
+            comm: the ranks.
+            rule: by which gradients are combined.
+            steps: of this rank.
+            names: of the leaves.
+
+        Raises:
+            MismatchError, ValueError: as `Averaging.average`.
+        """
+        sums, size = self._sums, comm.size
+        if sums[_SQUARES] * size != sums[_STEPS] ** 2:
+            raise cc.MismatchError(
+                "apply_gradients: ranks are not in the same step, expected the same number of "
+                f"steps everywhere, got {sums[_STEPS] / size:g} on average and "
+                f"{steps} on {comm.name(comm.rank)}"
+            )
+        if sums[_WEIGHTED] not in (0, size):
+            raise ValueError(
+                "apply_gradients: some ranks have given examples, expected all or none, got "
+                f"{sums[_WEIGHTED]:g} of {size}"
+            )
+        if sums[_WEIGHTED] and rule.op is not cc.MEAN:
+            raise ValueError("apply_gradients: examples weight a mean, expected MEAN, got SUM")
+        if sums[_WEIGHTED] and self.examples <= 0:
+            raise ValueError("apply_gradients: no rank has an example, expected at least one")
+        for i in self.sparse:
+            if self._rows[i] < self._present[i]:
+                raise ValueError(
+                    "apply_gradients: a gradient is sparse on some ranks and dense on others, "
+                    "expected one kind; sparse_as_dense=True makes them dense "
+                    f"(variable: {names[i]})"
+                )
+
+
+class Exchange:
+    """The sums of the ranks of one group about some leaves; made by all of them together.
+
+    Args:
+        comm: the ranks.
+        leaves: how many.
+    """
+
+    def __init__(self, comm: cc.Communicator, leaves: int = 0) -> None:
+        self._sums = comm.shared_empty(_HEAD + 2 * leaves, np.float64)
+        self._reduce: Any = comm.plan_allreduce(self._sums, op=cc.SUM)
+
+    def __call__(
+        self, contribution: Contribution, *, steps: int, retry: bool, changed: bool
+    ) -> Status:
+        """Tell all ranks of this one, and learn of them; *collective*.
+
+        Args:
+            contribution: of this rank.
+            steps: how many it has made, with this one.
+            retry: what this rank has reduced before the step is not what the step needs.
+            changed: it has other leaves than the exchange is for.
+        """
+        sums = self._sums
+        sums[:] = 0
+        sums[_REFUSED] = contribution.error is not None
+        sums[_RETRY] = retry
+        sums[_APART] = not contribution.at_once
+        sums[_EXAMPLES] = contribution.examples or 0
+        sums[_WEIGHTED] = contribution.examples is not None
+        sums[_STEPS], sums[_SQUARES] = steps, steps**2
+        if contribution.error is None and changed:
+            sums[_CHANGED] = True
+        elif contribution.error is None:
+            middle = (_HEAD + len(sums)) // 2
+            sums[_HEAD:middle] = [g is not None for g in contribution.gradients]
+            sums[middle:] = [isinstance(g, Rows) for g in contribution.gradients]
+        self._reduce()
+        return Status(sums.copy())

@@ -1,0 +1,26 @@
+"""The example that fits a line and a ridge under every strategy."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher import ROOT, mpirun
+from pairwise import also
+
+IN_STEP = ("mirrored", "multi-worker", "central storage", "server, in step")
+
+
+@pytest.mark.parametrize("size", [also(1), also(2), 3])
+def test_every_strategy_finds_the_weights_of_the_direct_solution(size):
+    result = mpirun(size, ROOT / "examples" / "linear_regression.py", timeout=115)
+    assert result.status == 0, result
+    _, *lines = result.stdout.splitlines()
+    found = {}
+    for line in lines:
+        name, descent = line[:16].strip(), line[17:29].strip()
+        found[name, descent] = tuple(map(float, line[29:].split()[:2]))
+    assert len(found) == 3 * (4 if size == 1 else 6), result
+    for (name, descent), off in found.items():
+        # In step, batches are all rows: what is left is 0.5^40 of the way, but for the condition.
+        limit = 1e-6 if descent == "batch" and name in IN_STEP else 1.0
+        assert max(off) < limit, (name, descent, off)  # of weights from 0 to 7
