@@ -13,7 +13,7 @@ import ctypes
 import math
 import threading
 import weakref
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -279,6 +279,7 @@ class FakeCupy:
     """What of the module `cupy` the package uses; `available` is whether there is a device."""
 
     ndarray = ndarray
+    generic = np.generic
 
     def __init__(self, available=True, gpus=(), can_register=True, devices=1):
         self.threads = threading.local()
@@ -478,8 +479,9 @@ def _full(shape, number, *, dtype, device):
         return ndarray(device.fake, np.full(shape, number, dtype))
 
 
-ARRAY_API = SimpleNamespace(
-    __name__="array_api_compat.cupy",
+# Stands for that module in `sys.modules` where strategies use the double.
+ARRAY_API = ModuleType("array_api_compat.cupy")
+ARRAY_API.__dict__.update(
     float16=np.float16, float32=np.float32, float64=np.float64, int64=np.int64,
     astype=lambda x, dtype: _new(x, x.used().astype(dtype)),
     asarray=_on_device, full=_full, ascontiguousarray=lambda x: x.fake.ascontiguousarray(x),
@@ -488,4 +490,3 @@ ARRAY_API = SimpleNamespace(
     permute_dims=lambda x, axes: _new(x, x.used().transpose(axes)),
     sqrt=np.sqrt, maximum=np.maximum,
 )  # fmt: skip
-"""What stands for `array_api_compat.cupy`, in `sys.modules`, where strategies use the double."""
