@@ -26,6 +26,7 @@ del test_a_callback_may_use_the_queue  # noqa: F821
 del test_a_priority_queue_forgets_objects_that_have_left  # noqa: F821
 del test_an_interrupted_caller_takes_nothing  # noqa: F821
 del test_memory_does_not_grow_with_use  # noqa: F821
+del test_memory_of_a_priority_queue_does_not_grow_with_use  # noqa: F821
 del test_objects_that_have_left_are_forgotten  # noqa: F821
 
 KINDS = ("FIFOQueue", "PaddingFIFOQueue", "PriorityQueue", "RandomShuffleQueue")
