@@ -317,13 +317,12 @@ class Averaging:
 
     def _reduce(self, gradients: list[Any], scale: float) -> list[Any]:
         """Reduce one gradient for each place in the buckets."""
-        pairs = list(zip(self._buckets.views, gradients, strict=True))
-        hosts = None
+        views = self._buckets.views
         try:
-            if all(isinstance(view, np.ndarray) for view, _ in pairs):
-                hosts = [None if g is None else placing.host(g, view) for view, g in pairs]
-            else:
-                for view, gradient in pairs:
+            # They are written bucket by bucket, each while it is in the caches.
+            hosts = placing.hosts(gradients, views, scale)
+            if hosts is None:
+                for view, gradient in zip(views, gradients, strict=True):
                     placing.put(view, gradient, scale)
         except Exception as error:  # for which the other ranks must not wait
             self._buckets.end_by(error)

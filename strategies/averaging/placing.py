@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from strategies import arrays
 
-__all__ = ["host", "put"]
+__all__ = ["host", "hosts", "put"]
 
 Array = npt.NDArray[Any]
 
@@ -17,6 +18,28 @@ Array = npt.NDArray[Any]
 def host(gradient: Any, view: Array) -> Array:
     """See a gradient in host memory, in the dtype of its place."""
     return arrays.fetched(gradient).astype(view.dtype, casting="same_kind", copy=False)
+
+
+def hosts(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[Any] | None:
+    """See gradients in host memory, if NumPy brings all of them to their places as fast as any.
+
+    Not tensors of a device, those that are in their places already, nor those of 16 bits that are
+    to be scaled: PyTorch does these better.
+    """
+    seen: list[Any] = []
+    for gradient, view in zip(gradients, views, strict=True):
+        if gradient is None:
+            seen.append(None)
+        elif isinstance(view, np.ndarray):
+            seen.append(host(gradient, view))
+        else:
+            memory = arrays.host(gradient)
+            if memory is None or gradient.data_ptr() == view.data_ptr():
+                return None
+            if scale != 1 and memory.itemsize == 2:
+                return None
+            seen.append(memory)
+    return seen
 
 
 def put(view: Any, gradient: Any, scale: float) -> None:

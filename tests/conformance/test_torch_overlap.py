@@ -455,14 +455,17 @@ def test_an_error_of_one_rank_is_raised_on_all_and_training_goes_on(twins):
 
 def test_a_gradient_that_cannot_be_put_in_its_place_is_an_error_on_all(world, monkeypatch):
     failing = set()  # threads, each a rank
-    put = placing.put
 
-    def put_or_fail(view, gradient, scale):
-        if gradient is not None and threading.get_ident() in failing:
-            raise MemoryError("no room for it")
-        put(view, gradient, scale)
+    def or_fail(function):
+        def placed(*args):
+            if threading.get_ident() in failing:
+                raise MemoryError("no room for it")
+            return function(*args)
 
-    monkeypatch.setattr(placing, "put", put_or_fail)
+        return placed
+
+    for name in ("hosts", "put"):
+        monkeypatch.setattr(placing, name, or_fail(getattr(placing, name)))
 
     @overlapped()
     def body(twins):
