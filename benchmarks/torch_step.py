@@ -1,22 +1,29 @@
 """Training steps, and all-reduces of torch.distributed: this project beside Gloo, in turns.
 
-    mpirun -np 2 python benchmarks/torch_step.py [--only steps|calls]
+    mpirun -np 2 python benchmarks/torch_step.py [--only steps|calls] [--json FILE]
 
 Prints medians, in milliseconds and microseconds, and how many times as long DDP, or `all_reduce`,
-takes over Gloo. `alone` is the same step without any exchange: nothing is faster than that.
+takes over Gloo, which gets `LOCAL_WORLD_SIZE` as `torchrun` sets it: its shared memory. `alone` is
+the same step without any exchange: nothing is faster than that. The rate at which 512 KiB go from
+core to core is told before and after; with `--json` a run is added to the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
 import time
+from pathlib import Path
 
 import torch
 from shapes import resnet50
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from turns import Handover, machine
 
+import collectives as cc
 import strategies
 import strategies.torch  # the backend
 
@@ -30,8 +37,13 @@ def main() -> None:
     """Measure what was asked for; rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=["steps", "calls"])
+    parser.add_argument("--json", type=Path, help="file to add the figures to")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    comm = cc.init()
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(comm.local_size))
+    handover = Handover(comm.to_mpi())
+    found = {"machine": machine(), "GB/s from core to core": [handover.rate()]}
     distributed.init_process_group("unisono")
     groups = {
         "unisono": distributed.group.WORLD,
@@ -49,12 +61,19 @@ def main() -> None:
             for group_name, group in groups.items():
                 ways[group_name] = step(make(), x, group, False)
                 ways[f"{group_name}, views"] = step(make(), x, group, True)
-            report(name, "ms", measure(ways, ROUNDS))
+            found[name] = report(name, "ms", measure(ways, ROUNDS))
     if options.only != "steps":
         for nbytes, count in CALLS.items():
             x = torch.zeros(nbytes // 4)
             calls = {g: call(x, group, count) for g, group in groups.items()}
-            report(f"all_reduce {nbytes >> 10} KiB", "us", measure(calls, 2 * ROUNDS, count))
+            name = f"all_reduce {nbytes >> 10} KiB"
+            found[name] = report(name, "us", measure(calls, 2 * ROUNDS, count))
+    found["GB/s from core to core"].append(handover.rate())
+    if comm.rank == 0:
+        print(f"{found['machine']}, GB/s from core to core: {found['GB/s from core to core']}")
+        if options.json:
+            known = json.loads(options.json.read_text()) if options.json.exists() else []
+            options.json.write_text(json.dumps([*known, found], indent=1) + "\n")
     distributed.destroy_process_group()
 
 
@@ -131,12 +150,14 @@ def measure(runs, rounds, count=1):
 
 
 def report(what, unit, medians):
+    """Print medians on rank 0; return them in `unit`."""
+    factor = {"ms": 1e3, "us": 1e6}[unit]
     if distributed.get_rank() == 0:
-        factor = {"ms": 1e3, "us": 1e6}[unit]
         print(f"{what}, {unit}")
         for name, seconds in medians.items():
             ratio = medians["Gloo"] / seconds
             print(f"    {name:16} {seconds * factor:9.2f}   Gloo is {ratio:5.2f}", flush=True)
+    return {name: round(seconds * factor, 3) for name, seconds in medians.items()}
 
 
 if __name__ == "__main__":
