@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +84,26 @@ def mpirun(
     """Run `python arguments...` on `size` ranks."""
     command = [mpirun_path(), *options, "-np", str(size), sys.executable, *map(str, arguments)]
     return run(command, timeout=timeout, cwd=cwd, **extra)
+
+
+def asked_to_stop(size: int, *arguments: str | Path, once: Path, timeout: float = 60) -> Result:
+    """Run `python arguments...` on `size` ranks; send mpirun SIGUSR1 once a path is there."""
+    process = subprocess.Popen(
+        [mpirun_path(), "-np", str(size), sys.executable, *map(str, arguments)],
+        cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        limit = time.monotonic() + timeout
+        while not once.exists():
+            assert time.monotonic() < limit, f"no {once} within {timeout} s"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        stdout, stderr = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return Result(process.returncode, stdout, stderr)
 
 
 # Runs commands of `python -m collectives`, and ends with what they returned. What is measured is

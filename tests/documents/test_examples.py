@@ -13,7 +13,7 @@ import time
 import pytest
 
 import strategies
-from launcher import ROOT, environment, mpirun, mpirun_path, run
+from launcher import ROOT, asked_to_stop, environment, mpirun, mpirun_path, run
 from pairwise import also
 from requirements import needs
 
@@ -94,22 +94,10 @@ def test_programs_of_other_libraries_stop_when_asked_to_and_resume_with_the_same
 ):
     program = program_of(library, packages)
     parts, whole = tmp_path / "parts", tmp_path / "whole"
-    process = subprocess.Popen(
-        [mpirun_path(), "-np", "2", sys.executable, str(program), "--checkpoints", str(parts),
-         "--epochs", "100000"],
-        cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        limit = time.monotonic() + 60
-        while not (parts / "latest").exists():
-            assert time.monotonic() < limit, "training has not begun"
-            time.sleep(0.05)
-        process.send_signal(signal.SIGUSR1)
-        stdout, stderr = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-    assert process.returncode == 85, (stdout, stderr)
+    result = asked_to_stop(
+        2, program, "--checkpoints", parts, "--epochs", "100000", once=parts / "latest"
+    )
+    assert result.status == 85, result
     epochs = strategies.CheckpointManager(parts).restore_or_none().step + 14
     learns(program, 2, parts, "--resume", "--epochs", epochs)
     # Asked to resume before there is anything: as a job that is requeued early.

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 import strategies
-from launcher import ROOT, environment, mpirun, mpirun_path
+from launcher import ROOT, asked_to_stop, mpirun
 from pairwise import also
 
 PROGRAM = ROOT / "examples" / "parameter_server.py"
@@ -54,21 +49,9 @@ def test_training_goes_on_from_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("options", [[], also(["--synchronous"])])
 def test_asked_to_stop_all_tasks_leave_with_a_checkpoint(tmp_path, options):
     arguments = [*options, "--resume", "--checkpoints", str(tmp_path / "run"), "--epochs"]
-    process = subprocess.Popen(
-        [mpirun_path(), "-np", "3", sys.executable, str(PROGRAM), *arguments, "100000"],
-        cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        limit = time.monotonic() + 60
-        while not (tmp_path / "run" / "step-000002").exists():
-            assert time.monotonic() < limit, "training has not begun"
-            time.sleep(0.05)
-        process.send_signal(signal.SIGUSR1)
-        stdout, stderr = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-    assert process.returncode == 85, (stdout, stderr)
+    once = tmp_path / "run" / "step-000002"
+    result = asked_to_stop(3, PROGRAM, *arguments, "100000", once=once)
+    assert result.status == 85, result
     done = strategies.CheckpointManager(tmp_path / "run").restore_or_none().step
     assert done >= 2
     assert mpirun(2, PROGRAM, *arguments, done + 1, timeout=60).status == 0
