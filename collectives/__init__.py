@@ -36,9 +36,9 @@ from collectives.errors import (
     PeerFailure,
 )
 from collectives.launch import is_fault_tolerant, launched_processes
+from collectives.operations.call_sites import calls_from_here
 from collectives.operations.heads import Envelope
 from collectives.operations.plan import Plan
-from collectives.operations.recorder import calls_from_here
 from collectives.operations.requests import Request
 from collectives.timeline import timeline_span
 from collectives.version import __version__ as __version__

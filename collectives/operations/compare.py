@@ -33,7 +33,7 @@ from collectives.arrays import reduction
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MAX, Op
 from collectives.errors import MismatchError, in_turn, some
-from collectives.operations import recorder
+from collectives.operations import call_sites
 from collectives.operations.group import Group
 from collectives.transport.transport import Deadline, Transport, named
 
@@ -263,7 +263,7 @@ def raise_mismatch(transport: Transport, call: Description, deadline: Deadline) 
 
     With each description comes where its rank stands, which need not be equal.
     """
-    site, entry = recorder.origin()
+    site, entry = call_sites.origin()
     place = {_SITE: str(site)[-_SITE_CHARACTERS:], _ENTRY: entry}
     lines = np.zeros((transport.size, _TEXT_BYTES), np.uint8)
     own = _text(place | call).encode()[:_TEXT_BYTES]

@@ -16,7 +16,7 @@ from collectives.algorithms.layout import Layout
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailure
 from collectives.kernels import addresses
 from collectives.node import engine
-from collectives.operations import recorder, status
+from collectives.operations import call_sites, recorder, status
 from collectives.operations.recorder import NO_FIELDS, Record
 from collectives.operations.watch import Members, Watch, Watcher
 from collectives.transport import liveness
@@ -159,7 +159,7 @@ class Group:
     def planned(self, operation: str, fields: Mapping[str, object]) -> None:
         """Tell the timeline of a call that is over and was not recorded; three callers are ours."""
         if self._watch is not None:
-            self._watch.met(operation, fields, self.number, recorder.caller(4))
+            self._watch.met(operation, fields, self.number, call_sites.caller(4))
 
     def close(self) -> None:
         """Refuse later calls, and give back what the ranks share."""

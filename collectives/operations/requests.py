@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSp
 
 from collectives.arrays import streams
 from collectives.errors import CollectiveError, CollectiveTimeout, MismatchError, some
-from collectives.operations import groups, recorder
+from collectives.operations import call_sites, groups
 from collectives.operations.group import Group
 from collectives.operations.heads import Envelope
 from collectives.transport.transport import this_thread
@@ -63,7 +63,7 @@ class Job:
 
     def __init__(self, name: str, drive: Callable[[float | None], None] | None = None) -> None:
         self.name = name
-        self.origin = recorder.origin()
+        self.origin = call_sites.origin()
         self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.trace: TracebackType | None = None  # of the operation's error
         self.process = os.getpid()
@@ -334,7 +334,7 @@ class Progress:
             job.fail(CollectiveError(f"{job}: not carried out, since {self._failed}"))
             return
         job.future.set_running_or_notify_cancel()
-        recorder.given.site, recorder.given.entry = job.origin
+        call_sites.given.site, call_sites.given.entry = job.origin
         try:
             result = task.run(private)
         except BaseException as error:

@@ -30,7 +30,8 @@ import numpy as np
 
 from collectives.node import words
 from collectives.node.engine import Engine
-from collectives.operations.recorder import Record, Site
+from collectives.operations.call_sites import Site
+from collectives.operations.recorder import Record
 from collectives.timeline import Stretch, Timeline, Track
 from collectives.transport.waiting import Message
 

@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 import collectives as cc
 from strategies.checks import number
+from strategies.training.survivors import without_the_dead
 
 __all__ = ["STOPPED_EARLY", "Preemption"]
 
@@ -112,12 +111,11 @@ class Preemption:
         """Take signals no longer, and leave the program if a session has stopped for one.
 
         Raises:
-            SystemExit: with status 85; on all ranks.
+            SystemExit: with status 85; on all ranks that live.
         """
         try:
             if kind is None and self._comm is not None:
-                leave = self._comm.allreduce(np.array([self.accepted], np.uint8), op=cc.MAX)
-                self.accepted = bool(leave[0])
+                self._comm = without_the_dead(self._comm, self._share)
         finally:
             for each, before in self._before.items():
                 signal.signal(each, signal.SIG_DFL if before is None else before)
@@ -127,6 +125,10 @@ class Preemption:
                 self._notes = None
         if kind is None and self.accepted:
             raise SystemExit(STOPPED_EARLY)
+
+    def _share(self, comm: cc.Communicator) -> None:
+        """Learn whether a session of any rank has stopped for a signal."""
+        self.accepted = bool(comm.allreduce(int(self.accepted), op=cc.MAX))
 
 
 class _Notes:

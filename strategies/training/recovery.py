@@ -24,6 +24,7 @@ from strategies.agreement import raise_everywhere
 from strategies.checks import integer
 from strategies.training import events
 from strategies.training.state import State
+from strategies.training.survivors import shrunk
 
 __all__ = ["run_elastic"]
 
@@ -112,7 +113,7 @@ def _after(error: Exception, state: State) -> None:
     events.write("failure" if own is None else "error", error=f"{type(error).__name__}: {error}")
     if own is not None:
         state.comm.give_up(f"train failed: {type(error).__name__}: {error}")
-    comm = cc.shrink() if state.comm is cc.init() else state.comm.shrink()
+    comm = shrunk(state.comm)
     if comm.allreduce(int(own is not None), op=cc.MAX):
         raise_everywhere(own, comm, "train")
     state.comm = comm

@@ -345,3 +345,40 @@ def test_a_killed_coordinator_is_an_error_on_all(tmp_path):
     found = lines(result)
     assert [line[:6] for line in found] == ["rank 0", "rank 2", "rank 3"], result
     assert all("serve: the coordinator is lost: task 1 died" in line for line in found), result
+
+
+SCHEDULED = """
+    from strategies.training import Preemption
+
+    def call(number):
+        if comm.rank == 3 and number >= 6:
+            die()
+        push()
+        return number
+
+    sys.modules["program"] = sys.modules["__main__"]
+    call.__module__ = "program"
+    with Preemption(comm) as preemption:
+        start()
+        with server:
+            with ClusterCoordinator(strategy) as coordinator:
+                if coordinator.coordinates:
+                    results = [coordinator.schedule(call, (number,)) for number in range(40)]
+                    coordinator.join()
+                    say(sum(coordinator.fetch(results)))
+                    if STOP:
+                        preemption.accept()
+                else:
+                    coordinator.serve()
+    say("over")
+"""
+
+
+@pytest.mark.parametrize("stop", [0, 1])
+def test_a_job_with_a_coordinator_ends_well_without_a_killed_worker(tmp_path, stop):
+    """Its `Preemption`, around all of it, ends with those that live."""
+    result = start(tmp_path, 4, SCHEDULED.replace("STOP", str(stop)))
+    expected = ["rank 1: 780"] if stop else ["rank 0: over", "rank 1: 780", "rank 1: over"]
+    assert [line for line in lines(result) if line != "rank 2: over"] == expected, result
+    assert ("rank 2: over" in result.stdout) == (not stop)
+    assert result.status == (85 if stop else 0), result

@@ -112,9 +112,6 @@ def test_the_digits_are_learnt_though_a_machine_fails(three_machines, tmp_path, 
     assert float(found[1]) >= 0.96, result
     if what == "killed":
         assert words in result.stdout, result
-        if strategy == "parameter server":  # has learnt; its `Preemption` ends with all
-            assert "PeerFailure: allreduce: ranks 4 5 died" in result.stderr, result
-            return
     assert result.status == 0, result
     if what == "unplugged":
         assert (tmp_path / "unplug").exists()

@@ -75,34 +75,6 @@ def test_the_last_256_operations_are_kept():
     assert [record.number for record in mine.records] == list(range(1000 - 256, 1000))
 
 
-def test_the_call_site_is_the_first_frame_outside_of_our_packages():
-    inner = {"origin": recorder.origin, "__name__": "collectives.somewhere"}
-    exec("def inside():\n return origin()\n", inner)
-    outer = {**inner, "__name__": "strategies.somewhere"}
-    exec("def outside():\n return inside()\n", outer)
-    site, entry = outer["outside"]()
-    line = sys._getframe().f_lineno - 1
-    assert (site.file, site.line) == (__file__, line)
-    assert str(site) == f"test_recorder.py:{line}"
-    assert entry == "outside"
-    assert inner["inside"]().entry == ""
-
-
-def test_a_thread_may_record_for_another_one():
-    site = recorder.origin().site
-    seen = []
-
-    def body():
-        recorder.given.site = site
-        seen.append(Recorder("world", 0, 1).begin(1, "barrier").site)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join(LIMIT)
-    assert seen == [site]
-    assert recorder.given.site is None
-
-
 def test_recording_costs_little():
     mine = Recorder("world", 0, 1)
     seconds = []
