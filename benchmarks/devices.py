@@ -10,8 +10,8 @@ process, while the other rank sleeps, and with one replica in each of two ranks,
 `program`: a step of a perceptron under JAX, by TPUStrategy on 8 devices of the host and by
 `jax.shard_map` as one would write it, in turns. `servers`: a push of gradients to a ps, rank 0, and
 a pull of new values, by variables of NumPy and by parameters of PyTorch, in turns, of
-which the fastest of 5 counts. `nccl`: all-reduces of tensors on GPUs, by a communicator and by
-torch.distributed's NCCL, in turns.
+which the fastest of 5 counts. `nccl`: all-reduces of tensors on GPUs, by a communicator as it
+chooses, by its algorithm `nccl`, and by torch.distributed's NCCL, in turns.
 
 Medians, in milliseconds, and the median of the ratios of all turns: above 1 ours takes longer. With
 `--json` a run is added to the file.
@@ -272,8 +272,9 @@ def nccl() -> None:
     for nbytes in (4 << 10, 1 << 20, 64 << 20):
         x = torch.zeros(nbytes // 4, device="cuda")
         calls = {
-            "unisono": lambda x=x: comm.allreduce(x, op=cc.SUM, out=x),
-            "NCCL": lambda x=x: distributed.all_reduce(x),
+            "by itself": lambda x=x: comm.allreduce(x, op=cc.SUM, out=x),
+            "nccl": lambda x=x: comm.allreduce(x, op=cc.SUM, out=x, algorithm="nccl"),
+            "PyTorch": lambda x=x: distributed.all_reduce(x),
         }
         times: dict[str, list[float]] = {name: [] for name in calls}
         for number in range(ROUNDS + FIRST):
@@ -287,7 +288,8 @@ def nccl() -> None:
                 if number >= FIRST:
                     times[name].append((time.perf_counter() - began) / STEPS)
         if comm.rank == 0:
-            report(f"all-reduce {nbytes >> 10} KiB", times, "unisono", "NCCL")
+            report(f"all-reduce {nbytes >> 10} KiB", times, "by itself", "PyTorch")
+            report(f"all-reduce {nbytes >> 10} KiB by NCCL", times, "nccl", "PyTorch")
     distributed.destroy_process_group()
 
 

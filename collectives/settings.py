@@ -15,10 +15,20 @@ from typing import Any, Literal, get_args
 
 from collectives import links
 
-__all__ = ["VARIABLES", "Check", "CudaAware", "Settings", "Stores", "from_environment", "slips"]
+__all__ = [
+    "VARIABLES",
+    "Check",
+    "CudaAware",
+    "Nccl",
+    "Settings",
+    "Stores",
+    "from_environment",
+    "slips",
+]
 
 Check = Literal["off", "sample", "always"]
 CudaAware = Literal["auto", "on", "off"]
+Nccl = Literal["on", "off"]
 Stores = Literal["auto", "plain", "streaming"]
 
 # Of slurm/train.sbatch, which the processes that it starts inherit, and of the tests.
@@ -56,6 +66,8 @@ class Settings:
     # same on all ranks, as `operations.settle` has found them.
     links: links.Links = field(default_factory=links.defaults)
     cuda_aware: CudaAware = "auto"
+    # Not by itself: it has not been measured here on GPUs.
+    nccl: Nccl = "off"
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
@@ -149,6 +161,7 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "UNISONO_CALL_THREADS": ("call_threads", _count),
     "UNISONO_UPDATE_THREADS": ("update_threads", _count),
     "UNISONO_CUDA_AWARE": ("cuda_aware", partial(_one_of, get_args(CudaAware))),
+    "UNISONO_NCCL": ("nccl", partial(_one_of, get_args(Nccl))),
 }
 
 VARIABLES = (*_READERS, "UNISONO_CLUSTER", "UNISONO_EVENTS", "UNISONO_FAULT")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+import time
 import weakref
 from types import ModuleType, SimpleNamespace
 
@@ -30,10 +31,17 @@ class Stream:
         self.waits += 1
         self.run_until(None)
 
-    def run_until(self, event):
-        """Do what is due, up to an event or to the end."""
+    def run_until(self, event, *, wait=True):
+        """Do what is due, up to an event or to the end; without `wait`, what needs nobody else."""
+        give_up = time.monotonic() + 20
         with self.lock:
             while self.queue and not (event is not None and event.happened):
+                if not getattr(self.queue[0], "is_due", lambda: True)():
+                    if not wait:
+                        return
+                    assert time.monotonic() < give_up, "a kernel waits for other devices"
+                    time.sleep(1e-3)
+                    continue
                 self.queue.pop(0)()
 
     def record(self):
@@ -62,6 +70,12 @@ class Event:
     def synchronize(self):
         self.stream.run_until(self)
 
+    @property
+    def done(self):
+        if not self.happened:
+            self.stream.run_until(self, wait=False)
+        return self.happened
+
 
 class Device:
     """Counts how often it was made the current one."""
@@ -71,6 +85,7 @@ class Device:
     def __init__(self, number):
         self.id = number
         self.entered = 0
+        self.pci_bus_id = f"0000:0{number}:00.0"
 
     def __enter__(self):
         self.entered += 1
@@ -275,6 +290,121 @@ class PoolDevice(Device):
         self.pool.now = self.before
 
 
+class NcclError(RuntimeError):
+    pass
+
+
+class Clique:
+    """The communicators that one identifier has brought together."""
+
+    def __init__(self, size):
+        self.size = size
+        self.here = {}  # rank -> communicator
+        self.steps = []  # of each operation: rank -> what it brings
+        self.failed = None
+        self.changed = threading.Condition()
+
+
+class FakeNccl:
+    """NCCL among the threads of a process, as `cupy.cuda.nccl` shows it: one for all their CuPys.
+
+    A kernel of one rank waits, without a limit, for those of all the others.
+    """
+
+    available = True
+    NcclError = NcclError
+    dtypes = {  # noqa: RUF012
+        0: np.int8, 1: np.uint8, 2: np.int32, 3: np.uint32, 4: np.int64, 5: np.uint64,
+        6: np.float16, 7: np.float32, 8: np.float64, 9: ml_dtypes.bfloat16,
+    }  # fmt: skip
+    ops = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum, 4: np.add}  # noqa: RUF012
+
+    def __init__(self, fake, *, as_bytes=True):
+        self.fake = fake
+        self.as_bytes = as_bytes
+        self.cliques = {}  # identifier -> clique
+        self.lock = threading.Lock()
+
+    def get_unique_id(self):
+        with self.lock:
+            raw = np.full(128, 0x80 + len(self.cliques), np.uint8)
+            self.cliques[raw.tobytes()] = None
+        return raw.tobytes() if self.as_bytes else tuple(raw.view(np.int8).tolist())
+
+    def NcclCommunicator(self, size, identifier, rank):  # noqa: N802
+        assert isinstance(identifier, bytes if self.as_bytes else tuple)
+        raw = identifier if self.as_bytes else np.array(identifier, np.int8).tobytes()
+        with self.lock:
+            clique = self.cliques[raw] = self.cliques[raw] or Clique(size)
+        assert clique.size == size
+        comm = NcclCommunicator(self, clique, rank, self.fake.selected[-1])
+        with clique.changed:
+            assert rank not in clique.here
+            clique.here[rank] = comm
+            clique.changed.notify_all()
+            if not clique.changed.wait_for(lambda: len(clique.here) == size, timeout=20):
+                raise NcclError("NCCL_ERROR_INTERNAL_ERROR: internal error")
+        return comm
+
+
+class NcclCommunicator:
+    def __init__(self, library, clique, rank, device):
+        self.library, self.clique, self.rank, self.device = library, clique, rank, device
+        self.number = 0
+        self.ended = None
+
+    def allReduce(self, send, receive, count, dtype, op, stream):  # noqa: N802
+        kind = np.dtype(FakeNccl.dtypes[dtype])
+
+        def combine(parts):
+            wide = [part.astype(np.float32) if kind.itemsize == 2 else part for part in parts]
+            total = FakeNccl.ops[op].reduce(wide)
+            return (total / len(parts) if op == 4 else total).astype(kind)
+
+        self._enqueue(send, receive, count, kind, combine, stream, ("allReduce", count, dtype, op))
+
+    def broadcast(self, send, receive, count, dtype, root, stream):
+        kind = np.dtype(FakeNccl.dtypes[dtype])
+        facts = ("broadcast", count, dtype, root)
+        self._enqueue(send, receive, count, kind, lambda parts: parts[root], stream, facts)
+
+    def check_async_error(self):
+        if self.clique.failed:
+            raise NcclError(self.clique.failed)
+
+    def abort(self):
+        self.ended = "aborted"
+
+    def destroy(self):
+        self.ended = "destroyed"
+
+    def _enqueue(self, send, receive, count, kind, combine, stream, facts):
+        fake, clique = self.library.fake, self.clique
+        assert self.ended is None
+        assert fake.selected[-1] is self.device
+        assert fake.current.ptr == stream
+        with clique.changed:
+            while len(clique.steps) <= self.number:
+                clique.steps.append({})
+            step = clique.steps[self.number]
+        self.number += 1
+
+        def bring():
+            step[self.rank] = facts, memory_at(send, (count,), kind).copy()
+
+        def take():
+            if self.ended is not None:
+                return
+            assert len({facts for facts, _ in step.values()}) == 1, "NCCL would read past the end"
+            parts = [step[rank][1] for rank in range(clique.size)]
+            memory_at(receive, (count,), kind)[...] = combine(parts)
+
+        take.is_due = lambda: len(step) == clique.size or self.ended is not None
+        fake.log.append(("nccl", count * kind.itemsize))
+        fake.later(bring)
+        fake.later(take)
+
+
 class FakeCupy:
     """What of the module `cupy` the package uses; `available` is whether there is a device."""
 
@@ -311,6 +441,7 @@ class FakeCupy:
                 memGetInfo=lambda: (gpus[self.pool.now].free, gpus[self.pool.now].total),
             ),
         )
+        self.cuda.nccl = FakeNccl(self)
         self.pool = Pool(gpus)
         self.allocator = self.pool.malloc
         self.get_default_memory_pool = lambda: self.pool

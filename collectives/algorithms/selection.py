@@ -28,7 +28,16 @@ from collectives.algorithms import (
 from collectives.algorithms.layout import Layout
 from collectives.node import engine
 
-__all__ = ["ALGORITHMS", "Algorithm", "automatic", "check", "estimate", "pick", "switch_points"]
+__all__ = [
+    "ALGORITHMS",
+    "ON_DEVICES",
+    "Algorithm",
+    "automatic",
+    "check",
+    "estimate",
+    "pick",
+    "switch_points",
+]
 
 
 class Algorithm(NamedTuple):
@@ -96,6 +105,10 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
 }
 
 
+# Besides, for arrays on CUDA devices: not by a `Transport`, nor picked (`operations.nccl`).
+ON_DEVICES = {"allreduce": ("nccl",), "broadcast": ("nccl",)}
+
+
 def estimate(operation: str, nbytes: int, layout: Layout) -> dict[str, float]:
     """Return the seconds that every algorithm should take, fastest first.
 
@@ -155,21 +168,28 @@ def switch_points(operation: str, layout: Layout) -> tuple[tuple[int, ...], tupl
     return fastest.switch_points(first)
 
 
-def check(operation: str, algorithm: str, *, in_memory: bool) -> None:
+def check(operation: str, algorithm: str, *, in_memory: bool, on_device: bool = False) -> None:
     """Refuse an algorithm that the operation does not have here.
 
     Args:
         operation: a key of `ALGORITHMS`.
         algorithm: what the caller asks for.
         in_memory: whether all ranks meet in shared memory.
+        on_device: whether the array stays on a device.
 
     Raises:
         ValueError: there is none of that name, or "node" where ranks do not share memory.
     """
-    known = ["auto", "node", *ALGORITHMS[operation]]
+    on_devices = ON_DEVICES.get(operation, ())
+    known = ["auto", "node", *ALGORITHMS[operation], *on_devices]
     if algorithm not in known:
         raise ValueError(
             f"{operation}: unknown algorithm, expected one of {' '.join(known)}, got {algorithm!r}"
+        )
+    if algorithm in on_devices and not on_device:
+        raise ValueError(
+            f"{operation}: algorithm {algorithm!r} is for an array on a CUDA device that CuPy "
+            "reaches, as it is, got one that comes to the host"
         )
     if algorithm == "node" and not in_memory:
         raise ValueError(

@@ -18,7 +18,7 @@ from collectives.operations import plan as plans
 from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.operations.messages import Reduction
-from collectives.operations.on_devices import OnDevices
+from collectives.operations.on_devices import BorrowedOnDevice, OnDevices
 from collectives.operations.ready import LetterPlan, MessagePlan, NodePlan
 from collectives.operations.signatures import A, Detachable, Numbers, Unpack, Waiting
 
@@ -57,7 +57,8 @@ def broadcast(
             `np.empty(shape, dtype)`.
         root: whose array.
         out: where to put the result, may be `x` itself; shape and dtype of `x`.
-        algorithm: "auto", "node", "tree", "double_tree", "ring", "hierarchical" or "native".
+        algorithm: "auto", "node", "tree", "double_tree", "ring", "hierarchical" or "native"; "nccl"
+            for arrays on CUDA devices.
         timeout: seconds.
 
     Returns:
@@ -87,8 +88,11 @@ def broadcast(
                 "use broadcast_object, which sends what only the root knows"
             )
         on_devices = group.kept(OnDevices)
-        loan = on_devices.borrow(x, out) or host.borrow(x, out, operation=call.operation)  # step 3
+        loan: Borrowed | BorrowedOnDevice | None = on_devices.borrow(x, out, algorithm)
+        loan = loan or host.borrow(x, out, operation=call.operation)  # step 3
         array = loan.host if isinstance(loan, Borrowed) else loan
+        if not isinstance(loan, Borrowed):
+            algorithm = on_devices.chosen(algorithm, loan, None, None, call.operation)
         call.check_root(root)
         memory = {} if isinstance(loan, Borrowed) else {"memory": "device"}
         call.describe(  # step 4

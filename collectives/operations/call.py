@@ -87,7 +87,12 @@ class Call:
         """
         if "algorithm" in fields:
             name = cast(str, fields["algorithm"])
-            selection.check(self.operation, name, in_memory=self.engine is not None)
+            selection.check(
+                self.operation,
+                name,
+                in_memory=self.engine is not None,
+                on_device=fields.get("memory") == "device",
+            )
         self._record.fields = fields
         self._description = {"operation": self.operation, **fields}
         if self.engine is None:

@@ -12,6 +12,8 @@ on a device is part of what ranks compare: all bring one, or none does.
 Compressed arrays are packed on the device, and pass through the host as 16 bits, in either case;
 in shared memory, too, where the host's arrays stay as they are: here the way to the host is narrow.
 With feedback, between nodes only, or in blocks of 8 bits, they are packed where the host's are.
+
+`algorithm="nccl"` leaves arrays of any size where they are (`operations.nccl`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from collectives.arrays.reduction import MEAN, SUM, Op
 from collectives.compression import Codec
 from collectives.kernels import cuda
 from collectives.node.engine import Engine, Work
-from collectives.operations import messages, shared
+from collectives.operations import messages, nccl, shared
 from collectives.operations import plan as plans
 from collectives.operations.call import Call
 from collectives.operations.group import Group
@@ -79,20 +81,23 @@ class OnDevices:
         self._windows: staging.Windows | None = None
         self._lanes: dict[int, staging.Lanes] = {}
         self._planned: dict[tuple[int, int, int], Work] = {}  # by call, and part of a window
+        self._nccl: nccl.Nccl | None = None
 
-    def borrow(self, x: Any, out: Any) -> BorrowedOnDevice | None:
+    def borrow(self, x: Any, out: Any, algorithm: str) -> BorrowedOnDevice | None:
         """Borrow an array that these operations are for; None for every other one."""
-        if type(x) is np.ndarray or self._group.size == 1:
+        anything = algorithm == nccl.NAME
+        if type(x) is np.ndarray or (self._group.size == 1 and not anything):
             return None
+        least = 0 if anything else self._slice + 1
         try:
-            found = foreign.resident(x, self._slice + 1)
+            found = foreign.resident(x, least)
             if found is None:
                 return None
             memory, own = found
             if out is None:
                 result, target = own.new()
                 return BorrowedOnDevice(own.shape, own.dtype, own.buffer, target, result, None)
-            other = found if out is x else foreign.resident(out, self._slice + 1)
+            other = found if out is x else foreign.resident(out, least)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return None  # the other way says what is wrong
         if other is None or other[0].why_constant() is not None:
@@ -109,6 +114,35 @@ class OnDevices:
             target = source.empty(source.size)
         return BorrowedOnDevice(own.shape, own.dtype, source, target, out, there)
 
+    def chosen(
+        self, algorithm: str, there: BorrowedOnDevice, op: Op | None, codec: Codec | None, name: str
+    ) -> str:
+        """Return the algorithm of a call before it is described: NCCL where the user wants that.
+
+        Args:
+            algorithm: as the caller has it.
+            there: the array.
+            op: None where nothing is reduced.
+            codec: None where nothing is compressed.
+            name: of the operation.
+
+        Raises:
+            TypeError, ValueError: NCCL cannot do it, or not on this device.
+        """
+        wanted = algorithm == "auto" and self._group.settings.nccl == "on" and codec is None
+        if wanted and (op is None or nccl.knows(op, there.dtype)):
+            algorithm = nccl.NAME
+        if algorithm == nccl.NAME:
+            if op is not None:
+                nccl.refuse(op, there.dtype, codec is not None, name)
+            own = there.source.device.context.id
+            if self._nccl is not None and self._nccl.device != own:
+                raise ValueError(
+                    f"{name}: algorithm 'nccl' knows this rank by one GPU, expected an array on "
+                    f"GPU {self._nccl.device}, got one on GPU {own}"
+                )
+        return algorithm
+
     def goes_to_mpi(self, algorithm: str) -> bool:
         """Tell whether messages are made of device memory."""
         return self.aware and algorithm not in ("node", "native")
@@ -116,7 +150,9 @@ class OnDevices:
     def allreduce(self, call: Call, there: BorrowedOnDevice, how: Reduction) -> None:
         """Reduce a lent array over all ranks; the call has been described."""
         call.agree()  # step 6 of docs/how-a-call-goes.md
-        if how.codec is not None and (packed := self._pack(call, there, how, how.codec)):
+        if how.algorithm == nccl.NAME:
+            self._joined(call, there).allreduce(call, there.source, there.target, how.op)
+        elif how.codec is not None and (packed := self._pack(call, there, how, how.codec)):
             op = SUM if how.op is MEAN else how.op  # what is packed has been divided
             self._allreduce_staged(call, packed, packed, how._replace(op=op))
             cuda.widen(packed, there.target)
@@ -128,6 +164,9 @@ class OnDevices:
     def broadcast(self, call: Call, there: BorrowedOnDevice, root: int, algorithm: str) -> None:
         """Replace the target by the root's source; the call has been described."""
         call.agree()  # step 6
+        if algorithm == nccl.NAME:
+            self._joined(call, there).broadcast(call, there.source, there.target, root)
+            return
         is_root = self._group.rank == root
         if is_root and there.target is not there.source:
             there.target.copy_from(there.source)
@@ -144,11 +183,20 @@ class OnDevices:
         self._pass(call, source, target, work)
 
     def close(self) -> None:
-        """Give back what is pinned."""
+        """Give back what is pinned, and leave NCCL."""
+        if self._nccl is not None:
+            self._nccl.close()
+            self._nccl = None
         if self._windows is not None:
             self._windows.release()
             self._windows = None
             self._planned.clear()
+
+    def _joined(self, call: Call, there: BorrowedOnDevice) -> nccl.Nccl:
+        """Return the ranks as NCCL knows them; the first call lets all of them join."""
+        if self._nccl is None:
+            self._nccl = nccl.Nccl(call, there.source.device)
+        return self._nccl
 
     def _allreduce_there(self, call: Call, there: BorrowedOnDevice, how: Reduction) -> None:
         """Reduce by messages of device memory."""

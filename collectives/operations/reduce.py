@@ -75,7 +75,7 @@ def allreduce(
         out: where to put the result, may be `x` itself; an array of the shape and dtype of `x`
             that can be written, of NumPy, PyTorch, CuPy or another library with DLPack.
         algorithm: "auto", "node", "ring", "tree", "double_tree", "doubling", "halving",
-            "hierarchical" or "native".
+            "hierarchical" or "native"; "nccl" for arrays on CUDA devices.
         compression: `FP16`, `BF16` or `INT8` let float32 and float64 arrays travel as 16 or 8 bits
             wherever they travel as messages: rounded once, summed in float32, and the result
             rounded once, however many ranks there are. `on("network")` is for those between nodes.
@@ -88,8 +88,8 @@ def allreduce(
 
     Returns:
         `out`, or a new array of the kind, shape and dtype of `x`, on its device; the same bits
-        on all ranks (with "native" as far as the MPI library does so). With MINLOC and MAXLOC `x`,
-        `out` and the result are pairs (see `collectives.operations.located`).
+        on all ranks (with "native" and "nccl" as far as that library does so). With MINLOC and
+        MAXLOC `x`, `out` and the result are pairs (see `collectives.operations.located`).
 
     Raises:
         TypeError: the op is not defined for the dtype, or this is not a compression.
@@ -122,7 +122,7 @@ def allreduce(
         scales = detour.scales(prescale, postscale, operation=call.operation)
         loan: Borrowed | BorrowedOnDevice | None = None
         if not scales and op not in BY_WAY:
-            loan = on_devices.borrow(x, out)
+            loan = on_devices.borrow(x, out, algorithm)
         loan = loan or host.borrow(x, out, operation=call.operation)  # step 3
         array = loan.host if isinstance(loan, Borrowed) else loan
         way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
@@ -131,6 +131,8 @@ def allreduce(
             codec = compression.codec(array.dtype, op, network=group.num_nodes > 1, name=name)
         if codec is not None:
             codec.claim(math.prod(array.shape), array.dtype)
+        if not isinstance(loan, Borrowed):
+            algorithm = on_devices.chosen(algorithm, loan, op, codec, call.operation)
         memory = {} if isinstance(loan, Borrowed) else {"memory": "device"}
         call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, compression=compression, **memory,
