@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 from collectives.arrays.device import BFLOAT16, Device, DeviceBuffer, stored_as
 
-__all__ = ["Foreign", "Resident", "foreign", "resident"]
+__all__ = ["Foreign", "Resident", "foreign", "nccl", "resident"]
 
 # DLPack's numbers of device types: CPU, pinned by CUDA, pinned by ROCm; and CUDA's own memory.
 _DLPACK_HOST = (1, 3, 11)
@@ -385,3 +385,12 @@ def _cupy() -> Any:
     if not cupy.cuda.is_available():
         raise TypeError("device memory is reached through CuPy, which finds no CUDA device")
     return cupy
+
+
+def nccl() -> Any:
+    """Import CuPy's NCCL, which may be a stub that is not `available`; None where there is none."""
+    try:
+        from cupy.cuda import nccl as library
+    except ImportError:
+        return None
+    return library

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from collectives.algorithms import doubling
+from collectives.arrays import foreign
 from collectives.arrays.device import Device, DeviceBuffer
 from collectives.arrays.reduction import MAX, MEAN, MIN, PRODUCT, SUM, Op
 from collectives.errors import CollectiveError, some
@@ -90,7 +91,7 @@ class Nccl:
     def __init__(self, call: Call, device: Device) -> None:
         self.device = device.context.id
         self._group = call.group
-        nccl = _library()
+        nccl = foreign.nccl()
         identifier, problem = _told(call, device, nccl)
         if problem:
             raise call.known(ValueError(f"{call.operation}: algorithm 'nccl' {problem}"))
@@ -190,15 +191,6 @@ class _OnDevice:
     def describe(self) -> str:
         """Say whom this waits for."""
         return self._text
-
-
-def _library() -> Any:
-    """Return CuPy's module; it may be a stub that says it is not `available`."""
-    try:
-        from cupy.cuda import nccl
-    except ImportError:
-        return None
-    return nccl
 
 
 def _told(call: Call, device: Device, nccl: Any) -> tuple[Any, str]:
