@@ -39,6 +39,15 @@ def test_the_table_has_all_algorithms_the_fastest_first(capsys):
     assert "8.00" not in rows, "what the network costs"
 
 
+def test_a_small_call_travels_with_its_comparison_which_is_simulated(capsys):
+    rows = printed(capsys, "--nodes", "8", "--bytes", "4K")
+    assert "picked by auto" in rows["together"][-1]
+    alone, together = float(rows["comparison"][1]), float(rows["together"][1])
+    fastest = min(float(rows[name][1]) for name in selection.ALGORITHMS["allreduce"].keys() & rows)
+    assert alone < together < alone + fastest
+    assert "together" not in printed(capsys, "--nodes", "8", "--bytes", "4M")
+
+
 def test_slow_ranks_switches_and_noise_make_it_slower(capsys):
     question = ["--nodes", "8", "--op", "allgather", "--bytes", "1M"]
     usual = printed(capsys, *question)
