@@ -221,7 +221,7 @@ def choices(layouts: list[dict[str, Any]]) -> str:
     )
 
 
-def times(
+def timed(
     comm: Communicator, cases: dict[str, Callable[[], object]], nbytes: int, seconds: float
 ) -> dict[str, float]:
     """Return what calls take, of the slowest rank: the first quartile, since others only add."""
@@ -283,7 +283,7 @@ def rank_main(seconds: float) -> int:
         picked = selection.pick("allreduce", nbytes, comm.layout)
         said["auto"] = compare.seconds(nbytes, comm.layout) if carried else said[picked]
         cases = {name: call(name) for name in said}
-        took = times(comm, cases, nbytes, 2 * seconds / 3 * share / sum(SHARES))
+        took = timed(comm, cases, nbytes, 2 * seconds / 3 * share / sum(SHARES))
         same = took["auto"] if carried else min(took["auto"], took[picked])
         sizes.append(
             {
