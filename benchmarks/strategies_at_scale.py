@@ -36,7 +36,6 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 BETA, LATENCY = 8e-11, 5e-6
 STEPS = 300
 BUCKET = 25 << 20
-BACKWARD = 2 / 3  # of a step, in which gradients get ready
 REPLICAS = [1, 8, 50, 100, 500, 1024]
 
 MACHINES: dict[str, dict[str, Any]] = {
@@ -129,7 +128,7 @@ def buckets(model: Model, replicas: int, share: int = 1) -> list[tuple[float, fl
     """Return for each bucket when it is ready, and its all-reduce; bytes are cut by `share`."""
     number = max(1, round(model.nbytes / BUCKET))
     took = reducing(model.nbytes // number // share, replicas, dense=model.dense)
-    return [(1 - BACKWARD * (1 - (n + 1) / number), took) for n in range(number)]
+    return [(share, took) for share in training.ready([model.nbytes // number] * number)]
 
 
 def speedups(name: str, kind: str) -> dict[str, dict[int, dict[str, float]]]:
@@ -142,12 +141,11 @@ def speedups(name: str, kind: str) -> dict[str, dict[int, dict[str, float]]]:
         alone = float(drawn.mean())
         ps = max(1, replicas // 8)
         spare = max(1, replicas // 20) if replicas > 1 else 0
-        everybody = compute.draw(STEPS, replicas + spare)
         whole = reducing(model.nbytes, replicas, dense=model.dense)
         outcomes = {
             "all-reduce": training.all_reduce(drawn, buckets(model, replicas)),
             "all-reduce, 16 bits": training.all_reduce(drawn, buckets(model, replicas, 2)),
-            "5 % spare replicas": training.spare_replicas(everybody, replicas, whole),
+            "5 % spare replicas": training.spare_replicas(drawn, replicas - spare, whole),
             "synchronous, P/8 ps": training.servers(drawn, ps, line),
             "asynchronous, 1 ps": training.asynchronous(drawn, 1, line),
             "asynchronous, P/8 ps": training.asynchronous(drawn, ps, line),

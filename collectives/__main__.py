@@ -168,6 +168,10 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--compute", type=links.seconds, metavar="TIME", help=text)
     text = "of a step: standard deviation of that over its mean (default %(default)g)"
     simulate.add_argument("--spread", type=float, default=0.0, help=text)
+    text = "of a step: which share of them takes how many times as long, as 1%%:3"
+    simulate.add_argument("--stragglers", type=_stragglers, default=(0.0, 1.0), help=text)
+    text = "of a step: times of steps, to draw from in place of --spread; scaled to --compute"
+    simulate.add_argument("--times", type=Path, metavar="FILE", help=text)
     text = "of a step: bytes of its buckets, as they get ready: 25M,25M,48M"
     simulate.add_argument("--gradients", metavar="BYTES", help=text)
     text = "of a step: reduce buckets while later ones are computed"
@@ -285,10 +289,13 @@ def _simulate_step(options: argparse.Namespace, cluster: Cluster) -> None:
     from collectives.simulation.training import Compute
     from collectives.tools import plot, simulate_step, units
 
-    step = simulate_step.Step(
-        Compute(options.compute, options.spread, seed=options.seed),
-        units.sizes(options.gradients), options.overlap, options.half,
-    )  # fmt: skip
+    if options.times is not None and options.spread:
+        raise ValueError("simulate: expected --spread or --times, got both")
+    measured = [] if options.times is None else simulate_step.times_of(options.times)
+    share, factor = options.stragglers
+    compute = Compute(options.compute, options.spread, share, factor, options.seed, measured)
+    gradients = units.sizes(options.gradients)
+    step = simulate_step.Step(compute, gradients, options.overlap, options.half)
     found = simulate_step.points(step, cluster, options.within)
     print(simulate_step.table(step, found))
     if options.picture is not None:
@@ -332,6 +339,13 @@ def _refuse(error: Exception) -> int:
 def _slow(text: str) -> tuple[int, float]:
     rank, _, factor = text.partition(":")
     return int(rank), _seconds(factor)
+
+
+def _stragglers(text: str) -> tuple[float, float]:
+    share, percent, factor = text.partition("%:")
+    if not percent or not 0 < float(share) <= 100:
+        raise argparse.ArgumentTypeError(f"expected a share and a factor as 1%:3, got {text!r}")
+    return float(share) / 100, _seconds(factor)
 
 
 def _dead(text: str) -> tuple[int, float]:

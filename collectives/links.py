@@ -48,6 +48,16 @@ class Machine(NamedTuple):
     node: Link  # messages between ranks of a node
     network: Link  # messages between nodes; beta is that of a node's link, in either direction
 
+    @property
+    def inside(self) -> float:
+        """Seconds that a message inside a node costs each of its two programs."""
+        return self.node.alpha / 2
+
+    @property
+    def between(self) -> float:
+        """Seconds that a message between nodes costs each program; the rest is the way."""
+        return min(self.node.alpha, self.network.alpha) / 2
+
 
 class Links(NamedTuple):
     """The links and where each of them comes from, in words."""

@@ -12,7 +12,8 @@ With P a power of two there are log2 P rounds and no guests; otherwise the odd o
 ranks hand their part to their left neighbour before and get the result after, which makes two
 rounds more. No schedule has fewer rounds, and none sends more bytes: this is for tiny arrays.
 
-Cost per rank: up to floor(log2 P) + 2 messages of S bytes, scratch S.
+Cost per rank: up to floor(log2 P) + 2 buffers of S bytes, scratch S. A buffer goes in slices, since
+MPI over TCP sends a long message one direction after the other (`ring.exchange`).
 
 Order: both partners compute the lower rank's part op the higher one's, so all ranks get the same
 bits, in every run.
@@ -23,6 +24,7 @@ in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), section 4.5.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -44,15 +46,15 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
 def allreduce_seconds(nbytes: float, layout: Layout) -> float:
     """Return how long `allreduce` of so many bytes should take."""
     levels = layout.size.bit_length() - 1
-    # Whole buffers are single messages: a long one asks its receiver first, two ways more.
-    ways = 3 if nbytes >= ring.SLICE_BYTES else 1
-
-    def exchanged(ranks: Layout, at_once: int) -> float:
-        return ranks.step(nbytes, at_once=at_once) + (ways - 1) * ranks.step(0)
-
-    times = [exchanged(_pairs(1 << n, layout), min(1 << n, layout.per_node)) for n in range(levels)]
+    messages = math.ceil(nbytes / ring.SLICE_BYTES) or 1
+    times = [
+        _pairs(1 << n, layout).round(
+            nbytes, messages=messages, at_once=min(1 << n, layout.per_node)
+        )
+        for n in range(levels)
+    ]
     if layout.size != 1 << levels:  # the others hand their part over before, and get it after
-        times += 2 * [exchanged(layout, 1)]
+        times += 2 * [layout.round(nbytes, messages=messages)]
     return sum(times) + len(times) * layout.combined(nbytes)
 
 
@@ -70,20 +72,22 @@ def combine_all(
     `combine` changes its first argument, a buffer, by another rank's.
     """
     part = topology.doubling(transport.rank, transport.size)
+    own = ring.slices(buffer)
     if part.proxy is not None:
-        transport.send(buffer, part.proxy, deadline)
-        transport.receive(buffer, part.proxy, deadline)
+        ring.exchange(transport, own, part.proxy, [], part.proxy, deadline)
+        ring.exchange(transport, [], part.proxy, own, part.proxy, deadline)
         return
     ours, theirs = buffer, device.empty(buffer.size, buffer)
     if part.guest is not None:
-        transport.receive(theirs, part.guest, deadline)
+        ring.exchange(transport, [], part.guest, ring.slices(theirs), part.guest, deadline)
         combine(ours, theirs)
     for partner in part.partners:
-        transport.exchange(ours, partner, theirs, partner, deadline)
+        away, into = ring.slices(ours), ring.slices(theirs)
+        ring.exchange(transport, away, partner, into, partner, deadline)
         if partner < transport.rank:  # both compute the lower rank's part op the higher one's
             ours, theirs = theirs, ours
         combine(ours, theirs)
     if ours is not buffer:
         device.copy(buffer, ours)
     if part.guest is not None:
-        transport.send(buffer, part.guest, deadline)
+        ring.exchange(transport, own, part.guest, [], part.guest, deadline)

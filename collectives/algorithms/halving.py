@@ -45,7 +45,7 @@ from collectives.algorithms.layout import Layout
 from collectives.arrays import device, reduction
 from collectives.arrays.host import Array
 from collectives.topology import HalvingStep
-from collectives.transport.transport import Deadline, Message, Transport
+from collectives.transport.transport import Deadline, Transport
 
 __all__ = [
     "allgather",
@@ -83,19 +83,17 @@ def reduce_scatter(
         (sum(p.size for p in _run(buffer, bounds, s.receive, s.chunks)) for s in steps), default=0
     )
     scratch = device.empty(largest, buffer)
-    sends: list[Message] = []
     for step in steps:
         ours = _run(buffer, bounds, step.receive, step.chunks)
         theirs = ring.landing(scratch, ours)
         if step is not steps[0]:
             _say_ready(transport, buffer, step, deadline)
-        receives = [transport.start_receive(s, step.source) for s in theirs]
+
+        def take(number: int, ours: list[Array] = ours, theirs: list[Array] = theirs) -> None:
+            combine(ours[number], theirs[number])
+
         away = _run(buffer, bounds, step.send, step.chunks)
-        sends += [transport.start_send(s, step.dest) for s in away]
-        for own, landed, receive in zip(ours, theirs, receives, strict=True):
-            transport.wait([receive], deadline)
-            combine(own, landed)
-    transport.wait(sends, deadline)  # nobody has touched their memory meanwhile
+        ring.exchange(transport, away, step.dest, theirs, step.source, deadline, take)
 
 
 def reduce_scatter_seconds(nbytes: float, layout: Layout) -> float:
@@ -107,16 +105,11 @@ def allgather(
     transport: Transport, buffer: Array, bounds: Sequence[int], deadline: Deadline
 ) -> None:
     """Fill `buffer` with every rank's own chunk, in place."""
-    sends: list[Message] = []
     for step in topology.doubling_allgather(transport.rank, transport.size):
         into = _run(buffer, bounds, step.receive, step.chunks)
         _say_ready(transport, buffer, step, deadline)
-        receives = [transport.start_receive(s, step.source) for s in into]
         have = _run(buffer, bounds, step.send, step.chunks)
-        sends += [transport.start_send(s, step.dest) for s in have]
-        for receive in receives:
-            transport.wait((receive,), deadline)
-    transport.wait(sends, deadline)
+        ring.exchange(transport, have, step.dest, into, step.source, deadline)
 
 
 def allgather_seconds(nbytes: float, layout: Layout) -> float:

@@ -93,9 +93,9 @@ class Layout:
         node, network = self.machine.node, self.machine.network
         found = []
         if self.num_nodes > 1:
-            found.append((network, min(node.alpha, network.alpha) / 2, self.per_node))
+            found.append((network, self.machine.between, self.per_node))
         if self.per_node > 1:
-            found.append((node, node.alpha / 2, 1))
+            found.append((node, self.machine.inside, 1))
         return found
 
     def round(self, nbytes: float, *, messages: int, at_once: int = 1, gamma: float = 0.0) -> float:

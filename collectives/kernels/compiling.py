@@ -12,8 +12,9 @@ the wrong code without an error. This has happened: bfloat16 numbers were rounde
 
 Here there is no index. A file is named by the variant that it holds, says inside which code it was
 made from, is written aside and renamed, and is taken for absent if anything in it is not as it
-should be. So ranks that do the same at once write the same file twice, and a full disk or a file
-cut short costs a compilation and nothing else.
+should be. So a full disk or a file cut short costs a compilation and nothing else. Of the processes
+of a machine that need a variant at the same time one compiles it, and the others load its file
+(`turn`).
 
 The code of a function has a *symbol* by which other code finds it: the function's qualified name,
 the types of its arguments, and a number. numba counts 1, 2 ... in each process, so that files of
@@ -34,6 +35,7 @@ function that needs it. It is public for `strategies`, and for loops of users.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import logging
@@ -41,6 +43,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -52,11 +55,13 @@ from numba import types
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import loads
 
+from collectives.kernels import turn
 from collectives.kernels.machine_code import KNOWN_SYMBOLS
 
 __all__ = ["compiled", "from_number", "object_code", "python_code"]
@@ -110,7 +115,10 @@ def compiled(
         42
     """
     dispatcher: Any = numba.njit(**options)(function)
-    dispatcher._cache = _cache_of(function, includes, options) or dispatcher._cache
+    cache = _cache_of(function, includes, options)
+    if cache is not None:
+        dispatcher._cache = cache
+        dispatcher.compile = cache.in_turn(dispatcher.compile)
     if signature is not None:
         dispatcher.compile(signature)
         dispatcher.disable_compile()
@@ -201,7 +209,28 @@ class _Cache(FunctionCache):
         super().__init__(function)  # type: ignore[no-untyped-call]
         stamps = [self._impl.locator.get_source_stamp(), *map(_stamp, includes)]
         chosen = sorted(options.items())
-        self._cache_file = _Files(self._cache_path, self._impl.filename_base, stamps, chosen)
+        self._files = _Files(self._cache_path, self._impl.filename_base, stamps, chosen)
+        self._cache_file = self._files
+        self._under_way: list[ExitStack] = []  # compilations, each in the one before
+
+    def in_turn(self, compile_variant: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Let one process of this machine compile a variant while others wait for its file.
+
+        Args:
+            compile_variant: the dispatcher's method, which asks this cache first.
+        """
+
+        @functools.wraps(compile_variant)
+        def compile_in_turn(signature: Any) -> Any:
+            # numba takes its lock, too; before the turn, so that threads wait for each other there.
+            with global_compiler_lock, ExitStack() as turn_of_this:
+                self._under_way.append(turn_of_this)
+                try:
+                    return compile_variant(signature)
+                finally:
+                    self._under_way.pop()
+
+        return compile_in_turn
 
     def load_overload(self, signature: Any, context: Any) -> Any:
         """Load a variant without what numba needs to compile one.
@@ -211,7 +240,13 @@ class _Cache(FunctionCache):
         Code refers to functions that allocate, whether it calls them or not.
         """
         rtsys.initialize(context)
-        return self._load_overload(signature, context)  # type: ignore[no-untyped-call]
+        found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]
+        if found is None and self._under_way:
+            described = self._files.described(self._index_key(signature, context.codegen()))
+            self._under_way[-1].enter_context(turn.first(described))
+            # Another process may have made it meanwhile.
+            found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]
+        return found
 
     def save_overload(self, signature: Any, data: Any) -> None:
         """Keep a variant, unless another file may define its symbols, the disk is full or so."""
@@ -301,6 +336,10 @@ class _Files(IndexDataCacheFile):
         """Forget all variants."""
         for path in Path(self._start).parent.glob(f"{Path(self._start).name}.*.nbc"):
             path.unlink(missing_ok=True)
+
+    def described(self, key: Any) -> str:
+        """What a variant is made from and where it is kept, for others who need the same."""
+        return f"{self._identity(key)} {self._path(key)}"
 
     def _identity(self, key: Any) -> str:
         return repr((_EDITION, self._version, self._source_stamp, self._options, key))

@@ -18,6 +18,7 @@ two meetings there, and the messages between one rank of every node.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from collectives.algorithms import doubling, halving, hierarchical, letters
+from collectives.algorithms import doubling, halving, hierarchical, letters, selection
 from collectives.algorithms.layout import Layout
 from collectives.algorithms.letters import HEAD_BYTES, Letters
 from collectives.arrays import reduction
@@ -67,11 +68,15 @@ NUMBER = "call"
 LETTER_BYTES = 3072
 CARRIED_BYTES = LETTER_BYTES - HEAD_BYTES
 
-# How much of an all-reduce travels with its comparison in compiled code, where one rank of a node
-# sends; more of them share the node's line, in every round. 4 machines of 2 ranks, 8 processes on 2
-# cores, in ms, so / MPI with our settings: 512 bytes 1.03 / 1.39, 4 KiB 1.25 / 1.42, 64 KiB 1.85 /
-# 2.08; after a comparison, by `hierarchical`: 3.3, 3.5, 3.7.
+# How much of an all-reduce travels with its comparison in compiled code at most, where one rank of
+# a node sends; more of them share the node's line, in every round. 4 machines of 2 ranks, 8
+# processes on 2 cores, 1 Gbit/s, in ms, so / MPI with our settings: 512 bytes 1.03 / 1.39, 4 KiB
+# 1.25 / 1.42, 64 KiB 1.85 / 2.08; after a comparison, by `hierarchical`: 3.3, 3.5, 3.7. On slow
+# lines whole arrays in every round cost more than messages: at 100 Mbit/s 64 KiB took 1.4 to 1.9
+# times as long as the fastest algorithm after a comparison. So `most` asks the cost model, in
+# steps of 1 KiB.
 _MOST_CARRIED_BYTES, _MOST_OF_NODE = 1 << 16, 1 << 17
+_CARRIED_STEP = 1 << 10
 
 # Ranks of a node up to which each exchanges letters with those of other nodes; beyond, one of them
 # speaks for all, since a node's line takes the letters of its ranks one after the other. 4 machines
@@ -162,11 +167,26 @@ def by_nodes(layout: Layout) -> bool:
     return layout.is_hierarchical and layout.per_node > MOST_SPEAKERS
 
 
+@functools.lru_cache(256)  # groups of the same layout share it
 def most(layout: Layout) -> int:
-    """Return how many bytes of an all-reduce travel with its comparison in compiled code."""
+    """Return how many bytes of an all-reduce travel with its comparison in compiled code.
+
+    As many as go faster so than after it, by the cost model; equal on all ranks, as the layout is.
+    """
     if by_nodes(layout):
         return CARRIED_BYTES
-    return max(CARRIED_BYTES, min(_MOST_CARRIED_BYTES, _MOST_OF_NODE // layout.per_node))
+    highest = max(CARRIED_BYTES, min(_MOST_CARRIED_BYTES, _MOST_OF_NODE // layout.per_node))
+    compared = letters.seconds(0, layout)
+
+    def is_slower(nbytes: int) -> bool:
+        pick = selection.pick("allreduce", nbytes, layout)
+        seconds = selection.ALGORITHMS["allreduce"][pick].seconds
+        assert seconds is not None  # "native" is never picked
+        return letters.seconds(nbytes, layout) > compared + seconds(nbytes, layout)
+
+    sizes = range(CARRIED_BYTES, highest + 1, _CARRIED_STEP)
+    first = bisect.bisect_left(sizes, True, key=is_slower)
+    return highest if first == len(sizes) else sizes[max(0, first - 1)]
 
 
 def seconds(nbytes: int, layout: Layout) -> float:

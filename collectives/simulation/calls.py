@@ -1,23 +1,25 @@
-"""One call of an operation on simulated ranks, of which only the lengths are known."""
+"""One call on simulated ranks, and its comparison; only the lengths of arrays are known."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from collectives import topology
-from collectives.algorithms import selection
+from collectives.algorithms import doubling, hierarchical, selection
+from collectives.algorithms.letters import HEAD_BYTES
 from collectives.arrays.reduction import SUM
 from collectives.simulation import ranks
 from collectives.simulation.clock import NEVER
 from collectives.simulation.cluster import Cluster
 from collectives.simulation.ranks import Access
 from collectives.simulation.transport import EAGER_BYTES
-from collectives.transport.transport import Deadline
+from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["seconds"]
+__all__ = ["seconds", "together"]
 
 _DTYPE = np.dtype(np.float32)
 
@@ -58,7 +60,59 @@ def seconds(
         over = access.levels if algorithm == "hierarchical" else access.transport
         run(over, *arguments(access, count, bounds, lengths), Deadline(operation, NEVER))
 
-    ended = ranks.run(cluster, call, payload=False, eager=eager, within=within, progress=progress)
+    return _last(cluster, call, eager=eager, within=within, progress=progress)
+
+
+def together(
+    nbytes: int,
+    cluster: Cluster,
+    *,
+    by_nodes: bool,
+    within: float = NEVER,
+    progress: Callable[[int, float], None] | None = None,
+) -> float:
+    """Return how long the comparison of a call takes with which so many bytes travel.
+
+    The letters of a real job are exchanged by compiled code that calls MPI (`algorithms.letters`),
+    for which there is none here; the same schedule goes, with what letters cost.
+
+    Args:
+        nbytes: of the contribution; 0 for the comparison alone.
+        cluster: the ranks.
+        by_nodes: whether one rank of each node speaks for it.
+        within: as for `seconds`.
+        progress: as for `seconds`.
+
+    Raises:
+        As `seconds`.
+    """
+    letters = replace(cluster, machine=cluster.layout.compiled().machine)
+    length = HEAD_BYTES + nbytes
+    combining = cluster.layout.combined(nbytes)
+
+    def call(access: Access) -> None:
+        deadline = Deadline("comparison", NEVER)
+        rank = access.transport.simulated
+
+        def combine(ours: object, theirs: object) -> None:
+            rank.spend(combining)
+
+        def between(network: Transport, letter: Any) -> None:
+            doubling.combine_all(network, letter, combine, deadline)
+
+        if by_nodes:
+            assert access.levels is not None
+            letter = np.empty(length, np.uint8)
+            hierarchical.double(access.levels, letter, combine, between, deadline)
+        else:
+            between(access.transport, access.memory.empty(length, np.dtype(np.uint8)))
+
+    return _last(letters, call, within=within, progress=progress)
+
+
+def _last(cluster: Cluster, call: Callable[[Access], None], **how: Any) -> float:
+    """Return when the last rank has ended."""
+    ended = ranks.run(cluster, call, payload=False, **how)
     error = ranks.first_error(ended)
     if error is not None:
         raise error

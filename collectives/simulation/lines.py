@@ -139,8 +139,7 @@ class Lines:
     def __init__(self, clock: Clock) -> None:
         cluster: Cluster = clock.cluster
         node, network = cluster.machine.node, cluster.machine.network
-        self.inside = node.alpha / 2
-        self.between = min(node.alpha, network.alpha) / 2
+        self.inside, self.between = cluster.machine.inside, cluster.machine.between
         self.nodes = cluster.nodes()
         self._clock = clock
         self._latency = network.alpha - 2 * self.between

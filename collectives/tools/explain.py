@@ -17,7 +17,7 @@ from collectives.operations import compare
 from collectives.settings import Settings
 from collectives.tools import units
 
-__all__ = ["Point", "Question", "curve", "drawn", "picked", "rests_on", "table"]
+__all__ = ["Point", "Question", "curve", "doubled", "drawn", "picked", "rests_on", "table"]
 
 # What may travel with the comparison; the others bring rows whose numbers it has to carry.
 _TOGETHER = ("allreduce", "barrier", "broadcast", "reduce", "reduce_scatter", "scatter")
@@ -114,11 +114,16 @@ def curve(question: Question, layout: Layout, most: int) -> list[Point]:
             f"{layout.size} ranks on {layout.num_nodes} nodes, up to {most} nodes"
         )
     points = []
-    for nodes in [*(1 << n for n in range((most - 1).bit_length())), most]:
+    for nodes in doubled(most):
         spread = replace(layout, size=nodes * layout.per_node, num_nodes=nodes)
         times = selection.estimate(*question, spread)
         points.append(Point(nodes, spread.size, *picked(question, spread), times))
     return points
+
+
+def doubled(most: int) -> list[int]:
+    """Return 1, 2, 4 ... below a number, and it."""
+    return [*(1 << n for n in range((most - 1).bit_length())), most]
 
 
 def drawn(points: Sequence[Point]) -> str:

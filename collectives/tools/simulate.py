@@ -10,6 +10,7 @@ from __future__ import annotations
 import configparser
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from collectives import links
 from collectives.algorithms import selection
 from collectives.algorithms.layout import Layout
 from collectives.errors import PeerFailure
+from collectives.operations import compare
 from collectives.simulation import calls
 from collectives.simulation.clock import Stopped
 from collectives.simulation.cluster import Cluster
@@ -26,6 +28,9 @@ from collectives.tools import explain
 from collectives.tools.explain import Question
 
 __all__ = ["Row", "drawable", "least_seconds", "options_of", "rows", "table", "title"]
+
+# Rows that are not of an algorithm: the comparison of a call, and that with the array in it.
+_COMPARISON, _TOGETHER = "comparison", "together"
 
 
 class Row(NamedTuple):
@@ -55,30 +60,44 @@ def rows(question: Question, cluster: Cluster, within: float) -> list[Row]:
         within: real seconds that each algorithm may take; then it is stopped.
 
     Returns:
-        Fastest first; those that were stopped, and those in which a rank died, come last.
+        Of algorithms, fastest first; those that were stopped, and those in which a rank died, come
+        last. Then, where ranks compare their calls by messages, what that takes, and what it takes
+        where "auto" lets the array travel with it.
 
     Raises:
         ValueError: there is no such operation, or a negative size.
         ImportError: greenlet is not installed.
     """
+    operation, nbytes = question
+    layout = cluster.layout
+    estimates = selection.estimate(operation, nbytes, layout)
     found = []
-    estimates = selection.estimate(question.operation, question.nbytes, cluster.layout)
     for name, estimated in estimates.items():
         if name == "node":  # its seconds are the engine's, in either way
             found.append(Row(name, estimated, False, estimated))
-            continue
-        with tqdm(desc=name, unit=" messages", unit_scale=True, disable=None, leave=False) as bar:
-            try:
-                seconds = calls.seconds(
-                    question.operation, name, question.nbytes, cluster,
-                    within=within, progress=_shown(bar),
-                )  # fmt: skip
-                found.append(Row(name, seconds, False, estimated))
-            except Stopped as stopped:
-                found.append(Row(name, stopped.reached, True, estimated))
-            except PeerFailure as error:
-                found.append(Row(name, math.inf, True, estimated, f"PeerFailure: {error}"))
-    return sorted(found, key=lambda row: (row.stopped, row.seconds))
+        else:
+            run = partial(calls.seconds, operation, name, nbytes, cluster)
+            found.append(_row(name, estimated, run, within))
+    found.sort(key=lambda row: (row.stopped, row.seconds))
+    if layout.size == 1 or "node" in estimates:
+        return found
+    auto, _ = explain.picked(question, layout)
+    for name, carried in ((_COMPARISON, 0), (_TOGETHER, nbytes)):
+        if name in (_COMPARISON, auto):
+            run = partial(calls.together, carried, cluster, by_nodes=compare.by_nodes(layout))
+            found.append(_row(name, compare.seconds(carried, layout), run, within))
+    return found
+
+
+def _row(name: str, estimated: float, run: Callable[..., float], within: float) -> Row:
+    """Simulate one row."""
+    with tqdm(desc=name, unit=" messages", unit_scale=True, disable=None, leave=False) as bar:
+        try:
+            return Row(name, run(within=within, progress=_shown(bar)), False, estimated)
+        except Stopped as stopped:
+            return Row(name, stopped.reached, True, estimated)
+        except PeerFailure as error:
+            return Row(name, math.inf, True, estimated, f"PeerFailure: {error}")
 
 
 def _shown(bar: tqdm[object]) -> Callable[[int, float], None]:
@@ -125,16 +144,18 @@ def table(question: Question, found: Sequence[Row], cluster: Cluster, known: lin
         f"{'algorithm':<14}{'simulated ms':>13}{'of the line':>13}{'estimated ms':>14}",
     ]
     for row in found:
+        of_call = row.algorithm in (_COMPARISON, _TOGETHER)
         sign = ">" if row.stopped else ""
         time = "-" if row.failed else f"{sign}{1e3 * row.seconds:.4f}"
-        share = f"{100 * least / row.seconds:.0f} %" if least and not row.stopped else "-"
+        is_shared = least and not row.stopped and not of_call
+        share = f"{100 * least / row.seconds:.0f} %" if is_shared else "-"
         marks = ["fastest"] * (row is found[0] and not row.stopped)
         marks += ["picked by auto"] * (row.algorithm == auto)
+        marks += ["of the call, before any of these"] * (row.algorithm == _COMPARISON)
+        marks += ["in place of it and an algorithm"] * (row.algorithm == _TOGETHER)
         marks += [row.failed or "stopped"] * row.stopped
         text = f"{row.algorithm:<14}{time:>13}{share:>13}{1e3 * row.estimated:14.4f}"
         lines.append(f"{text}  {', '.join(marks)}".rstrip())
-    if auto == "together":
-        lines.append("auto lets it travel with the comparison of the call, which is not simulated.")
     return "\n".join(lines)
 
 
@@ -152,7 +173,7 @@ def drawable(found: Sequence[tuple[int, Sequence[Row]]]) -> dict[str, list[tuple
     curves: dict[str, list[tuple[int, float]]] = {}
     for nbytes, several in found:
         for row in several:
-            if not row.stopped:
+            if not row.stopped and row.algorithm != _COMPARISON:
                 curves.setdefault(row.algorithm, []).append((nbytes, row.seconds))
     return curves
 

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-from collectives.algorithms import selection
+from collectives.operations import compare
 from collectives.simulation import calls, training
 from collectives.simulation.clock import Stopped
 from collectives.simulation.cluster import Cluster
 from collectives.simulation.training import Compute
+from collectives.tools import explain
 
-__all__ = ["Point", "Step", "points", "table"]
+__all__ = ["Point", "Step", "points", "table", "times_of"]
 
 # Steps over which times are averaged.
 _STEPS = 400
 
-# The share of a step that has passed when the backward pass begins, in which gradients get ready.
-_FORWARD = 1 / 3
+
+def times_of(file: Path) -> list[float]:
+    """Read what steps have taken, in any unit: numbers, with spaces or line ends between them.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: there is something else, or a time that is not above zero.
+    """
+    words = file.read_text().split()
+    try:
+        found = [float(word) for word in words]
+    except ValueError as error:
+        raise ValueError(f"{file}: expected times of steps, {error}") from None
+    if not found or not all(0 < time < math.inf for time in found):
+        raise ValueError(f"{file}: expected times of steps above 0, got {words[:5]}")
+    return found
 
 
 class Step(NamedTuple):
@@ -73,11 +91,16 @@ def points(step: Step, cluster: Cluster, within: float) -> list[Point]:
     """
     if not step.gradients or min(step.gradients) < 1:
         raise ValueError(f"simulate: expected buckets of some bytes, got {list(step.gradients)}")
-    if cluster.size % cluster.num_nodes or cluster.slow or cluster.deaths:
-        raise ValueError("simulate: for a step expected machines that are all alike")
-    per_node, most = cluster.size // cluster.num_nodes, cluster.num_nodes
+    if cluster.size % cluster.num_nodes:
+        raise ValueError("simulate: for a step expected as many ranks on every machine")
+    if cluster.slow or cluster.deaths:
+        raise ValueError(
+            "simulate: a step is drawn on fewer machines, too, which have no rank by that number; "
+            "expected --stragglers in place of --slow, and no --dead"
+        )
+    per_node = cluster.size // cluster.num_nodes
     found = []
-    numbers = [*(1 << n for n in range((most - 1).bit_length())), most]
+    numbers = explain.doubled(cluster.num_nodes)
     for nodes in tqdm(numbers, desc="machines", disable=None, leave=False):
         spread = replace(cluster, size=nodes * per_node, num_nodes=nodes)
         found.append(_point(step, spread, within))
@@ -87,13 +110,11 @@ def points(step: Step, cluster: Cluster, within: float) -> list[Point]:
 def _point(step: Step, cluster: Cluster, within: float) -> Point:
     drawn = step.compute.draw(_STEPS, cluster.size)
     times: dict[int, tuple[float, bool]] = {}
-    buckets, passed, whole = [], 0, sum(step.gradients)
-    for nbytes in step.gradients:
-        passed += nbytes
-        ready = _FORWARD + (1 - _FORWARD) * passed / whole if step.overlap else 1.0
+    buckets = []
+    for nbytes, share in zip(step.gradients, training.ready(step.gradients), strict=True):
         if nbytes not in times:
             times[nbytes] = _seconds(nbytes // 2 if step.half else nbytes, cluster, within)
-        buckets.append((ready, times[nbytes][0]))
+        buckets.append((share if step.overlap else 1.0, times[nbytes][0]))
     outcome = training.all_reduce(drawn, buckets)
     return Point(
         cluster.num_nodes, cluster.size, 1 / outcome.steps_per_second,
@@ -103,25 +124,37 @@ def _point(step: Step, cluster: Cluster, within: float) -> Point:
 
 
 def _seconds(nbytes: int, cluster: Cluster, within: float) -> tuple[float, bool]:
-    """Return what the all-reduce takes that "auto" picks, and whether it was simulated."""
-    estimates = selection.estimate("allreduce", nbytes, cluster.layout)
+    """Return what the all-reduce takes that "auto" picks, and whether it was simulated.
+
+    With the comparison of the call, but for one inside a node, whose engine compares.
+    """
     if cluster.size == 1:
         return 0.0, True
-    if "node" in estimates:
-        return estimates["node"], True
-    pick = selection.pick("allreduce", nbytes, cluster.layout)
+    layout = cluster.layout
+    pick, estimated = explain.picked(explain.Question("allreduce", nbytes), layout)
+    if pick == "node":
+        return estimated, True
+    together = partial(calls.together, cluster=cluster, by_nodes=compare.by_nodes(layout))
     try:
-        return calls.seconds("allreduce", pick, nbytes, cluster, within=within), True
+        if pick == "together":
+            return together(nbytes, within=within), True
+        run = calls.seconds("allreduce", pick, nbytes, cluster, within=within)
+        return together(0, within=within) + run, True
     except Stopped:
-        return estimates[pick], False
+        return estimated, False
 
 
 def table(step: Step, found: Sequence[Point]) -> str:
     """Lay the points out for people."""
     whole, compute = sum(step.gradients), step.compute
+    spread = f"spread {100 * compute.spread:g} %"
+    if compute.measured:
+        spread = f"spread as of {len(compute.measured)} measured times"
+    if compute.slow_share:
+        spread += f", {100 * compute.slow_share:g} % of them {compute.slow_by:g} times as long"
     how = ["overlapped"] * step.overlap + ["as 16 bits"] * step.half
     lines = [
-        f"a step of {1e3 * compute.mean:g} ms, spread {100 * compute.spread:g} %, "
+        f"a step of {1e3 * compute.mean:g} ms, {spread}, "
         f"{len(step.gradients)} buckets of {whole} bytes{', '.join(['', *how])}, simulated",
         f"{'machines':>8}{'ranks':>7}{'step ms':>10}{'reducing ms':>13}{'efficiency':>12}",
     ]

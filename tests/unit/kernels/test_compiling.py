@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -11,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from numba.core.errors import TypingError
+
+from collectives.kernels import turn
 
 ROOT = Path(__file__).parents[3]
 
@@ -114,18 +118,41 @@ def test_many_processes_compile_many_variants_at_once(tmp_path):
             time.sleep(max(0.0, begin - time.time()))
             for i in range(4):
                 factor = 1 + (first + i) % 4
-                assert multiplier(factor)(7) == 7 * factor, factor
+                multiply = multiplier(factor)
+                assert multiply(7) == 7 * factor, factor
+                print("loaded" if sum(multiply.stats.cache_hits.values()) else "compiled")
             """
         )
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for began in (time.time() + 3, 0.0):  # at first all compile, then all find files
+    for began, compiled in ((time.time() + 3, 4), (0.0, 0)):  # then all find files
         processes = [
-            subprocess.Popen([sys.executable, program, str(first), str(began)], env=environment)
+            subprocess.Popen(
+                [sys.executable, program, str(first), str(began)],
+                env=environment, stdout=subprocess.PIPE, text=True,
+            )
             for first in range(4)
-        ]
-        assert [process.wait(120) for process in processes] == [0] * 4
+        ]  # fmt: skip
+        said = [process.communicate(timeout=120)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * 4
+        assert "".join(said).count("compiled") == compiled, "one of the processes makes a variant"
     assert len(list((tmp_path / "__pycache__").glob("*.nbc"))) == 5
+
+
+def test_what_cannot_be_compiled_leaves_the_turn_to_others(module, monkeypatch):
+    first, firsts = turn.first, []
+
+    @contextlib.contextmanager
+    def noted(what):
+        with first(what, most_seconds=0) as mine:
+            firsts.append(mine)
+            yield mine
+
+    monkeypatch.setattr(turn, "first", noted)
+    for _ in range(2):
+        with pytest.raises(TypingError):
+            module.multiplier("text")(0.5)
+    assert firsts == [True] * 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty"])

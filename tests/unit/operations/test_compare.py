@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import collectives as cc
 import inprocess
+from collectives.algorithms import selection
+from collectives.algorithms.layout import Layout
+from collectives.links import DEFAULT, Link
 from collectives.operations import compare
 from collectives.operations.settle import settle
 from collectives.settings import Settings
 from collectives.transport.transport import Deadline
 
 LIMIT = 20.0
+KIB = 1 << 10
 
 
 def test_differences_lists_fields_values_and_ranks():
@@ -60,6 +66,36 @@ def test_a_mismatch_names_what_of_the_strategies_was_called():
         "CheckpointManager.save / barrier: the ranks do not mean the same call: "
         "CheckpointManager.save (broadcast_object) at a.py:1 on rank 0, barrier at a.py:2 on rank 1"
     )
+
+
+@pytest.mark.parametrize(("machines", "ranks"), [(2, 1), (4, 1), (8, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize("megabits", [100, 1000, 100_000])
+@pytest.mark.parametrize("alpha", [1e-5, 1e-4, 1e-3])
+def test_what_travels_with_a_comparison_is_not_faster_after_it(machines, ranks, megabits, alpha):
+    network = Link(alpha, 8e-6 / megabits, 3.3e-11, letter=alpha)
+    layout = Layout(machines * ranks, machines, DEFAULT._replace(network=network))
+    most = compare.most(layout)
+    assert compare.CARRIED_BYTES <= most <= 64 * KIB
+    assert compare.most(replace(layout)) == most
+
+    def together_over_after(nbytes):
+        times = selection.estimate("allreduce", nbytes, layout)
+        return compare.seconds(nbytes, layout) / (compare.seconds(0, layout) + min(times.values()))
+
+    if most > compare.CARRIED_BYTES:
+        assert together_over_after(most) <= 1
+    if most < 64 * KIB // max(1, ranks - 1):
+        assert together_over_after(most + KIB) > 1
+
+
+def test_slow_lines_carry_less_with_a_comparison():
+    def most(megabits, machines):
+        network = Link(1e-4, 8e-6 / megabits, 3.3e-11, letter=3e-5)
+        return compare.most(Layout(machines, machines, DEFAULT._replace(network=network)))
+
+    assert most(100, 2) == 64 * KIB  # two ranks send no more bytes than a ring does
+    assert most(100, 8) < most(100, 4) < 16 * KIB
+    assert most(1000, 4) == 64 * KIB
 
 
 def sent_messages(check, calls, call, size=2):

@@ -158,19 +158,41 @@ def wrong_doubling(doubling):
     return part
 
 
+def wrong_rails(rails):
+    def place(leaders, rank):
+        found = rails(leaders, rank)
+        if len(leaders) > 16 and rank == 3:
+            *others, last, again = found.rail
+            return found._replace(rail=(*others, again, last))
+        return found
+
+    return place
+
+
+def wrong_neighbours(neighbours):
+    def both(rank, size, step=1):
+        left, right = neighbours(rank, size, step)
+        return (left, (right + 1) % size) if rank == 3 and step == 16 else (left, right)
+
+    return both
+
+
 MUTATIONS = {
-    "double_tree": (wrong_double_tree, "double_tree"),
-    "doubling": (wrong_doubling, "doubling"),
-    "halving_reduce_scatter": (wrong_halving, "halving"),
-    "binomial_tree": (wrong_tree, "tree"),
-    "ring_reduce_scatter": (wrong_ring, "ring"),
+    "double_tree": (wrong_double_tree, "allreduce", "double_tree"),
+    "doubling": (wrong_doubling, "allreduce", "doubling"),
+    "halving_reduce_scatter": (wrong_halving, "allreduce", "halving"),
+    "binomial_tree": (wrong_tree, "allreduce", "tree"),
+    "ring_reduce_scatter": (wrong_ring, "allreduce", "ring"),
+    "rails": (wrong_rails, "allreduce", "hierarchical"),
+    "ring_neighbours": (wrong_neighbours, "alltoall", "rotation"),
 }
 
 
 @pytest.mark.parametrize("schedule", MUTATIONS)
 def test_a_wrong_step_beyond_16_ranks_is_caught(schedule, monkeypatch):
-    mutate, algorithm = MUTATIONS[schedule]
+    mutate, operation, algorithm = MUTATIONS[schedule]
+    per_node = 2 if algorithm == "hierarchical" else 1
     monkeypatch.setattr(topology, schedule, mutate(getattr(topology, schedule)))
-    conform("allreduce", algorithm, spread(16, 1), count=10_000)  # where it does no harm
+    conform(operation, algorithm, spread(16, per_node), count=10_000)  # where it does no harm
     with pytest.raises((AssertionError, cc.CollectiveError)):
-        conform("allreduce", algorithm, spread(17, 1), count=10_000)
+        conform(operation, algorithm, spread(20, per_node), count=10_000)

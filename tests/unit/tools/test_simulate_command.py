@@ -39,6 +39,15 @@ def test_the_table_has_all_algorithms_the_fastest_first(capsys):
     assert "8.00" not in rows, "what the network costs"
 
 
+def test_a_small_call_travels_with_its_comparison_which_is_simulated(capsys):
+    rows = printed(capsys, "--nodes", "8", "--bytes", "4K")
+    assert "picked by auto" in rows["together"][-1]
+    alone, together = float(rows["comparison"][1]), float(rows["together"][1])
+    fastest = min(float(rows[name][1]) for name in selection.ALGORITHMS["allreduce"].keys() & rows)
+    assert alone < together < alone + fastest
+    assert "together" not in printed(capsys, "--nodes", "8", "--bytes", "4M")
+
+
 def test_slow_ranks_switches_and_noise_make_it_slower(capsys):
     question = ["--nodes", "8", "--op", "allgather", "--bytes", "1M"]
     usual = printed(capsys, *question)
@@ -152,6 +161,20 @@ def test_a_step_loses_on_more_machines_and_wins_by_overlap_and_16_bits(capsys):
     assert efficiencies(capsys, "--spread", "0.2")[-1] < plain[-1]
 
 
+def test_a_step_waits_for_stragglers_and_for_times_that_were_measured(capsys, tmp_path):
+    plain = efficiencies(capsys)
+    slow = efficiencies(capsys, "--stragglers", "5%:4")
+    # A rank alone waits for nobody; of 8 one is a straggler in a third of the steps.
+    assert slow[0] == pytest.approx(100)
+    assert slow[-1] < 0.7 * plain[-1]
+    file = tmp_path / "times"
+    file.write_text("1.0 1.0\n1.0 5.0\n")
+    measured = efficiencies(capsys, "--times", str(file))
+    assert measured[0] == pytest.approx(100)
+    # Means are 2; of 8 ranks one takes 5 in nine steps out of ten.
+    assert measured[-1] == pytest.approx(100 * 2 / (0.9 * 5 + 0.1 * 1), rel=0.1)
+
+
 def test_the_picture_of_a_step_is_drawn(capsys, tmp_path):
     needs("matplotlib")
     file = tmp_path / "step.png"
@@ -166,7 +189,11 @@ def test_the_picture_of_a_step_is_drawn(capsys, tmp_path):
         (["--bytes", "8"], "--nodes is missing"),
         (["--step", "--nodes", "2", "--compute", "1ms"], "--gradients is missing"),
         (["--nodes", "2", "--bytes", "8", "--cluster", "/nowhere"], "No such file"),
-        ([*STEP, "--slow", "1:2"], "machines that are all alike"),
+        ([*STEP, "--slow", "1:2"], "expected --stragglers in place of --slow"),
+        ([*STEP, "--dead", "1:2ms"], "no --dead"),
+        ([*STEP, "--times", "/nowhere"], "No such file"),
+        ([*STEP, "--times", "/dev/null"], "expected times of steps above 0"),
+        ([*STEP, "--times", "/dev/null", "--spread", "0.1"], "got both"),
     ],
 )
 def test_what_is_missing_is_said(options, message, capsys):
