@@ -10,7 +10,7 @@ import collectives as cc
 from strategies import agreement
 from strategies.averaging.alike import Compare
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
-from strategies.averaging.rule import Rule
+from strategies.averaging.rule import Early, Rule
 from strategies.wrapping import wrap
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Options(TypedDict, total=False):
     clip_global_norm: float | None
     sparse_as_dense: bool
     bucket_bytes: int | None
-    overlap: bool
+    overlap: Early
     compare: Compare
     compare_every: int | None
     strategy: Any
@@ -84,7 +84,7 @@ def DistributedOptimizer(
     clip_global_norm: float | None = None,
     sparse_as_dense: bool = False,
     bucket_bytes: int | None = None,
-    overlap: bool = False,
+    overlap: Early = "auto",
     compare: Compare = "all",
     compare_every: int | None = None,
     strategy: Any = None,
@@ -115,11 +115,13 @@ def DistributedOptimizer(
             is larger.
         sparse_as_dense: reduce sparse gradients of PyTorch as dense ones.
         bucket_bytes: after how many bytes of gradients a bucket is full.
-        overlap: reduce gradients of PyTorch while the backward pass computes others. The results
-            are the same: if gradients have changed until `step`, or are those of another number of
-            examples than in the last step, on any rank, all are reduced again. Costs a copy of the
-            gradients and, for changes that PyTorch does not count, two reads (CRC-32C). Of several
-            passes the last one overlaps, where `step` is called once for all of them.
+        overlap: reduce gradients of PyTorch while the backward pass computes others. "auto" does so
+            where the ranks are on several nodes and MPI lets several threads send, until three
+            steps in a row had to reduce again. The results are the same: if gradients have changed
+            until `step`, or are those of another number of examples than in the last step, on any
+            rank, all are reduced again. Costs a copy of the gradients and, for changes that PyTorch
+            does not count, two reads (CRC-32C). Of several passes the last one overlaps, where
+            `step` is called once for all of them.
         compare: what ranks compare in the first step, before anything changes. "all": the bits of
             the parameters, the class and the settings of the optimizer, such as its learning rate,
             and its state. "parameters": these alone, where settings differ on purpose. "nothing".
@@ -172,7 +174,7 @@ def DistributedOptimizer(
     def prepare() -> tuple[_Make, list[str]]:
         rule.check()
         make, facts = _recognised(optimizer, named_parameters)
-        if overlap and facts[0] in _AT_ONCE:
+        if overlap is True and facts[0] in _AT_ONCE:
             raise ValueError(
                 "DistributedOptimizer: all gradients are there at once, overlap is for optimizers "
                 f"of PyTorch, got {type(optimizer).__name__}"

@@ -26,7 +26,7 @@ import numpy as np
 
 from collectives import bucket_layout
 from collectives.arrays import host, reduction, views
-from collectives.arrays.host import Array
+from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import MEAN, Op
 from collectives.buckets.memory import Bucket, Options, Places
 from collectives.compression import NONE, Compression, chosen
@@ -451,6 +451,7 @@ def _fill(memory: Array, host: Array | None, scale: float) -> None:
     if host is None:
         memory[...] = 0
     elif scale == 1:
-        memory[...] = host
+        if address(host) != address(memory):  # written there before
+            memory[...] = host
     else:
         np.multiply(host, scale, out=memory, casting="same_kind")

@@ -3,9 +3,9 @@
 One step is two exchanges. The first is small and tells every rank what it has to know before any
 gradient moves: whether a rank refuses, whether parameters have changed, how many examples there
 are, and which ranks have a gradient for which parameter, dense or sparse. The second is that of the
-gradients: dense ones in buckets, which are planned once, sparse ones row by row. Where the rule
-wants `overlap`, the second may have been made already; see `overlap`. `expect` lets the first step
-overlap, too.
+gradients: dense ones in buckets, which are planned once, sparse ones row by row. Where gradients
+come one by one, the second may have been made already; see `overlap`. `expect` lets the first step
+overlap, too. Where it is made in the step, gradients may be written to their `places` before.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ Array = npt.NDArray[Any]
 # `benchmarks/overlap.py`, 34 MB between 2 machines at 1 Gbit/s, ms per step: 2 MiB 435, 4 MiB 430,
 # 8 MiB 437, 16 MiB 488.
 _OVERLAPPED_BYTES = 4 << 20
+
+# Steps in a row whose gradients were reduced early in vain, after which "auto" reduces in the step:
+# a program that changes its gradients before each step would send all of them twice.
+_MISSES = 3
 
 
 class Leaf(NamedTuple):
@@ -70,10 +74,14 @@ class Averaging:
         facts: tells the optimizer's settings and its state, which are compared with the leaves
             themselves. None if the leaves are not the parameters: then the caller compares, in the
             steps in which `due` is set.
+        one_by_one: gradients come before the step, one after the other.
 
     Attributes:
         due: whether ranks compare parameters in this step, if the rule says so; on all or on none.
-        overlap: what takes gradients before the step, if the rule wants that; on all or on none.
+        overlaps: whether gradients are reduced before the step; on all or on none.
+        overlap: what takes them for the next step, if they are; on all or on none.
+        places: the tensors of buckets, by their leaves: a gradient that is written there after a
+            step needs not be copied in the next one.
     """
 
     def __init__(
@@ -81,10 +89,13 @@ class Averaging:
         comm: cc.Communicator,
         rule: Rule,
         facts: Callable[[], list[Fact]] | None = None,
+        *,
+        one_by_one: bool = False,
     ) -> None:
         self.comm = comm
         self.rule = rule
         self.due = False
+        self.overlaps = one_by_one and _overlaps(comm, rule)
         self._compares = facts is not None and rule.compare != "nothing"
         self._facts = facts if facts is not None and rule.compare == "all" else list[Fact]
         self._compared: set[tuple[str, tuple[int, ...], str]] = set()
@@ -96,7 +107,9 @@ class Averaging:
         self._bucketed: list[int] = []
         self._steps = 0
         self._guessed = False  # which leaves have gradients
+        self._misses = 0  # steps in a row whose early reductions were in vain
         self.overlap: Overlap | None = None
+        self.places: dict[int, Any] = {}
 
     def expect(self, leaves: Sequence[Leaf], trained: Collection[int]) -> None:
         """Let the gradients of the first step be reduced before it.
@@ -171,13 +184,16 @@ class Averaging:
         if status.refused:
             raise_everywhere(contribution.error, self.comm, "apply_gradients")
         status.check(self.comm, self.rule, self._steps, [leaf.name for leaf in self._leaves])
+        self._misses = self._misses + 1 if overlap is not None and status.retry else 0
+        if self._misses == _MISSES and self.rule.overlap == "auto":
+            self.overlaps = False
         self._compare(leaves, new)
         scale = self._scale(status.examples, contribution)
         results = self._combine(contribution.gradients, status, scale, reduced)
         if self._guessed:
             self._correct(status.dense)
         # Where passes were added up before, their sum is known in the step only, on any rank.
-        if self.rule.overlap and self._buckets is not None and not status.apart:
+        if self.overlaps and self._buckets is not None and not status.apart:
             self.overlap = Overlap(self._buckets, self._bucketed, scale, contribution)
         return results
 
@@ -240,7 +256,7 @@ class Averaging:
             overlap.finish()
         if self._buckets is not None:
             self._buckets.close()
-            self._buckets, self._bucketed = None, []
+            self._buckets, self._bucketed, self.places = None, [], {}
 
     def _tell(self, leaves: Sequence[Leaf], contribution: Contribution, retry: bool) -> Status:
         """Make the first exchange."""
@@ -310,10 +326,12 @@ class Averaging:
             [leaf.like for leaf in leaves],
             op=self._op,
             compression=rule.compression,
-            bucket_bytes=rule.bucket_bytes or (_OVERLAPPED_BYTES if rule.overlap else None),
+            bucket_bytes=rule.bucket_bytes or (_OVERLAPPED_BYTES if self.overlaps else None),
             names=[leaf.name for leaf in leaves],
         )
         self._bucketed = members
+        tensors = zip(members, self._buckets.views, strict=True)
+        self.places = {i: view for i, view in tensors if hasattr(view, "data_ptr")}
 
     def _reduce(self, gradients: list[Any], scale: float) -> list[Any]:
         """Reduce one gradient for each place in the buckets."""
@@ -340,3 +358,21 @@ class Averaging:
             indices, values, num_rows=leaf.shape[0], op=self._op
         )
         return Rows(found, self._finish(rows))
+
+
+def _overlaps(comm: cc.Communicator, rule: Rule) -> bool:
+    """Tell whether gradients are to be reduced before the step; on all ranks or on none.
+
+    On one node the exchange takes less time than a second thread takes from the backward pass:
+    `benchmarks/torch_step.py`, 102 MB, 2 ranks on 2 cores: 124 ms a step without, 155 with overlap.
+    """
+    if rule.overlap != "auto":
+        return rule.overlap
+    if comm.num_nodes == 1:
+        return False
+    try:
+        comm.transport.check_threads("overlap")
+        may = True
+    except cc.LaunchError:
+        may = False
+    return bool(comm.allreduce(may, op=cc.MIN))

@@ -23,23 +23,25 @@ def host(gradient: Any, view: Array) -> Array:
 def hosts(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[Any] | None:
     """See gradients in host memory, if NumPy brings all of them to their places as fast as any.
 
-    Not tensors of a device, those that are in their places already, nor those of 16 bits that are
-    to be scaled: PyTorch does these better.
+    Not tensors of a device, nor those of 16 bits that are to be scaled, which PyTorch does better;
+    nor if all of them are in their places, with nothing to do.
     """
     seen: list[Any] = []
+    idle = scale == 1
     for gradient, view in zip(gradients, views, strict=True):
         if gradient is None:
             seen.append(None)
+            idle = False
         elif isinstance(view, np.ndarray):
             seen.append(host(gradient, view))
+            idle = False
         else:
             memory = arrays.host(gradient)
-            if memory is None or gradient.data_ptr() == view.data_ptr():
-                return None
-            if scale != 1 and memory.itemsize == 2:
+            if memory is None or (scale != 1 and memory.itemsize == 2):
                 return None
             seen.append(memory)
-    return seen
+            idle = idle and gradient.data_ptr() == view.data_ptr()
+    return None if idle else seen
 
 
 def put(view: Any, gradient: Any, scale: float) -> None:

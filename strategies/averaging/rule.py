@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import collectives as cc
 from strategies.averaging.alike import Compare
 from strategies.checks import choice, integer
 
-__all__ = ["OPERATION", "Rule"]
+__all__ = ["OPERATION", "Early", "Rule"]
 
 OPERATION = "DistributedOptimizer"
 """Whose choice it is, in errors."""
+
+Early = bool | Literal["auto"]
+"""Whether gradients are reduced during the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Rule:
     clip_global_norm: float | None = None
     sparse_as_dense: bool = False
     bucket_bytes: int | None = None
-    overlap: bool = False
+    overlap: Early = "auto"
     compare: Compare = "all"
     compare_every: int | None = None
 
@@ -43,6 +46,8 @@ class Rule:
                 f"{OPERATION}: expected NONE, FP16, BF16 or INT8 as compression, got {kind}"
             )
         choice(OPERATION, "compare", self.compare, Compare)
+        if self.overlap not in (True, False, "auto"):
+            _refuse(f"expected True, False or 'auto' as overlap, got {self.overlap!r}")
         integer(OPERATION, "backward_passes_per_step", self.backward_passes_per_step)
         if self.compare_every is not None:
             integer(OPERATION, "compare_every", self.compare_every)

@@ -29,7 +29,8 @@ def DistributedOptimizer(
     """Wrap an optimizer so that its steps apply the gradients of all ranks.
 
     It is `strategies.DistributedOptimizer`, whose methods and errors it has. Gradients of PyTorch
-    are reduced while the backward pass computes others, as far as MPI lets threads send messages.
+    are reduced while the backward pass computes others where ranks are on several nodes; on one
+    node that takes longer than a reduction in the step.
 
     *Collective*: all ranks, with the same arguments.
 
@@ -76,7 +77,6 @@ def DistributedOptimizer(
         backward_passes_per_step=backward_passes_per_step,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
-        overlap=hasattr(optimizer, "param_groups"),
     )
 
 

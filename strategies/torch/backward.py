@@ -6,6 +6,8 @@ Every parameter has a hook that autograd calls when its gradient is complete::
                                        hook of layer 2 -> ...
     optimizer.step()     taken: are these gradients still what was given?
 
+Without overlap the hook only moves the gradient to its place in a bucket.
+
 PyTorch counts most changes of a tensor, but none through `.grad.data` or `.grad.numpy()`. So what
 is given has a checksum, too.
 """
@@ -100,6 +102,8 @@ class Backward:
                 overlap.ready(position, gradient.to_dense() if dense else None)
             else:
                 overlap.ready(position, gradient)
+        elif overlap is None and self._averaging.rule.backward_passes_per_step == 1:
+            _lay(self._averaging.places.get(position), parameter)
 
 
 class _Given(NamedTuple):
@@ -117,6 +121,20 @@ class _Given(NamedTuple):
         if gradient is None or gradient is not self.gradient or gradient._version != self.version:
             return False
         return _checksums(gradient) == self.checksums
+
+
+def _lay(place: torch.Tensor | None, parameter: torch.Tensor) -> None:
+    """Write the gradient to its place, while it is in the caches, and let it be seen there.
+
+    The memory that it came in serves the next one: a step that frees its gradients together clears
+    new pages for all of them, which takes longer than the exchange (docs/benchmarks/README.md).
+    """
+    gradient = parameter.grad
+    if place is None or gradient is None or gradient.layout is not torch.strided:
+        return
+    fits = gradient.dtype is place.dtype and gradient.device == place.device
+    if fits and not gradient.requires_grad and gradient.data_ptr() != place.data_ptr():
+        parameter.grad = place.copy_(gradient)
 
 
 def _checksums(gradient: torch.Tensor) -> list[str]:

@@ -63,9 +63,9 @@ class TorchOptimizer(_Optimizer):
     `step` averages the `.grad` of all parameters and lets the wrapped optimizer step. Whoever wants
     to see or change averaged gradients before, calls `synchronize` first.
 
-    An averaged gradient lies in a bucket, and `.grad` is a view of it: what was put there by one
-    step is overwritten by the next one, with `overlap` by the next backward pass. Clone what is to
-    be kept.
+    An averaged gradient lies in a bucket, and `.grad` is a view of it, which the next backward pass
+    overwrites: clone what is to be kept. Where gradients are averaged in the step, that pass writes
+    its own ones there, so that the step copies nothing.
 
     Pickled or copied, it becomes the optimizer that it holds: a communicator belongs to a process.
 
@@ -84,7 +84,7 @@ class TorchOptimizer(_Optimizer):
         self._rule = rule
         self._names = dict(names)
         facts = functools.partial(facts_of_optimizer, optimizer, self._names)
-        self._averaging = Averaging(comm, rule, facts)
+        self._averaging = Averaging(comm, rule, facts, one_by_one=True)
         self._passes = Passes(rule.backward_passes_per_step)
         self._backward = Backward(self._averaging)
         # Leaves are made anew for other parameters; these are kept, so that an id stays theirs.
@@ -94,7 +94,7 @@ class TorchOptimizer(_Optimizer):
         self._held = _Held.OWN
         parameters = parameters_of(optimizer)
         self._backward.watch(parameters)
-        if rule.overlap:
+        if self._averaging.overlaps:
             trained = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
             self._averaging.expect(self._leaves_of(parameters), trained)
 

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import ipaddress
+import os
+import secrets
 import socket
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from torch import distributed
 
 import collectives as cc
 
-__all__ = ["rendezvous"]
+__all__ = ["addresses", "rendezvous"]
 
 _TIMEOUT = timedelta(minutes=30)  # as PyTorch's own
+
+# Seconds in which an address answers, or is left for the next one.
+_CONNECT = 3.0
+
+# By which ranks know that this is their store.
+_KEY = "unisono/secret"
+
+# Linux: the request for an interface's IPv4 address, a table of those of IPv6, its word for those
+# that other machines know.
+_SIOCGIFADDR = 0x8915
+_IPV6, _GLOBAL = Path("/proc/net/if_inet6"), "00"
+
+
+class _Place(NamedTuple):
+    """Where rank 0 serves the store."""
+
+    node: int
+    hosts: list[str]
+    port: int
+    secret: str
 
 
 def rendezvous(
@@ -29,7 +56,7 @@ def rendezvous(
 
     Raises:
         ValueError: MPI has another rank or number of ranks than the url; on all ranks.
-        LaunchError: the processes do not form one world.
+        LaunchError: the processes do not form one world; or some cannot reach rank 0, on all ranks.
     """
     comm = cc.init()
     told = dict(parse_qsl(urlsplit(url).query))
@@ -45,15 +72,78 @@ def rendezvous(
     raise RuntimeError("init_process_group: ranks of MPI do not meet a second time")
 
 
+def addresses() -> list[str]:
+    """Return where other machines may find this one: the addresses of its interfaces.
+
+    `MASTER_ADDR` comes first where it is set. A host name does not help: on many clusters it is
+    known to nobody else, or means the machine itself.
+    """
+    found = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has none
+                reply = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+                found.append(socket.inet_ntoa(reply[20:24]))
+    with contextlib.suppress(OSError):  # there is no IPv6
+        for line in _IPV6.read_text().splitlines():
+            digits, _, _, scope, *_ = line.split()
+            if scope == _GLOBAL:
+                found.append(str(ipaddress.IPv6Address(int(digits, 16))))
+    return [host for host in found if not host.startswith("127.")]
+
+
 def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
-    """Make the store by which torch.distributed tells ranks of groups; rank 0 serves it."""
-    place: Any = None
+    """Make the store by which torch.distributed tells ranks of groups; rank 0 serves it.
+
+    Raises:
+        LaunchError: a rank cannot reach rank 0; on all ranks.
+    """
+    limit = min(timeout.total_seconds(), comm.settings.timeout)
+    store: distributed.TCPStore | None = None
+    place: _Place | None = None
+    error: str | None = None
     if comm.rank == 0:
-        host = "localhost" if comm.num_nodes == 1 else socket.gethostname()
-        store = distributed.TCPStore(host, 0, comm.size, True, timeout, wait_for_workers=False)
-        place = host, store.port
-    host, port = comm.broadcast_object(place)
-    if comm.rank != 0:
-        store = distributed.TCPStore(host, port, comm.size, False, timeout, wait_for_workers=False)
-    comm.barrier()  # who goes on before others have come may end, and its store with it
+        try:
+            store = distributed.TCPStore(
+                "localhost", 0, comm.size, True, timeout, wait_for_workers=False
+            )
+            store.set(_KEY, secret := secrets.token_hex(8))
+            hosts = addresses() if comm.num_nodes > 1 else []
+            place = _Place(comm.node_rank, hosts, store.port, secret)
+        except (OSError, RuntimeError) as caught:
+            error = str(caught)
+    place = comm.broadcast_object(place, timeout=limit)
+    if place is not None and comm.rank != 0:
+        apart = place.hosts if place.node != comm.node_rank else []
+        store, error = _joined([*apart, "localhost"], place, comm.size, timeout, limit)
+    # Who goes on before others have come may end, and its store with it.
+    errors = comm.allgather_object(error, timeout=limit)
+    wrong = [rank for rank, text in enumerate(errors) if text is not None]
+    if wrong or store is None:
+        raise cc.LaunchError(
+            f"init_process_group: {comm.name(*wrong)} cannot reach the store of rank 0: "
+            f"{errors[wrong[0]]}; MASTER_ADDR on rank 0 may name an address that all can reach"
+        )
     return store
+
+
+def _joined(
+    hosts: Sequence[str], place: _Place, size: int, timeout: timedelta, limit: float
+) -> tuple[distributed.TCPStore | None, str | None]:
+    """Return the store at the first host where it is found, or why it is at none of them."""
+    failures = []
+    for host in hosts:
+        wait = min(_CONNECT, limit)
+        try:
+            socket.create_connection((host, place.port), wait).close()
+            store = distributed.TCPStore(
+                host, place.port, size, False, timedelta(seconds=wait), wait_for_workers=False
+            )
+            if store.get(_KEY).decode() == place.secret:  # machines may have the same addresses
+                store.set_timeout(timeout)
+                return store, None
+            failures.append(f"{host} port {place.port} has another store")
+        except (OSError, RuntimeError) as error:
+            failures.append(f"{host} port {place.port}: {error}")
+    return None, "; ".join(failures)

@@ -159,6 +159,26 @@ def test_the_optimizer_equals_one_process_with_all_rows(world, options):
     everyone(world, check)
 
 
+def test_on_one_node_gradients_are_averaged_in_the_step(world):
+    def check(comm, ranks):
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), process_set=ranks
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            x, y = batch_of(comm.rank, 0)
+            (model(x) - y).square().mean().backward()
+            own = [parameter.grad.data_ptr() for parameter in model.parameters()]
+            optimizer.step()
+        averaged = [parameter.grad.data_ptr() for parameter in model.parameters()]
+        # With overlap the average is in another place than the gradient that it was made of.
+        assert (own == averaged) == (comm.num_nodes == 1)
+        optimizer.close()
+
+    everyone(world, check)
+
+
 def test_several_passes_and_another_number_of_them(world):
     def check(comm, ranks):
         model = network()

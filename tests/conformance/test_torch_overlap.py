@@ -558,3 +558,98 @@ def test_only_arrays_that_come_one_by_one_overlap(world):
             strategies.DistributedOptimizer(strategies.SGD(0.1), comm=comm, overlap=True)
 
     world.run(run)
+
+
+def early_steps(comm, act=lambda model: None, **options):
+    """Make steps; returns how many places in buckets were ready before each of them."""
+    comm, model = Watched(comm), network()
+    optimizer = strategies.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), comm=comm, **options
+    )
+    counts = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        comm.ready.clear()
+        backward(model, batch(comm, step))
+        counts.append(len(comm.ready))
+        act(model)
+        optimizer.step()
+    optimizer.close()
+    return counts
+
+
+def test_by_itself_it_overlaps_between_nodes_alone(world):
+    def run(comm):
+        expected = 2 * LAYERS if comm.num_nodes > 1 else 0
+        assert early_steps(comm) == [expected] * STEPS
+
+    world.run(run)
+
+
+def test_by_itself_it_gives_up_where_gradients_change_before_each_step(world):
+    def run(comm):
+        def clip(model):
+            if comm.rank == comm.size - 1:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+        counts = early_steps(comm, clip)
+        if comm.num_nodes > 1:
+            assert counts == [2 * LAYERS] * 3 + [0] * (STEPS - 3)
+        assert early_steps(comm, clip, overlap=True) == [2 * LAYERS] * STEPS
+
+    world.run(run)
+
+
+def test_gradients_are_written_where_their_average_will_be(world):
+    def run(comm):
+        model, alone = network(), network()
+        optimizer = strategies.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm=comm, overlap=False
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = batch(comm, step)
+            with torch.no_grad():
+                for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+                    one.copy_(other)
+                    one.grad = None
+            backward(model, x)
+            backward(alone, x)
+            own = [parameter.grad.data_ptr() for parameter in model.parameters()]
+            for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+                assert torch.equal(one.grad, other.grad)  # not averaged yet
+            optimizer.step(examples=len(x) + comm.rank)
+            averaged = [parameter.grad.data_ptr() for parameter in model.parameters()]
+            assert (own == averaged) == (step > 0)
+        optimizer.close()
+
+    world.run(run)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_in_their_places_and_others_are_averaged_alike(world, scaled):
+    def run(comm):
+        parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(4)]
+        optimizer = strategies.DistributedOptimizer(
+            torch.optim.SGD(parameters, 1.0), comm=comm, overlap=False
+        )
+        examples = [1 + rank if scaled else None for rank in range(comm.size)]
+        weights = np.array([n or 1 for n in examples], float)
+        for step in range(3):
+            optimizer.zero_grad()
+            own = [float(rank + step) for rank in range(comm.size)]
+            used = [p for i, p in enumerate(parameters) if i != 2]
+            (own[comm.rank] * sum(p.sum() for p in used)).backward()
+            parameters[1].grad = torch.full((5,), -own[comm.rank])  # a new one
+            parameters[2].grad = torch.ones(5)  # of which backward knew nothing
+            if step == 1:
+                parameters[3].grad = None if comm.rank else parameters[3].grad
+            optimizer.synchronize(examples=examples[comm.rank])
+            mean = float(np.average(own, weights=weights))
+            third = own[0] * weights[0] / weights.sum() if step == 1 else mean
+            for parameter, value in zip(parameters, (mean, -mean, 1.0, third), strict=True):
+                np.testing.assert_allclose(parameter.grad, value, rtol=1e-6, atol=1e-7)
+            optimizer.step()
+        optimizer.close()
+
+    world.run(run)

@@ -15,7 +15,7 @@ import pytest
 
 from launcher import ROOT
 from namespaces import NamespaceCluster, why_not
-from requirements import require
+from requirements import needs, require
 
 pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("machines")]
 
@@ -325,3 +325,103 @@ def test_a_rank_that_ends_its_program_is_named_on_the_other_machine(two_machines
     told = re.findall(rf"rank (\d) after (\S+) s: .*{words}", result.stdout)
     assert sorted(rank for rank, _ in told) == [str(rank) for rank in range(last)], result
     assert max(float(seconds) for _, seconds in told) < 3.0, result
+
+
+DDP = """
+import os, signal
+import torch
+from torch import distributed, nn
+
+import collectives as cc
+import strategies.torch
+from strategies.torch import DdpOptions, ddp_hook
+
+torch.set_num_threads(1)
+distributed.init_process_group("unisono")
+rank, size = distributed.get_rank(), distributed.get_world_size()
+
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 3))
+
+
+def rows(rank, step):
+    return torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def trained(codec):
+    model = nn.parallel.DistributedDataParallel(made(), gradient_as_bucket_view=True)
+    if codec is not None:
+        model.register_comm_hook(DdpOptions(compression=codec.on("network")), ddp_hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(rows(rank, step)).square().mean().backward()
+        optimizer.step()
+    return model, nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+alone = made()
+optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    alone(torch.cat([rows(r, step) for r in range(size)])).square().mean().backward()
+    optimizer.step()
+wanted = nn.utils.parameters_to_vector(alone.parameters()).detach()
+moved = (wanted - nn.utils.parameters_to_vector(made().parameters())).abs().max()
+# Each of three steps rounds what moves in it, twice.
+for codec, error in ((None, 1e-6), (cc.FP16, 6 * 2**-11), (cc.INT8, 6 * 2**-8)):
+    model, own = trained(codec)
+    everyones = [torch.empty_like(own) for _ in range(size)]
+    distributed.all_gather(everyones, own)
+    assert all(torch.equal(own, other) for other in everyones)
+    assert (own - wanted).abs().max() <= error * moved + 1e-6, (codec, (own - wanted).abs().max())
+distributed.barrier()
+print("equal", rank, flush=True)
+if rank == size - 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        model(rows(rank, 0)).square().mean().backward()
+except RuntimeError as error:  # of the hook, or of its future
+    print("found", rank, str(error).replace(chr(10), " "), flush=True)
+    os._exit(0)
+"""
+
+
+def test_ddp_between_machines(two_machines, tmp_path):
+    needs("torch")
+    program = tmp_path / "ddp.py"
+    program.write_text(DDP)
+    options = ("--with-ft", "ulfm")  # so that the launcher does not end the others first
+    result = two_machines.run((2, 1), program, timeout=RUN_SECONDS, options=options)
+    assert sorted(re.findall(r"equal (\d)", result.stdout)) == ["0", "1", "2"], result
+    found = dict(re.findall(r"found (\d) (.*)", result.stdout))
+    assert set(found) == {"0", "1"}, result
+    assert all(re.search(r"rank 2 died", text) for text in found.values()), found
+
+
+OUT_OF_REACH = """
+import time
+from torch import distributed
+import collectives as cc
+import strategies.torch.rendezvous as rendezvous
+
+rendezvous.addresses = lambda: ["255.255.255.255"]
+began = time.monotonic()
+try:
+    distributed.init_process_group("unisono")
+except cc.LaunchError as error:
+    assert time.monotonic() - began < 30
+    print("told", error, flush=True)
+"""
+
+
+def test_a_store_out_of_reach_is_an_error_on_all_machines(two_machines, tmp_path):
+    needs("torch")
+    program = tmp_path / "out_of_reach.py"
+    program.write_text(OUT_OF_REACH)
+    result = two_machines.run(1, program, timeout=RUN_SECONDS)
+    words = "told init_process_group: rank 1 cannot reach the store of rank 0: 255.255.255.255"
+    assert result.stdout.count(words) == 2, result
