@@ -5,8 +5,9 @@
 Each setting of Open MPI and each other library is a job of its own, in which ours and the peers
 take turns at every size, near and far apart, with arrays written anew before each call: `turns.py`.
 All jobs run `--rounds` times in turns. Figures are medians of the slowest rank. Ratios are a peer's
-time over ours in the same turns. "best" is the smallest ratio over the jobs. What writing an array
-takes, to private and to shared memory, is a column.
+time over ours in the same turns: of `call`, which writes another array, MPI's with two arrays; of
+`plan` and `shared`, in place, MPI's with `MPI.IN_PLACE`. "best" is the smallest ratio over the
+jobs. What writing an array takes, to private and to shared memory, is a column.
 
 `copy` is the time in which all ranks at once copy as many bytes from private to private memory, a
 floor for anything that moves the data. MPI knows no bfloat16: float16 takes its place there. Gloo
@@ -31,13 +32,12 @@ from turns import (
     Case,
     Handover,
     Turn,
+    arguments,
     bound,
-    by_case,
     known_jobs,
-    launch,
-    machine,
-    told_apart,
-)  # fmt: skip
+    measure,
+    unbound,
+)
 
 SIZES = [8, 64, 512, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 
@@ -76,59 +76,27 @@ GOALS = [
 
 def main() -> None:
     """Run every job and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = arguments(__doc__, rounds=3)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the arrays")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="draw them here")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(options)
         return
-    jobs = known_jobs()
-    turns = [
-        turn
-        for _ in range(options.rounds)
-        for name, job in jobs.items()
-        for turn in launch(
-            name,
-            job,
-            options.ranks,
-            __file__,
-            "--worker",
-            "--dtype",
-            options.dtype,
-            "--sizes",
-            *options.sizes,
-        )
-    ]
-    limit, states = told_apart(turns)
-    tables = {}
-    for state, own in states.items():
-        rates = [rate for turn in own for rate in turn.rates]
-        tables[state] = {
-            "handover": statistics.median(rates),
-            "rows": [combine(list(of_size)) for of_size in by_case(own)],
-        }
-        print(
-            f"{options.dtype} SUM, {options.ranks} ranks, {state}: 512 KiB go from core to core at "
-            f"{tables[state]['handover']:.1f} GB/s; {len(own)} turns; microseconds"
-        )
-        print_table(tables[state]["rows"])
-    dropped = len(turns) - sum(map(len, states.values()))
-    print(f"dropped: {dropped} of {len(turns)} turns, in which the cores have moved")
+    how = ("--dtype", options.dtype, "--sizes", *options.sizes)
+    measured = measure(options, known_jobs(), __file__, *how)
+    tables = measured.tables(combine, f"{options.dtype} SUM, {options.ranks} ranks")
+    for state, table in tables.items():
+        print(f"{state}, microseconds")
+        print_table(table["rows"])
     goals = held(tables) if (options.ranks, options.dtype) == (2, "float32") else []
     for goal in goals:
         said = "reached" if goal["measured"] >= goal["reach"] else "MISSED"
         print(f"{goal['name']:<44} {goal['measured']:6.2f}, goal {goal['reach']:.2f}: {said}")
-    if options.json:
-        facts = {"ranks": options.ranks, "dtype": options.dtype, "machine": machine()}
-        facts |= {"jobs": list(jobs), "limit": limit, "dropped": dropped, "states": tables}
-        options.json.write_text(json.dumps(facts | {"goals": goals}, indent=1) + "\n")
+    measured.write(
+        options.json, ranks=options.ranks, dtype=options.dtype, states=tables, goals=goals
+    )
     if options.plot:
         draw(options, tables)
 
@@ -145,13 +113,15 @@ def combine(turns: list[Turn]) -> Row:
     with_gloo = [turn for turn in turns if "gloo" in turn.times]
 
     def ratios(case: str) -> Row:
-        found = {name: median(of, "mpi", case) for name, of in jobs.items()}
+        mpi = "mpi" if case == "call" else "mpi in place"  # as ours leaves its result
+        found = {name: median(of, mpi, case) for name, of in jobs.items()}
         gloo = {"Gloo": median(with_gloo, "gloo", case)} if with_gloo else {}
         return {"best": min(found.values()), **found, **gloo}
 
     row: Row = {"bytes": turns[0].what}
     row |= {case: median(turns, case) for case in (*OURS, "copy", "write private", "write shared")}
-    row["mpi"] = {name: median(of, "mpi") for name, of in jobs.items()}
+    for mpi in ("mpi", "mpi in place"):
+        row[mpi] = {name: median(of, mpi) for name, of in jobs.items()}
     if with_gloo:
         row["gloo"] = median(with_gloo, "gloo")
     row["ratios"] = {case: ratios(case) for case in OURS}
@@ -167,7 +137,8 @@ def print_table(rows: list[Row]) -> None:
     print("  ".join(f"{head:>12}" for head in heads))
     for row in rows:
         times = [row[case] for case in (*OURS, "copy", "write private", "write shared")]
-        times += [row["mpi"].get(name, math.nan) for name in jobs] + [row.get("gloo", math.nan)]
+        times += [row["mpi in place"].get(name, math.nan) for name in jobs]
+        times += [row.get("gloo", math.nan)]
         times += [row["ratios"][case]["best"] for case in OURS] + [row["copies"]["plan"]]
         print("  ".join([f"{row['bytes']:12}", *(f"{value:12.2f}" for value in times)]))
 
@@ -206,8 +177,8 @@ def draw(options: argparse.Namespace, tables: dict[str, Row]) -> None:
         lines: dict[str, list[float]] = {
             "Unisono, private arrays": [row["plan"] for row in rows],
             "Unisono, shared_empty": [row["shared"] for row in rows],
-            "Open MPI, default": [row["mpi"].get("default", math.nan) for row in rows],
-            "MPI, best of each size": [min(row["mpi"].values()) for row in rows],
+            "Open MPI, default": [row["mpi in place"].get("default", math.nan) for row in rows],
+            "MPI, best of each size": [min(row["mpi in place"].values()) for row in rows],
             "Gloo": [row.get("gloo", math.nan) for row in rows],
             "all ranks copy as much": [row["copy"] for row in rows],
         }
@@ -244,15 +215,18 @@ def worker(options: argparse.Namespace) -> None:
         result = np.zeros_like(private)
         bounds = topology.chunk_bounds(private.size, comm.size)
         shared = comm.shared_empty(private.size, dtype)
+        wire = private.view(np.float16) if options.dtype == "bfloat16" else private
         calls: dict[str, tuple[Callable[[], object], Any]] = {
             "plan": (comm.plan_allreduce(private, op=cc.SUM), private),
             "call": (lambda x=private, y=result: comm.allreduce(x, op=cc.SUM, out=y), private),
             "shared": (comm.plan_allreduce(shared, op=cc.SUM), shared),
             "mpi": (peers.native("allreduce", private, bounds, 0), private),
+            "mpi in place": (lambda x=wire: world.Allreduce(MPI.IN_PLACE, x, MPI.SUM), wire),
             "copy": (lambda x=private, y=result: np.copyto(y, x), private),
         }
         if options.gloo:
-            calls["gloo"] = peers.gloo("allreduce", private, bounds, 0), private
+            with unbound():
+                calls["gloo"] = peers.gloo("allreduce", private, bounds, 0), private
         cases = {name: Case(world, *call) for name, call in calls.items()}
         writes = {
             "write private": Case(world, lambda: None, private),

@@ -1,13 +1,14 @@
-"""Many gradients at once on one node, against MPI's calls at their default and best settings.
+"""Many gradients at once on one node, against three MPI libraries, each at its best.
 
     python benchmarks/gradients.py [--ranks 2] [--model resnet50] [--json file]
 
-Each setting of Open MPI is a run of its own, in which ours and MPI's take turns; all figures are
-medians of the slowest rank, in milliseconds. `each` is one MPI call for each array; `packed` copies
-all arrays into a buffer, makes one call, and copies the results out; both into arrays that are made
-once. Of ours, `grouped` returns new arrays, `buckets` copies into the places that it returns;
-`views` finds the gradients in their places; `ready` hands them over one by one, last layer first;
-`copy` is the time in which all ranks at once copy as many bytes from private to private memory.
+Jobs, turns, near and far, and gradients that are written anew before each call: `turns.py`; each
+setting of Open MPI has a job without support for threads beside. Figures are medians of the slowest
+rank, in milliseconds. `each` is one MPI call for each array; `packed` copies all arrays into a
+buffer, makes one call, and copies the results out; both into arrays that are made once. Of ours,
+`grouped` returns new arrays, `buckets` copies into the places that it returns; `views` finds the
+gradients in their places; `ready` hands them over one by one, last layer first; `copy` is the time
+in which all ranks at once copy as many bytes from private to private memory.
 
 With `--work 1000`, a step first computes: its matrix products alone, then `views`; and the same
 with each gradient handed over as soon as its share of the products is done.
@@ -19,78 +20,98 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
-import time
+from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import shapes
+from turns import OPEN_MPI, TURNS, Case, Handover, Job, Turn, arguments, bound, known_jobs, measure
 
 MODELS = {"resnet50": shapes.resnet50, "small": shapes.small}
-
-# Open MPI 5's knobs that win somewhere on one node, each with and without support for threads.
-KNOBS = {
-    "default": {},
-    "sm": {"OMPI_MCA_coll_sm_priority": "100"},
-    "no cma": {"OMPI_MCA_smsc": "^cma"},
-    "yield": {"OMPI_MCA_mpi_yield_when_idle": "1"},
-}
-SETTINGS = KNOBS | {
-    f"{name}, one thread": {**knobs, "MPI4PY_RC_THREAD_LEVEL": "single"}
-    for name, knobs in KNOBS.items()
-}
 PEERS = ("each", "packed")
+OURS = ("grouped", "buckets", "views", "ready", "ready views")
+
+# What is promised of `grouped`: how many times as long one MPI call for each array takes, by Open
+# MPI as it comes.
+GOALS = {"near": 2.0, "far": 1.5}
 
 
 def main() -> None:
-    """Run every setting in an mpirun of its own and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    """Run every job and print the table."""
+    parser = arguments(__doc__, rounds=1)
     parser.add_argument("--model", choices=MODELS, default="resnet50")
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--bucket-bytes", type=int, nargs=2, help="of the first one and the others")
-    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--work", type=int, default=0, help="products of matrices in a step")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(options)
         return
-    runs = {name: launch(options, SETTINGS[name]) for name in options.settings}
-    cases = list(next(iter(runs.values())))
-    print(f"{options.model}, float32 SUM, {options.ranks} ranks, milliseconds")
-    print(f"{'':22}" + "".join(f"{case:>10}" for case in cases))
-    for name, times in runs.items():
-        print(f"{name:22}" + "".join(f"{times[case]:10.3f}" for case in cases))
-    for peer in PEERS if not options.work else ():
-        best = min(times[peer] for times in runs.values())
-        for what, figures in (("default", next(iter(runs.values()))), ("best", {peer: best})):
-            ratios = [
-                f"{figures[peer] / statistics.median(t[case] for t in runs.values()):10.2f}"
-                for case in cases
-            ]
-            print(f"{peer + ' ' + what + ' / ours':22}" + "".join(ratios))
-    if options.json:
-        facts = {"ranks": options.ranks, "model": options.model, "milliseconds": runs}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
-
-
-def launch(options: argparse.Namespace, extra: dict[str, str]) -> dict[str, float]:
-    """Run the worker under mpirun; returns what rank 0 measured."""
-    mpirun = Path(sys.executable).parent / "mpirun"
-    command = [str(mpirun), "-np", str(options.ranks), sys.executable, __file__, "--worker"]
-    command += ["--model", options.model, "--turns", str(options.turns)]
-    command += ["--work", str(options.work)]
+    how = ["--model", options.model, "--work", options.work]
     if options.bucket_bytes:
-        command += ["--bucket-bytes", *map(str, options.bucket_bytes)]
-    done = subprocess.run(
-        command, env={**os.environ, **extra}, text=True, check=True, stdout=subprocess.PIPE
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+        how += ["--bucket-bytes", *options.bucket_bytes]
+    measured = measure(options, jobs(), __file__, *how)
+    tables = measured.tables(combine, f"{options.model}, float32 SUM, {options.ranks} ranks")
+    goals = []
+    for state, table in tables.items():
+        (row,) = table["rows"]
+        print(f"{state}, milliseconds")
+        print_table(row)
+        if not options.work:
+            ratio = row["ratios"]["default"]["each"]["grouped"]
+            goals.append({"name": f"grouped, {state}: one call for each, Open MPI's default"})
+            goals[-1] |= {"measured": ratio, "reach": GOALS[state]}
+            said = "reached" if ratio >= GOALS[state] else "MISSED"
+            print(f"{goals[-1]['name']} {ratio:.2f}, goal {GOALS[state]:g}: {said}")
+    facts = {"ranks": options.ranks, "model": options.model, "states": tables, "goals": goals}
+    measured.write(options.json, **facts)
+
+
+def jobs() -> dict[str, Job]:
+    """Return the jobs of `turns`, and those of Open MPI without support for threads."""
+    found = known_jobs()
+    alone = {"MPI4PY_RC_THREAD_LEVEL": "single"}
+    for name in OPEN_MPI:
+        job = found[name]
+        found[f"{name}, one thread"] = Job(job.launcher, job.environment | alone)
+    return found
+
+
+def combine(turns: list[Turn]) -> dict[str, Any]:
+    """Join what all turns have measured."""
+    of_job: dict[str, list[Turn]] = defaultdict(list)
+    for turn in turns:
+        of_job[turn.job].append(turn)
+    cases = list(turns[0].times)
+    row: dict[str, Any] = {
+        name: {case: statistics.median(turn.times[case] for turn in own) for case in cases}
+        for name, own in of_job.items()
+    }
+    ratios = {
+        name: {
+            peer: {
+                case: statistics.median(turn.times[peer] / turn.times[case] for turn in own)
+                for case in OURS
+            }
+            for peer in PEERS
+        }
+        for name, own in of_job.items()
+        if "each" in cases
+    }
+    return {"milliseconds": row, "ratios": ratios}
+
+
+def print_table(row: dict[str, Any]) -> None:
+    """Print a line for each job, then how many times as long its calls take as ours."""
+    times = row["milliseconds"]
+    cases = list(next(iter(times.values())))
+    print(f"{'':24}" + "".join(f"{case:>12}" for case in cases))
+    for name, own in times.items():
+        print(f"{name:24}" + "".join(f"{own[case]:12.3f}" for case in cases))
+    for name, own in row["ratios"].items():
+        for peer in PEERS:
+            ratios = "".join(f"{case} {own[peer][case]:5.2f}  " for case in OURS)
+            print(f"{name + ', ' + peer + ' / ours':40}{ratios}")
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -102,6 +123,8 @@ def worker(options: argparse.Namespace) -> None:
 
     comm = cc.init()
     world = MPI.COMM_WORLD
+    bound(world)
+    handover = Handover(world)
     kinds = MODELS[options.model]()
     gradients = [np.full(shape, 1.0, np.float32) for shape in kinds]
     results = [np.empty_like(gradient) for gradient in gradients]
@@ -153,40 +176,32 @@ def worker(options: argparse.Namespace) -> None:
         compute(buckets.ready)
         buckets.wait()
 
-    cases = {
-        "each": each,
-        "packed": all_packed,
-        "grouped": lambda: comm.grouped_allreduce(gradients, op=cc.SUM),
-        "buckets": lambda: buckets.allreduce(gradients),
-        "views": buckets.allreduce,
-        "ready": ready,
-        "ready views": ready_views,
-        "copy": lambda: np.copyto(packed, reduced),
+    views = buckets.views
+    calls: dict[str, tuple[Callable[[], object], Any]] = {
+        "each": (each, gradients),
+        "packed": (all_packed, gradients),
+        "grouped": (lambda: comm.grouped_allreduce(gradients, op=cc.SUM), gradients),
+        "buckets": (lambda: buckets.allreduce(gradients), gradients),
+        "views": (buckets.allreduce, views),
+        "ready": (ready, gradients),
+        "ready views": (ready_views, views),
+        "copy": (lambda: np.copyto(packed, reduced), gradients),
     }
     if options.work:
-        cases = {
-            "compute": lambda: compute(lambda i: None),
-            "in turns": one_after_the_other,
-            "overlapped": overlapped,
-            "views": buckets.allreduce,
+        calls = {
+            "compute": (lambda: compute(lambda i: None), views),
+            "in turns": (one_after_the_other, views),
+            "overlapped": (overlapped, views),
+            "views": (buckets.allreduce, views),
         }
-    repeat = max(1, int(4e6 / sum(sizes)))
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for run in cases.values():
-        run()
-    for _ in range(options.turns):
-        for name, run in cases.items():
-            world.Barrier()
-            began = time.perf_counter()
-            for _ in range(repeat):
-                run()
-            seconds = np.array([(time.perf_counter() - began) / repeat])
-            world.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
-            times[name].append(1e3 * float(seconds[0]))
-            for view in buckets.views:  # sums would grow without end
-                view[...] = 1.0
+    cases = {name: Case(world, call, *arrays) for name, (call, arrays) in calls.items()}
+    found = []
+    for _ in range(TURNS):
+        before = handover.rate()
+        times = {name: 1e3 * case.seconds() for name, case in cases.items()}
+        found.append((options.model, (before, handover.rate()), times))
     if comm.rank == 0:
-        print(json.dumps({name: statistics.median(t) for name, t in times.items()}))
+        print(json.dumps(found))
     buckets.close()
 
 

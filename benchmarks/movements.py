@@ -10,25 +10,13 @@ the smallest ratio over all jobs; both are a peer's time over ours in the same t
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import statistics
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
-from turns import (
-    TURNS,
-    Case,
-    Handover,
-    Turn,
-    bound,
-    by_case,
-    known_jobs,
-    launch,
-    machine,
-    told_apart,
-)  # fmt: skip
+from turns import TURNS, Case, Handover, Turn, arguments, bound, known_jobs, measure
 
 OPERATIONS = ["broadcast", "allgather", "reduce_scatter", "gather"]
 SIZES = [256 << 10, 1 << 20, 4 << 20, 16 << 20]
@@ -39,45 +27,33 @@ GOALS = {"default": 1.3, "best": 1.0}
 
 def main() -> None:
     """Run every job and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = arguments(__doc__, rounds=2).parse_args()
     if options.worker:
         worker()
         return
-    jobs = known_jobs()
-    turns = [
-        turn
-        for _ in range(options.rounds)
-        for name, job in jobs.items()
-        for turn in launch(name, job, options.ranks, __file__, "--worker")
-    ]
-    limit, states = told_apart(turns)
-    tables = {}
-    for state, own in states.items():
-        rate = statistics.median(rate for turn in own for rate in turn.rates)
-        tables[state] = {"handover": rate, "rows": [combine(list(case)) for case in by_case(own)]}
-        print(
-            f"{options.ranks} ranks, {state}: 512 KiB go from core to core at {rate:.1f} GB/s; "
-            f"{len(own)} turns"
-        )
-        for row in tables[state]["rows"]:
-            print(line(row))
-    dropped = len(turns) - sum(map(len, states.values()))
-    print(f"dropped: {dropped} of {len(turns)} turns, in which the cores have moved")
-    rows = [row for table in tables.values() for row in table["rows"]]
-    for against, reach in GOALS.items():
-        missed = [row for row in rows if row["ratios"][against] < reach]
-        named = ", ".join(f"{row['operation']} {row['bytes'] >> 10} KiB" for row in missed)
-        print(f"goal {reach:g} x against {against}: missed in {len(missed)} rows. {named}")
-    if options.json:
-        facts = {"ranks": options.ranks, "machine": machine(), "jobs": list(jobs)}
-        facts |= {"limit": limit, "dropped": dropped, "states": tables}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    measured = measure(options, known_jobs(), __file__)
+    tables = measured.tables(combine, f"{options.ranks} ranks")
+    for state, table in tables.items():
+        print(f"{state}, microseconds")
+        print(*map(line, table["rows"]), sep="\n")
+    goals = held(tables)
+    for goal in goals:
+        said = "reached" if goal["measured"] >= goal["reach"] else "MISSED"
+        print(f"{goal['name']:<50} {goal['measured']:5.2f}, goal {goal['reach']:g}: {said}")
+    measured.write(options.json, ranks=options.ranks, states=tables, goals=goals)
+
+
+def held(tables: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Hold what was measured against the goals: the worst size of each operation."""
+    goals = []
+    for state, table in tables.items():
+        for operation in OPERATIONS:
+            for against, reach in GOALS.items():
+                rows = [row for row in table["rows"] if row["operation"] == operation]
+                worst = min((row["ratios"][against] for row in rows), default=math.nan)
+                name = f"{operation}, {state}: {against} MPI"
+                goals.append({"name": name, "measured": worst, "reach": reach})
+    return goals
 
 
 def combine(turns: list[Turn]) -> dict[str, Any]:

@@ -77,6 +77,8 @@ GOALS = [
     Goal(
         f"{ALL_MACHINES}slot: float16 on the line", 1, "hierarchical, float16", "hierarchical", 1.8
     ),
+    Goal(f"{ALL_MACHINES}slot: of the line rate", 1, "auto", "line", 0.9),
+    Goal(f"{ALL_MACHINES}node: of the line rate", 2, "auto", "line", 0.9),
     Goal("4 machines x 2 ranks, 64 KiB: against MPI, our settings", 4, "auto", MPI, 1.0),
     Goal("4 machines x 2 ranks, 4 KiB: against MPI, our settings", 5, "auto", MPI, 1.0),
     Goal("4 machines x 2 ranks, 512 B: against MPI, our settings", 6, "auto", MPI, 1.0),

@@ -15,6 +15,8 @@ clock stands still meanwhile; for arrays up to 16 KiB the time of writing alone 
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib.util
 import json
 import math
@@ -26,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +91,57 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {names[0] if names else platform.machine()}"
 
 
+class Measured(NamedTuple):
+    """What all jobs have measured, near and far apart."""
+
+    jobs: list[str]
+    limit: float | None  # between the rates of near and far
+    dropped: int  # turns in which the cores have moved
+    states: dict[str, list[Turn]]
+
+    def tables(
+        self, combine: Callable[[list[Turn]], dict[str, Any]], title: str
+    ) -> dict[str, dict[str, Any]]:
+        """Join the turns of each case, near and far; prints how many there were."""
+        tables = {}
+        for state, own in self.states.items():
+            rate = statistics.median(rate for turn in own for rate in turn.rates)
+            tables[state] = {"handover": rate, "rows": [combine(case) for case in by_case(own)]}
+            print(f"{title}, {state}: 512 KiB go at {rate:.1f} GB/s; {len(own)} turns")
+        print(f"dropped: {self.dropped} turns, in which the cores have moved")
+        return tables
+
+    def write(self, path: Path | None, **facts: object) -> None:
+        """Write a file of figures, if there shall be one."""
+        if path:
+            known = {"machine": machine(), "jobs": self.jobs, "limit": self.limit}
+            every = known | {"dropped": self.dropped} | facts
+            path.write_text(json.dumps(every, indent=1) + "\n")
+
+
+def arguments(doc: str, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser with what all these programs take; see `measure`."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=rounds, help="runs of each job, in turns")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def measure(options: argparse.Namespace, jobs: dict[str, Job], *program: object) -> Measured:
+    """Run all jobs in turns, each with `--worker`; a program is a file and its arguments."""
+    turns = [
+        turn
+        for _ in range(options.rounds)
+        for name, job in jobs.items()
+        for turn in launch(name, job, options.ranks, *program, "--worker")
+    ]
+    limit, states = told_apart(turns)
+    return Measured(list(jobs), limit, len(turns) - sum(map(len, states.values())), states)
+
+
 def launch(name: str, job: Job, ranks: int, *program: object) -> list[Turn]:
     """Run a program under mpirun; returns what rank 0 printed of its turns in its last line.
 
@@ -144,6 +197,17 @@ def bound(world: Any) -> None:
         os.sched_setaffinity(0, {cores[world.rank]})
 
 
+@contextlib.contextmanager
+def unbound() -> Iterator[None]:
+    """Let threads that are made meanwhile run on any core, though their rank is bound to one."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 class Handover:
     """Hands bytes from rank 0 to rank 1."""
 
@@ -180,20 +244,21 @@ class Handover:
 
 
 class Case:
-    """One call, before which its array is written anew."""
+    """One call, before which its arrays are written anew."""
 
-    def __init__(self, world: Any, call: Callable[[], object], array: Any) -> None:
+    def __init__(self, world: Any, call: Callable[[], object], *arrays: Any) -> None:
         self.world = world
         self.call = call
-        self.array = array
-        self.together = array.nbytes <= TOGETHER_BYTES
+        self.arrays = arrays
+        self.together = sum(array.nbytes for array in arrays) <= TOGETHER_BYTES
         self.once()
         first = min(world.allgather(min(self.once() for _ in range(3))))
         self.count = max(3, min(1000, int(TURN_SECONDS / first)))
 
     def once(self) -> float:
-        """Write the array, call, and return the seconds of the call."""
-        self.array[...] = 1
+        """Write the arrays, call, and return the seconds of the call."""
+        for array in self.arrays:
+            array[...] = 1
         self.world.Barrier()
         began = time.perf_counter()
         self.call()
@@ -208,14 +273,15 @@ class Case:
         return max(1e-9, self._loop(self.call) - alone)
 
     def write_seconds(self) -> float:
-        """Return the slowest rank's seconds to write the array."""
+        """Return the slowest rank's seconds to write the arrays."""
         return self._loop(lambda: None, max(3, self.count // 10))
 
     def _loop(self, call: Callable[[], object], count: int = 0) -> float:
-        array, count = self.array, count or self.count
+        arrays, count = self.arrays, count or self.count
         self.world.Barrier()
         began = time.perf_counter()
         for _ in range(count):
-            array[...] = 1
+            for array in arrays:
+                array[...] = 1
             call()
         return max(self.world.allgather((time.perf_counter() - began) / count))

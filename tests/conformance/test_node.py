@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import logging
 import os
 
@@ -12,6 +14,7 @@ import pytest
 import collectives as cc
 import inprocess
 import oracle
+from collectives import topology
 from collectives.node import engine
 from collectives.settings import Settings
 
@@ -52,6 +55,73 @@ def test_a_large_result_is_the_same_in_place_and_elsewhere(world):
         assert result[0] == result[-1] == 0
         np.testing.assert_array_equal(comm.allreduce(x, op=cc.SUM, out=x), result[1:-1])
         comm.barrier()
+
+    world.run(check)
+
+
+# Where the way of a call changes, in bytes: one shot, a part, a slot, two slots, stores past the
+# caches; and what lies beside each.
+EDGES = [4 << 10, 8 << 10, 32 << 10, 64 << 10, 512 << 10, 1 << 20]
+LARGE = [(3 << 20) + 20, (16 << 20) + 4]
+
+
+def in_rank_order(arrays, op):
+    """Combine the ranks' arrays from rank 0 on, as the engine's page promises, by NumPy alone."""
+    dtype, divisor = arrays[0].dtype, len(arrays)
+    half = dtype.itemsize == 2 and dtype.kind != "i"
+    parts = [array.astype(np.float32) if half else array for array in arrays]
+    real = parts[0].real.dtype
+    if op is cc.MEAN and not half:
+        parts = [(part.view(real) / real.type(divisor)).view(dtype) for part in parts]
+    ufunc = {cc.MIN: np.minimum, cc.MAX: np.maximum, cc.PRODUCT: np.multiply}.get(op, np.add)
+    with np.errstate(over="ignore"):
+        total = functools.reduce(ufunc, parts)
+    if op is cc.MEAN and half:
+        total = total / np.float32(divisor)
+    return total.astype(dtype)
+
+
+def reductions(comm, x, op, root):
+    """Yield an array that this rank has reduced, and which part of the whole it should be."""
+    bounds = topology.chunk_bounds(x.size, comm.size)
+    own = slice(bounds[comm.rank], bounds[comm.rank + 1])
+    every = slice(None)
+    yield comm.allreduce(x, op=op), every
+    beside = np.empty(x.size + 2, x.dtype)[1:-1]  # begins in the middle of a line
+    yield comm.allreduce(x, op=op, out=beside), every
+    for memory in (np.empty_like(x), comm.shared_empty(x.size, x.dtype)):
+        memory[...] = x
+        yield comm.plan_allreduce(memory, op=op)(), every
+        memory[...] = x
+        yield comm.allreduce(memory, op=op, out=memory), every
+    result = comm.reduce(x, root, op=op)
+    yield (result, every) if comm.rank == root else (x[:0], slice(0))
+    yield comm.reduce_scatter(x, op=op), own
+    memory = x.copy()
+    yield comm.reduce_scatter(memory, op=op, out=memory[own]), own
+
+
+def test_reductions_have_the_bits_of_the_sum_in_rank_order(world):
+    """In whatever way an array goes, at sizes on either side of where ways change."""
+    if not world.shared:
+        pytest.skip("about the node engine")
+    dtypes = [np.dtype(name) for name in ("f4", "f2", oracle.BFLOAT16, "f8", "i4", "c8")]
+
+    def check(comm):
+        for op, dtype in itertools.product(OPS, dtypes):
+            if not oracle.is_defined(op, dtype) or (op is cc.PRODUCT and dtype.kind == "c"):
+                continue  # how parts of products are rounded is up to the compiler
+            every = op in (cc.SUM, cc.MEAN) and dtype == np.float32
+            sizes = EDGES if every else EDGES[1::3]
+            counts = [nbytes // dtype.itemsize + more for nbytes in sizes for more in (0, 1)]
+            counts += [nbytes // 4 for nbytes in LARGE] if every and op is cc.SUM else []
+            for count in counts:
+                arrays = [oracle.data(rank, (count,), dtype) for rank in range(comm.size)]
+                expected = in_rank_order(arrays, op)
+                x = arrays[comm.rank]
+                for result, part in reductions(comm, x, op, count % comm.size):
+                    assert result.tobytes() == expected[part].tobytes(), (op, dtype, count)
+                np.testing.assert_array_equal(x, oracle.data(comm.rank, (count,), dtype))
 
     world.run(check)
 
