@@ -78,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("--plot", type=Path, metavar="FILE.png", help=text)
     timeline.set_defaults(run=_timeline)
 
+    errors = commands.add_parser(
+        "errors", help="print what an error means and what to do, by its class or its words"
+    )
+    errors.add_argument("words", nargs="*", help="a class, or words of a message; none: all")
+    errors.set_defaults(run=_errors)
+
     _explain_options(
         commands.add_parser(
             "explain", help="print how long each algorithm should take, and which one that picks"
@@ -226,6 +232,12 @@ def _timeline(options: argparse.Namespace) -> int:
     from collectives.tools import timeline
 
     return timeline.run(options.directory, options.out, options.plot)
+
+
+def _errors(options: argparse.Namespace) -> int:
+    from collectives.tools import errors
+
+    return errors.run(options.words)
 
 
 def _explain(options: argparse.Namespace) -> int:

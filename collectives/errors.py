@@ -79,16 +79,31 @@ def some(texts: Sequence[str], most: int = 8) -> str:
 
 
 def page(error: BaseException) -> str | None:
-    """Return where the documentation says what an error means and what to do; None if not ours.
+    """Return the command that says what an error means and what to do; None if it is not ours.
+
+    Ours are the kinds of this module and of `strategies.errors`, and a `ValueError` or `TypeError`
+    that a line of these packages has raised.
 
     Example:
         >>> page(MismatchError("ranks disagree"))
-        'docs/errors.md#mismatcherror'
+        'python -m collectives errors MismatchError'
     """
     for kind in type(error).__mro__:
-        if kind.__module__ in ("collectives.errors", "strategies.errors"):
-            return f"docs/errors.md#{kind.__name__.lower()}"
+        wrong_use = (
+            kind in (ValueError, TypeError) and kind is type(error) and _is_raised_here(error)
+        )
+        if wrong_use or kind.__module__ in ("collectives.errors", "strategies.errors"):
+            return f"python -m collectives errors {kind.__name__}"
     return None
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Tell whether the line that raised an error is one of these packages."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return name.split(".")[0] in ("collectives", "strategies")
 
 
 def in_turn(error: E, turn: int) -> E:

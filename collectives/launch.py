@@ -237,19 +237,22 @@ def _count(text: str) -> int:
 def abort_on_exception(world: MPI.Intracomm) -> None:
     """From now on, let an exception that nobody catches end all ranks of the job.
 
-    The rank prints its traceback, each line marked with `[rank/size]`, with the page about errors
-    of its kind, and calls `MPI_Abort`; the exit status is 1. Where all ranks raise the same error,
-    one of them prints it. This holds for the main thread and all others. `sys.exit` on the main
-    thread with a text, or a status other than 0, does the same, with that text and status. Nothing
-    is changed inside pytest and IPython, which show exceptions themselves, in a world of one, and
-    in forked children.
+    The rank prints its traceback, each line marked with `[rank/size]`, with the command that says
+    what an error of its kind means, and calls `MPI_Abort`; the exit status is 1. Where all ranks
+    raise the same error, one of them prints it. This holds for the main thread and all others.
+    `sys.exit` on the main thread with a text, or a status other than 0, does the same, with that
+    text and status. Nothing is changed inside pytest and IPython, which show exceptions themselves,
+    and in forked children; in a world of one only the command is added to a traceback.
 
     Where a job survives the death of a rank (`is_fault_tolerant`), only this rank ends, by SIGKILL;
     where all end, the last one with the status. But a `CollectiveTimeout` ends the job there, too.
     """
     global _leave
     interactive = "pytest" in sys.modules or hasattr(builtins, "__IPYTHON__")
-    if world.Get_size() == 1 or interactive:
+    if interactive:
+        return
+    if world.Get_size() == 1:
+        _show_what_to_do()
         return
     from mpi4py import MPI
 
@@ -283,6 +286,21 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     threading.excepthook = abort_thread
     _leave = end
     sys.exit = _exit
+
+
+def _show_what_to_do() -> None:
+    """From now on, let a traceback be followed by the command that says what its error means."""
+    if getattr(sys.excepthook, "__module__", "") == __name__:
+        return
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        place = page(error)
+        if place is not None:
+            print(f"what to do: {place}", file=sys.stderr, flush=True)
+
+    sys.excepthook = show
 
 
 def _end(

@@ -24,7 +24,7 @@ exclude_patterns = ["drawings"]
 default_role = "code"  # docstrings write `names` as Markdown does
 nitpicky = False
 
-myst_enable_extensions = ["deflist"]
+myst_enable_extensions = ["attrs_inline", "deflist"]
 myst_heading_anchors = 4
 
 html_theme = "furo"

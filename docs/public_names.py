@@ -23,17 +23,24 @@ MODULES = {
     "strategies.errors": "What queues, readers, services and files raise.",
     "strategies.optimizers": "Rules by which gradients change variables.",
     "strategies.parameter_server": "Variables on ps tasks, and workers that do not wait.",
+    "strategies.optimizers.schedules": "Learning rates that change with the step.",
     "strategies.training": "Checkpoints, metrics, progress.",
+    "strategies.training.hooks": "What happens beside the steps of a session.",
     "strategies.cluster": "Jobs and tasks, resolvers, devices and placement.",
     "strategies.input": "From files to batches, on all ranks.",
     "strategies.queues": "Queues, here or on another rank.",
     "strategies.variables": "Variables that tasks serve.",
+    "strategies.variables.initializers": "First values, made part by part.",
+    "strategies.variables.partition": "How a variable is cut over tasks.",
     "strategies.accumulators": "Gradients that wait until there are enough of them.",
     "strategies.remote": "Functions on other ranks, and the service behind.",
     "strategies.replicas": "What a replica knows of itself.",
     "strategies.model_parallel": "A model over several ranks.",
+    "strategies.model_parallel.torch": "The same for PyTorch's automatic differentiation.",
+    "strategies.experiment": "One program for all tasks of a cluster.",
     "strategies": "Strategies, and what a training program needs most. More is in its modules.",
     "strategies.torch": "For PyTorch.",
+    "strategies.horovod.elastic": "Horovod's names for jobs whose ranks may die: `hvd.elastic`.",
     "strategies.horovod.torch": "Horovod's names for PyTorch.",
     "strategies.horovod.jax": "Horovod's names for JAX.",
     "strategies.horovod.numpy": "Horovod's names for NumPy.",
@@ -59,7 +66,7 @@ def write(folder: Path) -> None:
     lines += [f"   {name}" for name in sorted(MODULES)]
     lines += ["   messages"]
     _keep(folder / "index.rst", "\n".join(lines) + "\n")
-    _keep(folder / "messages.rst", messages.page(folder.parent.parent))
+    _keep(folder / "messages.md", messages.page(folder.parent.parent))
 
 
 def sentences(app: object, what: str, name: str, thing: object, options: object,

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 
 import inprocess
+import launcher
+import listed
 import pairwise
 import reports
 from collectives.algorithms.selection import ALGORITHMS
@@ -149,6 +151,21 @@ def torch_ranks(world, monkeypatch):
     if distributed.is_initialized():
         distributed.destroy_process_group()
     cc.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def errors_of_jobs_are_listed(request, monkeypatch):
+    """In tests/failures: errors of ours that a job prints are on the page of all messages."""
+    if request.path.parent.name != "failures":
+        return
+    run = launcher.run
+
+    def watched(*arguments, **options):
+        result = run(*arguments, **options)
+        listed.check_output(result.stdout + result.stderr)
+        return result
+
+    monkeypatch.setattr(launcher, "run", watched)
 
 
 def pytest_addoption(parser):

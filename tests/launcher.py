@@ -52,9 +52,9 @@ def environment(**extra: str) -> dict[str, str]:
     return {**own, **MPI_ENVIRONMENT, **extra}
 
 
-def mpirun_path() -> str:
+def mpirun_path(python: str = sys.executable) -> str:
     """The launcher of the MPI library that mpi4py uses: beside the interpreter, else on PATH."""
-    beside = Path(sys.executable).parent / "mpirun"
+    beside = Path(python).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     assert found, "no mpirun beside the interpreter and none on PATH"
     return found

@@ -58,7 +58,10 @@ def read(path: Path) -> Page:
     return Page(files, sessions)
 
 
-def try_out(page: Page, folder: Path, timeout: float, leave_out: tuple[str, ...] = ()) -> int:
+def try_out(
+    page: Page, folder: Path, timeout: float, leave_out: tuple[str, ...] = (),
+    python: str = sys.executable, **extra: str,
+) -> int:  # fmt: skip
     """Type what a page says; returns how many outputs were compared.
 
     Args:
@@ -66,7 +69,10 @@ def try_out(page: Page, folder: Path, timeout: float, leave_out: tuple[str, ...]
         folder: an empty one.
         timeout: seconds for each command.
         leave_out: parts of commands that this machine cannot run.
+        python: the interpreter, of the environment that the page tells to make.
+        **extra: variables for the commands; without PYTHONPATH they find this checkout.
     """
+    extra.setdefault("PYTHONPATH", str(ROOT))
     for name, text in page.files.items():
         (folder / name).write_text(text)
     compared = 0
@@ -76,25 +82,27 @@ def try_out(page: Page, folder: Path, timeout: float, leave_out: tuple[str, ...]
         printed = ""
         for command in commands:
             command, _, last_words = command.partition(" || echo ")
-            result = run(_words(command), cwd=folder, timeout=timeout, PYTHONPATH=str(ROOT))
+            result = run(_words(command, python), cwd=folder, timeout=timeout, **extra)
             said = f"{command}\n{result.stdout}\n{result.stderr}"
             assert (result.status == 0) == (not last_words), said
             printed += f"{result.stdout}{last_words}\n"
         if output is not None:
-            _compare(commands, output.splitlines(), printed.splitlines(), exact)
+            compare(commands, output.splitlines(), printed.splitlines(), exact)
             compared += 1
     return compared
 
 
-def _words(command: str) -> list[str]:
+def _words(command: str, python: str) -> list[str]:
     first, *rest = shlex.split(command)
     if first == "mpirun":
-        return [mpirun_path(), *(sys.executable if word == "python" else word for word in rest)]
+        return [mpirun_path(python), *(python if word == "python" else word for word in rest)]
     assert first == "python", f"no program that a page may type: {command}"
-    return [sys.executable, *rest]
+    return [python, *rest]
 
 
-def _compare(commands: list[str], expected: list[str], printed: list[str], exact: bool) -> None:
+def compare(
+    commands: list[str], expected: list[str], printed: list[str], exact: bool = True
+) -> None:
     """Compare lines in any order."""
 
     def bare(lines: list[str]) -> Counter[str]:

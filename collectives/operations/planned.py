@@ -202,7 +202,7 @@ def _memory(call: Call, x: Any) -> Array:
     array, _ = host.borrow_out(x, like.shape, like.dtype, operation=call.operation)
     if array is None:
         raise TypeError(
-            f"{call.operation}: the array is not in host memory, where every call could find it, "
+            f"{call.operation}: the array must be in host memory, "
             f"got {type(x).__module__}.{type(x).__name__}"
         )
     if not array.flags.c_contiguous:
@@ -214,7 +214,7 @@ def _check_target(call: Call, out: Any, target: Array | None) -> None:
     """Refuse an `out` that no call can write into as it is."""
     if out is not None and target is None:
         raise TypeError(
-            f"{call.operation}: out is not in host memory, where every call could find it, "
+            f"{call.operation}: out must be in host memory, "
             f"got {type(out).__module__}.{type(out).__name__}"
         )
     if target is not None and not target.flags.c_contiguous:

@@ -8,15 +8,33 @@ import numpy as np
 import pytest
 
 import collectives as cc
+import listed
 from collectives.settings import Settings
 from collectives.transport.transport import named
+from conftest import UNDER_MPI
+
+seen: set[str] = set()  # texts of errors, of all ranks
+NOT_OURS = {
+    "'float' object cannot be interpreted as an integer",
+    "data type 'no dtype' not understood",
+}
+
+
+@pytest.fixture(autouse=True)
+def errors_are_listed():
+    """What is raised is on the page of all messages; under MPI the texts are the same."""
+    seen.clear()
+    yield
+    for text in () if UNDER_MPI else seen - NOT_OURS:
+        listed.check(text)
 
 
 def raised(function):
-    """Return the exception that `function` raises, or None."""
+    """Return the exception that `function` raises, or None; its text is on the page of messages."""
     try:
         function()
     except Exception as error:
+        seen.add(str(error))
         return error
     return None
 

@@ -11,8 +11,9 @@ from launcher import ROOT, mpirun_path, run
 from requirements import installed, require
 
 DOCS = ROOT / "docs"
-# What is not run here: installing (tests/package), two machines (tests/netns), Slurm (tests/slurm).
-ELSEWHERE = ("pip install", "export ", "venv", "--host", "sbatch")
+# What is not run here: installing (tests/package), two machines (tests/netns/test_first_page.py),
+# Slurm (tests/slurm/test_tutorial_job.py).
+ELSEWHERE = ("git clone", "pip install", "export ", "venv", "--host", "strategies submit", "cat ")
 PAGES = {
     "start.md": 4,
     "tutorials/a-parameter-server.md": 1,

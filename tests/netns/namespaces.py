@@ -28,6 +28,7 @@ __all__ = ["NamespaceCluster", "why_not"]
 
 SUBNET = "10.77.0.0/24"
 PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount")
+MOUNTED = "/run/machines/environment"
 SET_UP = Path(__file__).with_name("set_up.sh")
 SET_UP_SECONDS = 30.0  # takes 0.2 s for four machines
 COMMAND_SECONDS = 10.0
@@ -59,20 +60,22 @@ class NamespaceCluster:
 
     Args:
         machines: how many.
+        environment: the folder of the Python environment whose mpirun and interpreter run.
 
     Example:
         with NamespaceCluster(2) as cluster:
             print(cluster.run(2, "train.py", timeout=60, shape="1gbit").stdout)
     """
 
-    def __init__(self, machines: int) -> None:
+    def __init__(self, machines: int, environment: Path = Path(sys.prefix)) -> None:
+        self._environment = environment
         self.names = [f"m{number + 1}" for number in range(machines)]
         self._keeper: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> NamespaceCluster:
         self._keeper = subprocess.Popen(
             ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
-             "sh", SET_UP, SUBNET.removesuffix("0/24"), sys.prefix, *self.names],
+             "sh", SET_UP, SUBNET.removesuffix("0/24"), self._environment, *self.names],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,  # Ctrl-C is for the tests, which then leave this context
         )  # fmt: skip
@@ -122,15 +125,16 @@ class NamespaceCluster:
         ranks = ranks_per_machine
         counts = [ranks] * len(self.names) if isinstance(ranks, int) else ranks
         hosts = [f"{name}:{count}" for name, count in zip(self.names, counts, strict=True)]
+        python = str(self._environment / "bin" / "python")
         command = [
-            launcher.mpirun_path().replace(sys.prefix, "/run/machines/environment"),
+            launcher.mpirun_path(python).replace(str(self._environment), MOUNTED),
             "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", "/run/machines/enter",
             "--prtemca", "oob_tcp_if_include", SUBNET,
             "--mca", "pml", "ob1", "--mca", "btl", "tcp,sm,self",
             "--mca", "btl_tcp_if_include", SUBNET,
             "--host", ",".join(hosts),
             "--map-by", f"{by}:oversubscribe", "--bind-to", "none",
-            *options, "-np", str(sum(counts)), sys.executable, *map(str, program),
+            *options, "-np", str(sum(counts)), python, *map(str, program),
         ]  # fmt: skip
         # Processes of their own number space: the end of the first one is the end of all.
         contained = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
