@@ -24,8 +24,14 @@ def hosts(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[
     """See gradients in host memory, if NumPy brings all of them to their places as fast as any.
 
     Not tensors of a device, those that are in their places already, nor those of 16 bits that are
-    to be scaled: PyTorch does these better.
+    to be scaled: PyTorch does these better. For places on a device they are as they are: one kernel
+    brings all of a bucket there.
     """
+    if any(_is_on_device(view) for view in views):
+        return [
+            g if g is None else arrays.astype(_constant(g), arrays.dtype_name(view))
+            for g, view in zip(gradients, views, strict=True)
+        ]
     seen: list[Any] = []
     for gradient, view in zip(gradients, views, strict=True):
         if gradient is None:
@@ -40,6 +46,16 @@ def hosts(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[
                 return None
             seen.append(memory)
     return seen
+
+
+def _is_on_device(view: Any) -> bool:
+    shows = hasattr(type(view), "__cuda_array_interface__")
+    return shows and not getattr(view, "is_cpu", False)
+
+
+def _constant(gradient: Any) -> Any:
+    """See a tensor without its history."""
+    return gradient.detach() if hasattr(gradient, "detach") else gradient
 
 
 def put(view: Any, gradient: Any, scale: float) -> None:
