@@ -128,10 +128,12 @@ def DistributedOptimizer(
             Optax shows no settings: the updates that it makes are compared instead, of the first
             two steps, and parameters only if `update` is given them.
         compare_every: compare again in every so many steps; None: in the first one only.
-        strategy: whose ranks combine gradients, in place of `comm`. A `ParameterServerStrategy` or
-            `SpareReplicaStrategy` makes the steps itself, by an optimizer of this package that
-            takes the same ones (`strategies.optimizers.from_torch`, `from_optax`); beside it
-            `named_parameters` is the only option. *Collective* over its tasks.
+        strategy: whose ranks combine gradients, in place of `comm`; of `OneDeviceStrategy` this
+            one alone. Several devices of a process are for optimizers of arrays, which are used in
+            `strategy.run`. A `ParameterServerStrategy` or `SpareReplicaStrategy` makes the steps
+            itself, by an optimizer of this package that takes the same ones
+            (`strategies.optimizers.from_torch`, `from_optax`); beside it `named_parameters` is the
+            only option. *Collective* over its tasks.
 
     Returns:
         An optimizer of the kind that was given: `AveragingOptimizer`, a `TorchOptimizer`, which is
@@ -139,8 +141,8 @@ def DistributedOptimizer(
 
     Raises:
         TypeError: there is no such kind of optimizer; on all ranks.
-        ValueError: an option is out of range, or a parameter has no name or the name of another; on
-            all ranks.
+        ValueError: an option is out of range, a parameter has no name or the name of another, or
+            the strategy does not average so; on all ranks.
         MismatchError: ranks differ in what they gave; on all ranks.
 
     Cost: of the comparison in the first step, one read of parameters and state, 60 to 150 ms per GB
@@ -168,12 +170,14 @@ def DistributedOptimizer(
             )
         if wrap.is_hosting(strategy):
             return wrap.wrapped(optimizer, strategy, named_parameters)
-        comm = strategy.ranks.comm
+        comm = wrap.ranks_of(strategy)
     comm = cc.init() if comm is None else comm
 
     def prepare() -> tuple[_Make, list[str]]:
         rule.check()
         make, facts = _recognised(optimizer, named_parameters)
+        if strategy is not None:
+            wrap.check_averaging(strategy, arrays=facts[0] == _ARRAYS)
         if overlap is True and facts[0] in _AT_ONCE:
             raise ValueError(
                 "DistributedOptimizer: all gradients are there at once, overlap is for optimizers "

@@ -53,7 +53,11 @@ class Strategy:
         is_placed: whether variables, batches and computation go to these devices; not where the
             strategy was given none.
         ranks: the processes.
+        updates_everywhere: whether every process updates the variables that it has, not one for
+            all.
     """
+
+    updates_everywhere = True
 
     def __init__(
         self,

@@ -157,6 +157,8 @@ class CentralStorageStrategy(Strategy):
         ValueError: no such devices; on all ranks.
     """
 
+    updates_everywhere = False
+
     def __init__(
         self,
         devices: Sequence[str] | None = None,

@@ -508,6 +508,8 @@ class FakeCupy:
     def ElementwiseKernel(self, reads, writes, operation, name, preamble):  # noqa: N802
         """Make what the kernel is meant to do; `test_device_kernels.py` looks at its text."""
         _, kind, half = name.split("_")
+        if kind in ("pack", "scale", "scale16"):
+            return self.pack_kernel(half if kind == "scale16" else None)
         act = {"widen": widen, "narrow": narrow, "carry": carry}[kind]
         half = np.dtype(half) if half == "float16" else np.dtype(ml_dtypes.bfloat16)
 
@@ -515,6 +517,16 @@ class FakeCupy:
             assert len(arguments) == len(f"{reads}, {writes}".split(","))
             plain = [getattr(x, "memory", x) for x in arguments]
             self.later(lambda: act(half, *plain))
+
+        return launch
+
+    def pack_kernel(self, half):
+        """Make the kernel that a table drives; `log` has each launch."""
+
+        def launch(table, rows, *scale_and_out):
+            *scale, out = scale_and_out
+            self.log.append(("pack", out.nbytes))
+            self.later(lambda: pack(half, table.memory.reshape(rows, 3), *scale, out=out.memory))
 
         return launch
 
@@ -565,6 +577,21 @@ def widen(half, x, y):
 def narrow(half, x, divisor, y):
     with np.errstate(over="ignore"):
         y.view(half)[...] = (x / divisor).astype(half)
+
+
+def pack(half, table, scale=None, *, out):
+    packed = np.zeros_like(out)
+    for address, first, count in table.tolist():
+        if not address:
+            continue
+        source = memory_at(address, (count,), out.dtype)
+        if half is not None:
+            dtype = np.dtype(half) if half == "float16" else np.dtype(ml_dtypes.bfloat16)
+            source = (source.view(dtype).astype(np.float32) * scale).astype(dtype).view(np.uint16)
+        elif scale is not None:
+            source = source * scale
+        packed[first : first + count] = source
+    out[...] = packed
 
 
 def carry(half, x, divisor, y, residual):

@@ -53,6 +53,7 @@ class Resident(NamedTuple):
         is_own: whether it is its own memory.
         new: makes an array of its kind, on its device, and returns it with its memory.
         write: makes the elements of a buffer the array's; complete when the buffer is settled.
+        show: sees the memory of a buffer as an array of its kind, of a shape.
     """
 
     shape: tuple[int, ...]
@@ -61,6 +62,7 @@ class Resident(NamedTuple):
     is_own: bool
     new: Callable[[], tuple[Any, DeviceBuffer]]
     write: Callable[[DeviceBuffer], None]
+    show: Callable[[DeviceBuffer, tuple[int, ...]], Any]
 
 
 class Foreign(ABC):
@@ -195,16 +197,19 @@ class _Tensor(Foreign):
             stream.synchronize()  # PyTorch's pool may give memory that earlier work still uses
             return array, show(array)
 
+        def as_tensor(buffer: DeviceBuffer, shape: tuple[int, ...]) -> Any:
+            raw = self._torch.as_tensor(buffer, device=self._x.device)
+            return raw.view(self._x.dtype).reshape(shape)
+
         def write(buffer: DeviceBuffer) -> None:
             buffer.settle()
             if buffer.address != self._x.data_ptr():
-                raw = self._torch.as_tensor(buffer, device=self._x.device)
-                self._x.detach().copy_(raw.view(self._x.dtype).reshape(self._x.shape))
+                self._x.detach().copy_(as_tensor(buffer, self.shape))
                 stream.synchronize()
             self._torch.autograd.graph.increment_version(self._x)
 
         is_own = bool(flat.data_ptr() == self._x.data_ptr())
-        return Resident(self.shape, self.dtype, show(flat), is_own, new, write)
+        return Resident(self.shape, self.dtype, show(flat), is_own, new, write, as_tensor)
 
 
 def _tensor_elements(tensor: Any, torch: Any) -> npt.NDArray[Any]:
@@ -276,14 +281,17 @@ class _DeviceMemory(Foreign):
             device.put()  # the pool may give memory that earlier work still uses
             return array, show(array)
 
+        def as_array(buffer: DeviceBuffer, shape: tuple[int, ...]) -> Any:
+            return buffer.view.view(self.dtype).reshape(shape)
+
         def write(buffer: DeviceBuffer) -> None:
             if buffer.address != self._view.data.ptr:
                 with self._view.device:
-                    self._view[...] = buffer.view.view(self.dtype).reshape(self.shape)
+                    self._view[...] = as_array(buffer, self.shape)
                 buffer.device.put()
 
         is_own = bool(flat.data.ptr == self._view.data.ptr)
-        return Resident(self.shape, self.dtype, show(flat), is_own, new, write)
+        return Resident(self.shape, self.dtype, show(flat), is_own, new, write, as_array)
 
     def _wait(self) -> None:
         # Pinned memory is read by the device after the call that started the copy; CuPy's pool

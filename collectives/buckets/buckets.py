@@ -1,8 +1,9 @@
 """Many arrays in a few buckets, which are reduced one after the other while the caller computes.
 
 Gradients of a model are many and small, and become ready one after the other, those of the last
-layer first. They lie side by side in memory that the ranks of a node share, laid out once; several
-neighbours form a bucket, and a bucket is reduced as soon as all of its arrays are ready:
+layer first. They lie side by side, laid out once, in memory that the ranks of a node share, or on a
+CUDA device where all of them are; several neighbours form a bucket, and a bucket is reduced as soon
+as all of its arrays are ready:
 
     caller     ready(4)  ready(3)  ready(2)        ready(1)  ready(0)        wait()
     thread                  |--- bucket 0: 4 3 ---|             |--- bucket 1: 2 1 0 ---|
@@ -25,10 +26,11 @@ from typing import Any
 import numpy as np
 
 from collectives import bucket_layout
-from collectives.arrays import host, reduction, views
-from collectives.arrays.host import Array, address
+from collectives.arrays import reduction, views
 from collectives.arrays.reduction import MEAN, Op
+from collectives.buckets import on_device
 from collectives.buckets.memory import Bucket, Options, Places
+from collectives.buckets.on_device import PlacesOnDevice
 from collectives.compression import NONE, Compression, chosen
 from collectives.errors import CollectiveError, CollectiveTimeout, some
 from collectives.operations import groups
@@ -117,7 +119,14 @@ def plan_buckets(
         call.agree()
     ranks = groups.duplicate(group)
     name = name or f"buckets {next(_numbers)}"
-    places = Places(ranks, kinds, Options(op, compression, limits, timeout, name, in_memory))
+    there = on_device.everywhere(ranks, like, timeout)
+    if there and bucket_bytes is None:  # whatever memory the ranks meet in, slices pass through it
+        limits = limits[0], BUCKET_BYTES_MESSAGES
+    options = Options(op, compression, limits, timeout, name, in_memory)
+    places: Places | PlacesOnDevice
+    places = (
+        PlacesOnDevice(ranks, kinds, options, there) if there else Places(ranks, kinds, options)
+    )
     return Buckets(ranks, places, names or [str(i) for i in range(len(kinds))])
 
 
@@ -151,12 +160,11 @@ class Buckets:
         names: of the arrays.
     """
 
-    def __init__(self, group: Group, places: Places, names: Sequence[str]) -> None:
+    def __init__(self, group: Group, places: Places | PlacesOnDevice, names: Sequence[str]) -> None:
         self._group = group
         self._progress = Progress(lambda: group)
         self._places = places
         self._options = places.options
-        self._views = places.views
         self._names = names
         self._use(places.buckets(range(len(names) - 1, -1, -1)))
         self._step: _Step | None = None
@@ -169,10 +177,11 @@ class Buckets:
     def views(self) -> list[Any]:
         """The places of the arrays, in the caller's order: who writes there saves a copy.
 
-        Tensors where tensors of PyTorch on the CPU were asked for, else NumPy arrays, of the shapes
-        and dtypes that were asked for; the same ones at every step.
+        Of the shapes and dtypes that were asked for; the same ones at every step. Where all arrays
+        are on one CUDA device, on all ranks, they are there, and of the kinds that were asked for.
+        Else they are tensors where tensors of PyTorch on the CPU were asked for, or NumPy arrays.
         """
-        return [view.shown for view in self._views]
+        return list(self._places.shown)
 
     def allreduce(self, values: Sequence[Any] | None = None, *, scale: float = 1.0) -> list[Any]:
         """Reduce all arrays.
@@ -186,7 +195,7 @@ class Buckets:
 
         Returns:
             The results in the caller's order: `views`, or new arrays where the kind that was asked
-            for is on a device, or immutable.
+            for is immutable, or on a device while `views` are not.
 
         Raises:
             TypeError, ValueError: an array does not fit; MismatchError on the other ranks.
@@ -204,17 +213,16 @@ class Buckets:
                     f"allreduce: integers cannot be scaled, expected floats, got {whole[0]} "
                     f"(scale: {scale})"
                 )
-            hosts = None if values is None else self._fitting(values)
+            arrays = None if values is None else self._fitting(values)
         except (TypeError, ValueError) as error:
             self._end_by(error)
             raise
         self._kept = []
         for bucket in self._buckets:
-            if hosts is not None:
-                for i in bucket.members:
-                    _fill(self._views[i].memory, hosts[i], scale)
+            if arrays is not None:
+                self._places.fill(bucket, arrays, scale)
             bucket.reduce()
-        return self._results()
+        return self._places.results()
 
     def ready(self, index: int, value: Any = None) -> None:
         """Say that one array is ready, which may start the reduction of its bucket.
@@ -233,14 +241,13 @@ class Buckets:
         """
         step = self._step or self._begun("ready")
         try:
-            if not 0 <= index < len(self._views):
+            if not 0 <= index < len(self._names):
                 raise ValueError(
-                    f"ready: no such array, expected 0 .. {len(self._views) - 1}, got {index}"
+                    f"ready: no such array, expected 0 .. {len(self._names) - 1}, got {index}"
                 )
             if index in step.order:
                 raise ValueError(f"ready: the array is ready already (array: {self._names[index]})")
-            if value is not None:
-                self._views[index].memory[...] = self._host("ready", index, value)
+            self._places.put(index, self._fitting_one("ready", index, value))
         except (TypeError, ValueError) as error:
             self._end_by(error)
             raise
@@ -277,7 +284,7 @@ class Buckets:
         self._finish(step, timeout)
         if not self._learned:
             self._learn(list(step.order))
-        return self._results()
+        return self._places.results()
 
     @property
     def under_way(self) -> bool:
@@ -336,31 +343,16 @@ class Buckets:
         if self._closed:
             raise CollectiveError(f"{operation}: the buckets were closed")
 
-    def _results(self) -> list[Any]:
-        return [view.result() for view in self._views]
+    def _fitting(self, values: Sequence[Any]) -> list[Any]:
+        """See arrays of any kind in the memory where their places are."""
+        if len(values) != len(self._names):
+            raise ValueError(f"allreduce: expected {len(self._names)} arrays, got {len(values)}")
+        return [self._fitting_one("allreduce", i, value) for i, value in enumerate(values)]
 
-    def _fitting(self, values: Sequence[Any]) -> list[Array | None]:
-        """See arrays of any kind as host memory."""
-        if len(values) != len(self._views):
-            raise ValueError(f"allreduce: expected {len(self._views)} arrays, got {len(values)}")
-        return [
-            None if value is None else self._host("allreduce", i, value)
-            for i, value in enumerate(values)
-        ]
-
-    def _host(self, operation: str, index: int, value: Any) -> Array:
-        kind = self._places.kinds[index]
-        array: Array = value
-        if type(value) is not np.ndarray:
-            array = host.borrow(value, operation=operation).host
-        if array.dtype != kind.dtype or array.shape != kind.shape:
-            error = TypeError if array.dtype != kind.dtype else ValueError
-            raise error(
-                f"{operation}: the array does not fit, expected {kind.dtype} of shape "
-                f"{kind.shape}, got {array.dtype} of shape {array.shape} "
-                f"(array: {self._names[index]})"
-            )
-        return array
+    def _fitting_one(self, operation: str, index: int, value: Any) -> Any:
+        if value is None:
+            return None
+        return self._places.fitting(operation, index, value, self._names[index])
 
     def _begun(self, operation: str) -> _Step:
         """Begin a step."""
@@ -445,13 +437,3 @@ def _refusal(error: Exception) -> Exception:
     """Return an error that leaves the thread of the requests in order, to be told to the others."""
     kind = TypeError if isinstance(error, TypeError) else ValueError
     return kind(str(error) if type(error) is kind else f"{type(error).__name__}: {error}")
-
-
-def _fill(memory: Array, host: Array | None, scale: float) -> None:
-    if host is None:
-        memory[...] = 0
-    elif scale == 1:
-        if address(host) != address(memory):  # written there before
-            memory[...] = host
-    else:
-        np.multiply(host, scale, out=memory, casting="same_kind")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from collectives import bucket_layout
-from collectives.arrays import views
-from collectives.arrays.host import Array
+from collectives.arrays import host, views
+from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
 from collectives.arrays.views import Kind
 from collectives.compression import Compression
@@ -21,7 +21,7 @@ from collectives.operations.reduce import allreduce
 from collectives.operations.shared import shared_empty
 from collectives.operations.signatures import Compressing
 
-__all__ = ["Bucket", "Options", "Places"]
+__all__ = ["Bucket", "Options", "Places", "check_fits"]
 
 
 class Bucket(NamedTuple):
@@ -62,7 +62,11 @@ class Options:
 
 
 class Places:
-    """Memory of several arrays, laid out once, from the last array to the first."""
+    """Memory of several arrays, laid out once, from the last array to the first.
+
+    Attributes:
+        shown: the places, as arrays that users write to.
+    """
 
     def __init__(self, group: Group, kinds: Sequence[Kind], options: Options) -> None:
         self.kinds = kinds
@@ -72,10 +76,33 @@ class Places:
         last_first = [i for group in self._groups(range(len(kinds) - 1, -1, -1)) for i in group]
         self._starts, total = bucket_layout.places(self._sizes, last_first)
         self._memory = shared_empty(group, total, np.uint8, timeout=options.timeout)
-        self.views = [
+        self._views = [
             views.show(self._memory[start : start + kind.nbytes], kind)
             for start, kind in zip(self._starts, kinds, strict=True)
         ]
+        self.shown = [view.shown for view in self._views]
+
+    def results(self) -> list[Any]:
+        """Return what callers get of the places."""
+        return [view.result() for view in self._views]
+
+    def fitting(self, operation: str, index: int, value: Any, name: str) -> Array:
+        """See an array of any kind as host memory; errors as `check_fits`."""
+        array: Array = value
+        if type(value) is not np.ndarray:
+            array = host.borrow(value, operation=operation).host
+        check_fits(self.kinds[index], array, operation, name)
+        return array
+
+    def fill(self, bucket: Bucket, arrays: Sequence[Array | None], scale: float) -> None:
+        """Write the arrays of a bucket, of all arrays, to their places; None for zeros."""
+        for i in bucket.members:
+            _fill(self._views[i].memory, arrays[i], scale)
+
+    def put(self, index: int, array: Array | None) -> None:
+        """Write one array to its place; None if it stands there."""
+        if array is not None:
+            self._views[index].memory[...] = array
 
     def buckets(self, order: Sequence[int]) -> list[Bucket]:
         """Group the arrays as they become ready; *collective*.
@@ -131,3 +158,28 @@ class Places:
                     part[...] = reduced
 
         return reduce
+
+
+def check_fits(kind: Kind, array: Any, operation: str, name: str) -> None:
+    """Refuse an array that does not fit its place.
+
+    Raises:
+        TypeError: its dtype is another one.
+        ValueError: its shape is.
+    """
+    if array.dtype != kind.dtype or array.shape != kind.shape:
+        error = TypeError if array.dtype != kind.dtype else ValueError
+        raise error(
+            f"{operation}: the array does not fit, expected {kind.dtype} of shape {kind.shape}, "
+            f"got {array.dtype} of shape {array.shape} (array: {name})"
+        )
+
+
+def _fill(memory: Array, array: Array | None, scale: float) -> None:
+    if array is None:
+        memory[...] = 0
+    elif scale == 1:
+        if address(array) != address(memory):  # written there before
+            memory[...] = array
+    else:
+        np.multiply(array, scale, out=memory, casting="same_kind")

@@ -1,4 +1,4 @@
-"""Kernels of CUDA devices: 16-bit floats from 32- and 64-bit ones and back, error feedback.
+"""Kernels of CUDA devices: 16-bit floats from 32- and 64-bit ones and back, arrays into buckets.
 
 The same numbers, bit for bit, as `collectives.kernels.convert` makes on the host. The text is C++
 without anything of CUDA but two names, `__float_as_uint` and `__uint_as_float`, and CuPy compiles
@@ -6,18 +6,28 @@ it for the device at first use.
 
 A kernel reads every element once: 4 bytes in and 2 out for a float32, 4 more each way with a
 residual, which is as fast as the device's memory.
+
+Many arrays are packed into one by one launch, driven by a table of three numbers for each, in the
+order of their places:
+
+    address, first element, elements   | a, 0, 5 | b, 8, 3 | 0, 16, 2 |     0: of zeros
+    packed                               a a a a a . . . b b b . . . . . 0 0 . .     .: 0
+
+Each element of the result looks for its row by halving: for 200 arrays 8 reads of what all threads
+near it read, too.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays.device import DeviceBuffer
+from collectives.arrays.device import DeviceBuffer, is_half
 
-__all__ = ["KERNELS", "PREAMBLE", "Kernel", "narrow", "widen"]
+__all__ = ["KERNELS", "PREAMBLE", "Kernel", "Packing", "narrow", "widen"]
 
 # The integer forms of `collectives.kernels.float16`, with the reasons for their constants.
 PREAMBLE = """
@@ -65,13 +75,27 @@ __device__ inline float single(double x) {
 class Kernel(NamedTuple):
     """What is done to one element: parameters that are read, those that are written, and how.
 
-    `T` is float32 or float64, `HALF` stands for float16 or bfloat16.
+    `T` is float32 or float64, where elements are only copied any integer; `HALF` stands for float16
+    or bfloat16.
     """
 
     reads: str
     writes: str
     operation: str
 
+
+# Where element `i` comes from, by the table.
+_FIND = """
+    long long low = 0, high = rows - 1;
+    while (low < high) {
+        long long middle = (low + high + 1) / 2;
+        if ((long long)table[3 * middle + 1] <= (long long)i) low = middle;
+        else high = middle - 1;
+    }
+    const T *source = (const T *)table[3 * low];
+    long long at = (long long)i - (long long)table[3 * low + 1];
+    bool here = source != 0 && at < (long long)table[3 * low + 2];
+"""
 
 KERNELS = {
     "widen": Kernel("uint16 x", "T y", "y = (T)widen_HALF(x);"),
@@ -83,6 +107,18 @@ KERNELS = {
         " y = round_HALF(single(total));"
         " T error = total - (T)widen_HALF(y);"
         " if (error - error == 0) residual = error;",
+    ),
+    "pack": Kernel("raw uint64 table, int64 rows", "T y", _FIND + "y = here ? source[at] : (T)0;"),
+    "scale": Kernel(
+        "raw uint64 table, int64 rows, T scale",
+        "T y",
+        _FIND + "y = here ? source[at] * scale : (T)0;",
+    ),
+    "scale16": Kernel(
+        "raw uint64 table, int64 rows, float32 scale",
+        "uint16 y",
+        _FIND.replace("T *", "uint16 *")
+        + "y = here ? round_HALF(widen_HALF(source[at]) * scale) : (uint16)0;",
     ),
 }
 
@@ -118,6 +154,51 @@ def widen(source: DeviceBuffer, out: DeviceBuffer) -> None:
     with source.device.context:
         _kernel(source.device.cupy, "widen", source.dtype)(source.view, out.view)
     source.device.put()
+
+
+class Packing:
+    """Packs arrays into one stretch of memory, step after step.
+
+    The table stays on the device as long as the arrays stay where they are.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[bytes, Any] = (b"", None)
+
+    def __call__(
+        self, out: DeviceBuffer, rows: Iterable[tuple[int, int, int]], scale: float = 1
+    ) -> None:
+        """Write arrays, multiplied by a number, to their places, and zeros between them.
+
+        Args:
+            out: the stretch.
+            rows: address on the device, or 0 for zeros, first element of the place, and elements,
+                at least one, of each array; in the order of the places.
+            scale: not for integers.
+        """
+        device, dtype = out.device, out.dtype
+        arguments: tuple[Any, ...] = ()
+        if scale == 1:
+            kind = _WORDS[min(dtype.itemsize, 8)]
+            kernel = "pack"
+        elif is_half(dtype):
+            kind = np.dtype(np.uint16)
+            kernel, arguments = "scale16", (np.float32(scale),)
+        else:
+            kind = np.empty(0, dtype).real.dtype
+            kernel, arguments = "scale", (kind.type(scale),)
+        table = np.array(list(rows), np.uint64)
+        table[:, 1:] *= np.uint64(dtype.itemsize // kind.itemsize)
+        text = table.tobytes()
+        with device.context:
+            if text != self._known[0]:
+                self._known = text, device.cupy.asarray(table.reshape(-1))
+            run = _kernel(device.cupy, kernel, dtype)
+            run(self._known[1], np.int64(len(table)), *arguments, out.view.view(kind))
+        device.put()
+
+
+_WORDS = {n: np.dtype(f"uint{8 * n}") for n in (1, 2, 4, 8)}
 
 
 @functools.lru_cache(32)

@@ -80,8 +80,8 @@ class Averaging:
         due: whether ranks compare parameters in this step, if the rule says so; on all or on none.
         overlaps: whether gradients are reduced before the step; on all or on none.
         overlap: what takes them for the next step, if they are; on all or on none.
-        places: the tensors of buckets, by their leaves: a gradient that is written there after a
-            step needs not be copied in the next one.
+        places: the tensors of buckets in host memory, by their leaves: a gradient that is written
+            there after a step needs not be copied in the next one.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class Averaging:
         )
         self._bucketed = members
         tensors = zip(members, self._buckets.views, strict=True)
-        self.places = {i: view for i, view in tensors if hasattr(view, "data_ptr")}
+        self.places = {i: view for i, view in tensors if getattr(view, "is_cpu", False)}
 
     def _reduce(self, gradients: list[Any], scale: float) -> list[Any]:
         """Reduce one gradient for each place in the buckets."""

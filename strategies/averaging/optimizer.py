@@ -92,7 +92,8 @@ class AveragingOptimizer:
                 in the first step; on all ranks.
         """
         top = context.current()
-        if top is not None and top.replica is not None and len(top.strategy.devices) > 1:
+        replica = None if top is None else top.replica
+        if top is not None and replica and (replica.is_traced or len(top.strategy.devices) > 1):
             # One of several replicas of this rank: they update once, together.
             top.strategy.apply_gradients(self, grads_and_vars, examples=examples)
             return

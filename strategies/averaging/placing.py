@@ -24,8 +24,14 @@ def hosts(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[
     """See gradients in host memory, if NumPy brings all of them to their places as fast as any.
 
     Not tensors of a device, nor those of 16 bits that are to be scaled, which PyTorch does better;
-    nor if all of them are in their places, with nothing to do.
+    nor if all of them are in their places, with nothing to do. For places on a device they are as
+    they are: one kernel brings all of a bucket there.
     """
+    if any(_is_on_device(view) for view in views):
+        return [
+            g if g is None else arrays.astype(_constant(g), arrays.dtype_name(view))
+            for g, view in zip(gradients, views, strict=True)
+        ]
     seen: list[Any] = []
     idle = scale == 1
     for gradient, view in zip(gradients, views, strict=True):
@@ -42,6 +48,16 @@ def hosts(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[
             seen.append(memory)
             idle = idle and gradient.data_ptr() == view.data_ptr()
     return None if idle else seen
+
+
+def _is_on_device(view: Any) -> bool:
+    shows = hasattr(type(view), "__cuda_array_interface__")
+    return shows and not getattr(view, "is_cpu", False)
+
+
+def _constant(gradient: Any) -> Any:
+    """See a tensor without its history."""
+    return gradient.detach() if hasattr(gradient, "detach") else gradient
 
 
 def put(view: Any, gradient: Any, scale: float) -> None:

@@ -24,6 +24,7 @@ from strategies.averaging.alike import Kind, fact_of
 from strategies.averaging.averaging import Averaging, Leaf
 from strategies.averaging.passes import Passes
 from strategies.averaging.rule import OPERATION, Rule
+from strategies.replicas.context import require_one_replica
 from strategies.structures import WHOLE
 
 __all__ = ["PassesState", "wrap"]
@@ -174,6 +175,7 @@ class _Average:
 
         The updates are sums of so many passes; or means, if the number of examples is told.
         """
+        require_one_replica("update")
         paths, tree = jax.tree_util.tree_flatten_with_path(updates)
         arrays = [array for _, array in paths]
         names = [_name(path) for path, _ in paths]

@@ -20,6 +20,7 @@ __all__ = [
     "current",
     "entered",
     "require_cross_replica",
+    "require_one_replica",
 ]
 
 
@@ -241,6 +242,27 @@ def entered(strategy: ReplicaStrategy, replica: ReplicaContext | None) -> Iterat
         yield
     finally:
         _stack.contexts.pop()
+
+
+def require_one_replica(operation: str) -> None:
+    """Refuse what computes a model's update for itself in one of several replicas of a process.
+
+    Raises:
+        ValueError: this is such a replica, or a program stands for all of them.
+    """
+    top = current()
+    if top is None or top.replica is None:
+        return
+    if top.replica.is_traced:
+        raise ValueError(
+            f"{operation}: a program for all devices of a process would call the host from each of "
+            f"them, expected strategy.apply_gradients in strategy.run"
+        )
+    if len(top.strategy.devices) > 1:
+        raise ValueError(
+            f"{operation}: a model of this library belongs to one replica, expected one device per "
+            f"process, got {len(top.strategy.devices)}"
+        )
 
 
 def require_cross_replica(strategy: ReplicaStrategy, method: str) -> None:

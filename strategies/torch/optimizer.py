@@ -28,6 +28,7 @@ from strategies import agreement
 from strategies.averaging.averaging import Averaging, Leaf
 from strategies.averaging.passes import Contribution, Passes
 from strategies.averaging.rule import Rule
+from strategies.replicas.context import require_one_replica
 from strategies.sparse import Rows
 from strategies.torch.backward import Backward
 from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of
@@ -133,6 +134,7 @@ class TorchOptimizer(_Optimizer):
         Returns:
             The average of what the closure returned, else None.
         """
+        require_one_replica("step")
         if closure is not None:
             return self._step_with(closure, examples)
         if self._held is _Held.ASKED:

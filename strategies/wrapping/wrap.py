@@ -1,20 +1,62 @@
-"""An optimizer of any kind becomes one whose steps a strategy makes elsewhere."""
+"""What a strategy does for an optimizer of any kind: say who averages, or make the steps itself."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import collectives as cc
 from strategies.optimizers import Optimizer
+from strategies.strategy import Strategy
 from strategies.wrapping.hosting import HostingStrategy
 
-__all__ = ["StrategyOptimizer", "is_hosting", "wrapped"]
+__all__ = ["StrategyOptimizer", "check_averaging", "is_hosting", "ranks_of", "wrapped"]
 
 
 def is_hosting(strategy: Any) -> bool:
     """Whether a strategy makes steps elsewhere, not on every rank."""
     return hasattr(type(strategy), "host")
+
+
+def ranks_of(strategy: Strategy) -> cc.Communicator:
+    """Return the ranks among which the replicas of a strategy are; this one if there is no other.
+
+    *Collective* over these.
+    """
+    if strategy.ranks.comm is not None:
+        return strategy.ranks.comm
+    whole = cc.init()
+    alone = whole if whole.size == 1 else whole.group([whole.rank])
+    assert alone is not None
+    return alone
+
+
+def check_averaging(strategy: Strategy, *, arrays: bool) -> None:
+    """Refuse a strategy whose replicas an optimizer that averages over ranks knows nothing of.
+
+    Args:
+        strategy: that updates on its ranks.
+        arrays: whether the optimizer is for arrays, and so for the variables of the strategy.
+
+    Raises:
+        ValueError: this is such a strategy.
+    """
+    if not strategy.updates_everywhere:
+        raise ValueError(
+            f"DistributedOptimizer: a {type(strategy).__name__} updates on rank 0, expected the "
+            f"optimizer itself, in strategy.apply_gradients"
+        )
+    if not arrays:
+        _check_alone(strategy.devices)
+
+
+def _check_alone(devices: Sequence[str]) -> None:
+    if len(devices) != 1:
+        raise ValueError(
+            f"DistributedOptimizer: a model belongs to one replica, expected one device per "
+            f"process, got {len(devices)}"
+        )
 
 
 def wrapped(optimizer: Any, strategy: HostingStrategy, named_parameters: Any) -> Any:
@@ -24,11 +66,7 @@ def wrapped(optimizer: Any, strategy: HostingStrategy, named_parameters: Any) ->
         TypeError: there is no such kind of optimizer.
         ValueError: a process has several replicas, or no optimizer here takes the same steps.
     """
-    if len(strategy.devices) != 1:
-        raise ValueError(
-            f"DistributedOptimizer: a model belongs to one replica, expected one device per "
-            f"process, got {len(strategy.devices)}"
-        )
+    _check_alone(strategy.devices)
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
         from strategies.wrapping import of_torch

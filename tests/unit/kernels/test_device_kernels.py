@@ -21,17 +21,29 @@ PROLOGUE = """
 #include <cstring>
 #define __device__
 typedef unsigned short uint16;
+typedef float float32;
+typedef long long int64;
+typedef unsigned long long uint64;
 static inline unsigned __float_as_uint(float x) { unsigned b; std::memcpy(&b, &x, 4); return b; }
 static inline float __uint_as_float(unsigned b) { float x; std::memcpy(&x, &b, 4); return x; }
 """
 
 
+SCALARS = ("divisor", "rows", "scale")
+
+
 def loop(name, half, wide):
     """C++ of one kernel as a function of pointers; scalars are pointers to one number."""
     kernel = cuda.KERNELS[name]
-    pairs = [p.split() for p in f"{kernel.reads}, {kernel.writes}".split(",")]
-    parameters = ", ".join(f"{kind} *{p}_" for kind, p in pairs)
-    elements = " ".join(f"{kind} &{p} = {p}_[{0 if p == 'divisor' else 'i'}];" for kind, p in pairs)
+    described = [p.split() for p in f"{kernel.reads}, {kernel.writes}".split(",")]
+    parameters = ", ".join(
+        f"{kind} *{p}" if raw else f"{kind} *{p}_" for *raw, kind, p in described
+    )
+    elements = " ".join(
+        f"{kind} &{p} = {p}_[{0 if p in SCALARS else 'i'}];"
+        for *raw, kind, p in described
+        if not raw
+    )
     operation = kernel.operation.replace("HALF", half)
     kind = {"float32": "float", "float64": "double"}[wide]
     return (
@@ -58,10 +70,10 @@ def compiled(tmp_path_factory):
     return ctypes.CDLL(str(library))
 
 
-def call(library, name, half, wide, *arrays):
+def call(library, name, half, wide, *arrays, count=None):
     function = getattr(library, f"{name}_{half.name}_{wide.name}_")
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
-    function(*pointers, ctypes.c_long(arrays[0].size))
+    function(*pointers, ctypes.c_long(arrays[0].size if count is None else count))
 
 
 def hard_numbers(dtype):
@@ -110,6 +122,46 @@ def test_a_residual_gets_the_host_s_bits(compiled, half, wide):
         convert.narrow(source, expected, divisor=divisor, residual=residuals[1])
         np.testing.assert_array_equal(got, expected.view(np.uint16))
         np.testing.assert_array_equal(residuals[0].view(np.uint8), residuals[1].view(np.uint8))
+
+
+def packed(given, places, count, dtype):
+    """What a table of arrays, each (array or None for zeros, first element), makes."""
+    expected = np.zeros(count, dtype)
+    for array, first in zip(given, places, strict=True):
+        if array is not None:
+            expected[first : first + len(array)] = array
+    return expected
+
+
+def table_of(given, places):
+    rows = [
+        (0, first, 1) if array is None else (array.ctypes.data, first, len(array))
+        for array, first in zip(given, places, strict=True)
+    ]
+    return np.array(rows, np.uint64).reshape(-1)
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("wide", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
+def test_arrays_are_packed_by_a_table(compiled, half, wide, rows):
+    random = np.random.default_rng(rows)
+    lengths = random.integers(1, 40, rows)
+    given = [None if i % 3 == 2 else random.standard_normal(n) for i, n in enumerate(lengths)]
+    places = [0, *np.cumsum(lengths + random.integers(0, 9, rows))[:-1].tolist()]
+    count = places[-1] + lengths[-1] + 3
+    one, number = np.array([1.5]), np.array([rows], np.int64)
+    for name, dtype in (("pack", wide), ("scale", wide), ("scale16", half)):
+        typed = [None if x is None else x.astype(dtype) for x in given]
+        expected = packed(typed, places, count, dtype)
+        got = np.full(count, 7).astype(dtype)
+        scale = [] if name == "pack" else [one.astype(np.float32 if dtype == half else dtype)]
+        call(compiled, name, half, wide, table_of(typed, places), number, *scale, got, count=count)
+        if name == "scale16":
+            expected = (expected.astype(np.float32) * np.float32(1.5)).astype(half)
+        elif name == "scale":
+            expected = expected * dtype.type(1.5)
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_the_preamble_uses_nothing_that_cuda_lacks():
