@@ -41,7 +41,7 @@ from typing import Any
 
 from collectives.kernels import turn
 
-__all__ = ["KNOWN_SYMBOLS", "address", "function"]
+__all__ = ["KNOWN_SYMBOLS", "address", "function", "is_kept"]
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,11 @@ def address(module: str, *words: str) -> int:
         if name not in _addresses:
             _addresses[name] = _load(name)
         return _addresses[name]
+
+
+def is_kept(module: str, *words: str) -> bool:
+    """Tell whether a file has a function; arguments as `address`."""
+    return _Code((module, *words)).read() is not None
 
 
 @functools.cache
