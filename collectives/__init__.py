@@ -35,7 +35,7 @@ from collectives.errors import (
     MismatchError,
     PeerFailure,
 )
-from collectives.launch import is_fault_tolerant, launched_processes
+from collectives.launch import is_fault_tolerant, launched_processes, leave
 from collectives.operations.call_sites import calls_from_here
 from collectives.operations.heads import Envelope
 from collectives.operations.plan import Plan
@@ -78,6 +78,7 @@ __all__ = [
     "from_mpi",
     "is_fault_tolerant",
     "launched_processes",
+    "leave",
     "timeline_span",
 ]
 __all__ += world.__all__

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from collectives.errors import CollectiveTimeout, LaunchError, await_turn, page
 from collectives.settings import Settings
+from collectives.transport import liveness
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,6 +34,7 @@ __all__ = [
     "check_world_size",
     "is_fault_tolerant",
     "launched_processes",
+    "leave",
     "library",
     "members",
     "mpi_settings",
@@ -366,6 +368,20 @@ class _Exit(SystemExit):
 
 def _leave(text: str, status: int) -> None:
     """Show the text and end the job; `abort_on_exception` puts its own in this place."""
+
+
+def leave(status: int) -> NoReturn:
+    """Leave the program with a status that all ranks leave with, in good order.
+
+    As `raise SystemExit(status)`, and other than `sys.exit(status)`, which says that this rank has
+    failed and ends the job. mpirun ends with the status, also where ranks have died before in a job
+    that outlives them.
+
+    Raises:
+        SystemExit: with the status.
+    """
+    liveness.will_leave_with(status)
+    raise SystemExit(status)
 
 
 def is_fault_tolerant() -> bool:

@@ -1,4 +1,4 @@
-"""Train on scanned digits while ranks die: those that live go on.
+"""Train on scanned digits while ranks die: those that live go on, and the job can go on later.
 
     mpirun --with-ft ulfm -np 4 python examples/elastic_digits.py
     UNISONO_FAULT="step=40,rank=0,kind=kill" mpirun --with-ft ulfm -np 4 python ...
@@ -6,6 +6,9 @@
 Every few steps all ranks copy weights, optimizer, input position and generators in memory. When
 ranks have died (here: on purpose), the others go back to that, share the rows that are left, and
 train on. With any other MPI, or without `--with-ft ulfm`, a dead rank ends the job as usual.
+
+A session also writes them to files, less often, and when the batch system asks the job to stop: the
+program ends with status 85 then, and `--resume` goes on, with any number of ranks.
 """
 
 from __future__ import annotations
@@ -31,36 +34,49 @@ def main() -> None:
         range(len(labels)), lambda row: (row,), rank=comm.rank, size=comm.size,
         policy="file", num_epochs=options.epochs, seed=1,
     )  # fmt: skip
-    state = training.State(
-        comm, weights=weights, optimizer=strategies.Momentum(options.learning_rate, 0.9),
-        rows=rows, used=np.zeros(len(labels), int), rng=np.random.default_rng(comm.rank), step=0,
-    )  # fmt: skip
+    things = {
+        "weights": weights,
+        "optimizer": strategies.Momentum(options.learning_rate, 0.9),
+        "rows": rows,
+        "used": np.zeros(len(labels), int),
+        "rng": np.random.default_rng(comm.rank),
+    }
+    state = training.State(comm, step=0, **things)
+
+    def train_step(optimizer: strategies.DistributedOptimizer) -> None:
+        comm = state.comm
+        mine = list(itertools.islice(rows, options.batch_size // comm.size))
+        used = np.zeros(len(labels), int)
+        np.add.at(used, mine, 1)
+        used = comm.allreduce(used, op=cc.SUM)
+        if not used.any():
+            raise StopIteration  # all ranks are through
+        things["used"][:] += used
+        noise = 0.05 * things["rng"].standard_normal((len(mine), pixels.shape[1]))
+        _, gradients = digits.Network(weights).gradients(pixels[mine] + noise, labels[mine])
+        pairs = [(gradients[name], weights[name]) for name in weights]
+        optimizer.apply_gradients(pairs, examples=len(mine))  # averaged over all rows
 
     def train(state: training.State) -> None:
-        comm = state.comm  # a smaller one after ranks have died
-        optimizer = strategies.DistributedOptimizer(state["optimizer"], comm=comm)
-        for step in itertools.count(state["step"]):
-            training.inject(step, weights.values())
-            mine = list(itertools.islice(rows, options.batch_size // comm.size))
-            used = np.zeros(len(labels), int)
-            np.add.at(used, mine, 1)
-            used = comm.allreduce(used, op=cc.SUM)
-            if not used.any():  # all ranks are through
-                return
-            state["used"][:] += used
-            noise = 0.05 * state["rng"].standard_normal((len(mine), pixels.shape[1]))
-            network = digits.Network(weights)
-            _, gradients = network.gradients(pixels[mine] + noise, labels[mine])
-            pairs = [(gradients[name], weights[name]) for name in weights]
-            optimizer.apply_gradients(pairs, examples=len(mine))  # averaged over all rows
-            if (step + 1) % options.commit_steps == 0:
-                state.commit(step=step + 1)
+        comm = state.comm  # a smaller one after ranks have died, as is what is made of it
+        optimizer = strategies.DistributedOptimizer(things["optimizer"], comm=comm)
+        with (
+            strategies.CheckpointManager(options.checkpoints, comm) as manager,
+            training.TrainingSession(
+                training.Saver(manager, **things), state=state, restore=options.resume,
+                commit_steps=options.commit_steps, save_steps=options.save_steps,
+                preemption=preemption,
+            ) as session,
+        ):  # fmt: skip
+            while not session.should_stop():
+                session.run(train_step, optimizer)
 
-    training.run_elastic(train, state, min_ranks=options.min_ranks)
+    with training.Preemption() as preemption:  # around all: also while those that live meet
+        training.run_elastic(train, state, min_ranks=options.min_ranks)
     if state.comm.rank == 0:
         pixels, labels = digits.load("held out")
         accuracy = digits.accuracy(digits.Network(weights).predict(pixels), labels)
-        used = state["used"]
+        used = things["used"]
         print(f"{state.comm.size} of {comm.size} ranks; each row was used {used.min()} to", end=" ")
         print(f"{used.max()} times; accuracy on the held-out digits: {accuracy:.4f}")
 
@@ -73,6 +89,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=96, help="units of the hidden layer")
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--commit-steps", type=int, default=5, help="steps between two commits")
+    parser.add_argument("--checkpoints", default="runs/elastic", help="directory of files")
+    parser.add_argument("--save-steps", type=int, default=100, help="steps between two files")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest file")
     parser.add_argument("--min-ranks", type=int, default=1, help="how few may go on")
     return parser.parse_args()
 

@@ -86,11 +86,14 @@ def mpirun(
     return run(command, timeout=timeout, cwd=cwd, **extra)
 
 
-def asked_to_stop(size: int, *arguments: str | Path, once: Path, timeout: float = 60) -> Result:
+def asked_to_stop(
+    size: int, *arguments: str | Path, once: Path, timeout: float = 60,
+    options: tuple[str, ...] = (), **extra: str,
+) -> Result:  # fmt: skip
     """Run `python arguments...` on `size` ranks; send mpirun SIGUSR1 once a path is there."""
     process = subprocess.Popen(
-        [mpirun_path(), "-np", str(size), sys.executable, *map(str, arguments)],
-        cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL,
+        [mpirun_path(), *options, "-np", str(size), sys.executable, *map(str, arguments)],
+        cwd=ROOT, env=environment(**extra), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:

@@ -42,7 +42,7 @@ from typing import Any
 from collectives import preparation
 from collectives.kernels import turn
 
-__all__ = ["KNOWN_SYMBOLS", "address", "function"]
+__all__ = ["KNOWN_SYMBOLS", "address", "function", "is_kept"]
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,11 @@ def address(module: str, *words: str) -> int:
             with preparation.preparing():
                 _addresses[name] = _load(name)
         return _addresses[name]
+
+
+def is_kept(module: str, *words: str) -> bool:
+    """Tell whether a file has a function; arguments as `address`."""
+    return _Code((module, *words)).read() is not None
 
 
 @functools.cache

@@ -49,7 +49,7 @@ from collectives import topology
 from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
 from collectives.errors import PeerFailure
-from collectives.kernels import machine_code
+from collectives.kernels import ahead, machine_code
 from collectives.kernels.loops import loops
 from collectives.links import Link
 from collectives.node import folders, segment, words
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     Kernel = Callable[[int], int]
 
-__all__ = ["Engine", "Rows", "Work", "publish_seconds", "reduce_seconds", "start"]
+__all__ = ["Engine", "Rows", "Work", "compile_ahead", "publish_seconds", "reduce_seconds", "start"]
 
 # Bytes of a slot: large, so that ranks wait for each other seldom, but a rank's two stay in its
 # level 2 cache. Time of a private all-reduce over that of all ranks copying as much, 2 ranks, for
@@ -106,10 +106,17 @@ _SPINS, _SPINS_CROWDED, _YIELDS = 2000, 20, 200
 _BACKGROUND_NAP_SECONDS = 0.0002
 
 # Loads a kind of call, which the first rank of a machine compiles.
-_kind = functools.partial(machine_code.function, "collectives.node.rounds")
+_ROUNDS = "collectives.node.rounds"
+_kind = functools.partial(machine_code.function, _ROUNDS)
 
 # Parts of other ranks' streams: rank, first byte, byte after the last, and where the bytes go.
 Rows = Sequence[tuple[int, int, int, int]]
+
+
+def compile_ahead() -> None:
+    """Let another process compile the kinds of calls that were never made on this machine."""
+    # First what the first calls of most programs do not need.
+    ahead.compile_ahead(_ROUNDS, "pipelined", "shared", "flow", "publish", "one_shot")
 
 
 class Work(NamedTuple):

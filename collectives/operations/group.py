@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from collectives import settings, timeline, topology
+from collectives import launch, settings, timeline, topology
 from collectives.algorithms import hierarchical, stages
 from collectives.algorithms.layout import Layout
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailure
@@ -222,6 +222,8 @@ class Group:
             made.last_call = self.status.last
             self.levels = stages.in_shared_memory(self.levels, made)
             self.watch()
+        if launch.is_fault_tolerant() and self.local_rank == 0:
+            engine.compile_ahead()  # a smaller group may make calls of other kinds
 
     @property
     def sends_messages(self) -> bool:

@@ -22,6 +22,7 @@ import os
 import secrets
 import signal
 import struct
+import sys
 import tempfile
 import threading
 import weakref
@@ -36,6 +37,7 @@ __all__ = [
     "limit_exit",
     "look_before_exit",
     "prepare_exit",
+    "will_leave_with",
 ]
 
 # How long MPI may take to end after a rank has died.
@@ -91,10 +93,24 @@ def lift_limit() -> None:
 
 
 def end_soon() -> None:
-    """Set the alarm: those that live have waited for each other, and MPI has nothing more to do."""
+    """Set the alarm: those that live have waited for each other, and MPI has nothing more to do.
+
+    But mpirun's own status is 0 where a signal has ended ranks of a job that outlives them: one
+    that is known to be another is said at once, and MPI does not get to end.
+    """
+    if _status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_MET_EXIT_SECONDS)
+
+
+def will_leave_with(status: int) -> None:
+    """Note the status with which the program is about to end on all ranks."""
+    global _status
+    _status = status
 
 
 def is_lifted() -> bool:
@@ -102,7 +118,7 @@ def is_lifted() -> bool:
     return _lifted
 
 
-_exit_limit, _lifted = math.inf, False
+_exit_limit, _lifted, _status = math.inf, False, 0
 
 
 @atexit.register

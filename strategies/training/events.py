@@ -16,6 +16,11 @@ A line is written at once and whole: it is there also if the process is killed r
 | `recovered` | those that live go on | `size`, `commit`, `seconds` since `failure` |
 | `error` | an error of the program ends the job | `error` |
 | `end` | `run_elastic` returns | |
+| `restored` | a session begins, or has gone back | `step`: after which; `file`: or from memory |
+| `saved` | a session has a checkpoint, or it is on its way in the background | `step`, `seconds` |
+| `retried` | a session goes back after an error of a step | `step`, `error` |
+| `asked` | a session learns that it was asked to stop | `step`: after which |
+| `left` | it stops for that, with a checkpoint | `step` |
 """
 
 from __future__ import annotations

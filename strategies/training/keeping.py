@@ -1,4 +1,4 @@
-"""What a session saves and restores, whether its ranks do so together or the chief for all."""
+"""What a session keeps: files, by all its ranks or the chief alone, and commits in memory."""
 
 from __future__ import annotations
 
@@ -10,64 +10,109 @@ from strategies.ranks import Ranks
 from strategies.training import things as kinds
 from strategies.training.location import Location
 from strategies.training.saver import Saver
+from strategies.training.state import State
 
 __all__ = ["Kept"]
 
 
 class Kept:
-    """The things of a saver, and those that are new since the last checkpoint.
+    """The things of a saver and of a state in memory, and those that are new since they were kept.
 
     Args:
         saver: of all ranks; or, where its manager has no ranks, of which the chief's is used.
             None: nothing is saved.
+        state: what ranks go on from when others have died; None for nothing.
         everyone: the ranks of the session.
         in_step: the ranks that save at the same time: these, or this one alone.
+
+    Attributes:
+        from_file: whether the things were given back last by a checkpoint.
     """
 
-    def __init__(self, saver: Saver | None, everyone: Ranks, in_step: Ranks) -> None:
-        self._saver, self._everyone, self._in_step = saver, everyone, in_step
+    def __init__(
+        self, saver: Saver | None, state: State | None, everyone: Ranks, in_step: Ranks
+    ) -> None:
+        self._saver, self._state = saver, state
+        self._everyone, self._in_step = everyone, in_step
         self._together = saver is not None and saver.checkpoints.comm is not None
-        self._new: dict[str, Any] = {}
+        self.from_file = False
+        self._unsaved: dict[str, Any] = {}
+        self._uncommitted: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         """Return a thing: the one that was given last, or restored since."""
-        if name in self._new:
-            return self._new[name]
-        if self._saver is None:
+        for things in (self._unsaved, self._uncommitted):
+            if name in things:
+                return things[name]
+        if self._saver is not None and (self._state is None or name in self._saver):
+            return self._saver[name]
+        if self._state is None:
             raise KeyError(name)
-        return self._saver[name]
+        return self._state[name]
 
     def update(self, things: Mapping[str, Any]) -> None:
         """Take things that are no longer the same objects."""
-        self._new |= things
+        state, saver = self._state, self._saver
+        if state is None:
+            self._unsaved |= things
+            return
+        committed = {name: thing for name, thing in things.items() if name in state}
+        self._uncommitted |= committed
+        self._unsaved |= {
+            name: thing
+            for name, thing in things.items()
+            if name not in committed or (saver is not None and name in saver)
+        }
 
     def arrays(self) -> Iterator[Any]:
         """Give the arrays of all things, as they are."""
-        if self._saver is not None:
-            yield from self._saver.arrays()
+        keeper = self._saver or self._state
+        if keeper is not None:
+            yield from keeper.arrays()
 
-    def discard(self) -> None:
-        """Forget them.
+    def begin(self, restore: bool) -> int | None:
+        """Find out where to begin, *collective*: after the steps of the last commit, if any.
+
+        Args:
+            restore: whether else at the newest checkpoint.
+
+        Returns:
+            The number of steps; None where there were none before.
+        """
+        state = self._state
+        self.from_file = False
+        if state is not None and state.number >= 0 and state["step"] > 0:
+            self._take_from_state()
+            return int(state["step"])
+        step = self._restore() if restore else None
+        if state is not None and (step is not None or state.number < 0):
+            if self._saver is not None and step is not None:
+                self._uncommitted |= {name: self._saver[name] for name in self._common()}
+            self.commit(0 if step is None else step)
+        return step
+
+    def go_back(self) -> int | None:
+        """Go back to the last commit, or else the newest checkpoint, *collective*.
+
+        Returns:
+            Its step; None if there is none.
 
         Raises:
-            FailedPreconditionError: one is a pipeline, which does not go back.
+            FailedPreconditionError: a thing is a pipeline, which does not go back.
         """
-        for name, thing in self._new.items():
-            if kinds.kind_of(thing) is kinds.KINDS["pipeline"]:
-                raise errors.FailedPreconditionError(
-                    f"recover: a pipeline does not go back, expected to start the program again, "
-                    f"which goes on from the last checkpoint (name: {name})"
-                )
-        self._new.clear()
+        self._discard()
+        if self._state is None:
+            return self._restore()
+        self.from_file = False
+        self._state.restore()
+        self._take_from_state()
+        return int(self._state["step"])
 
-    def restore(self) -> int | None:
-        """Restore the newest checkpoint, *collective*; returns its step, None if there is none."""
-        saver = self._saver
-        if saver is None or self._together:
-            return None if saver is None else saver.restore()
-        step = self._everyone.prepared("restore", lambda: saver.restore() if self._writes else None)
-        comm = self._everyone.comm
-        return step if comm is None else comm.broadcast_object(step)
+    def commit(self, step: int) -> None:
+        """Commit in memory, *collective*."""
+        assert self._state is not None
+        self._state.commit(**{**self._uncommitted, "step": step})
+        self._uncommitted.clear()
 
     def save(self, step: int, metric: float | None) -> Location | None:
         """Write a checkpoint, *collective* among the ranks that do so at the same time.
@@ -78,16 +123,49 @@ class Kept:
         saver = self._saver
         if saver is None:
             return None
+        new = self._unsaved
         path = self._in_step.together(
-            "save", lambda: saver.save(step, metric=metric, **self._new) if self._writes else None
+            "save", lambda: saver.save(step, metric=metric, **new) if self._writes else None
         )
-        self._new.clear()
+        self._unsaved.clear()
         return path
 
     def wait(self) -> None:
         """Wait for what is on its way in the background."""
         if self._saver is not None and self._writes:
             self._saver.checkpoints.wait()
+
+    def _common(self) -> list[str]:
+        """Return the names that both know."""
+        saver, state = self._saver, self._state
+        if saver is None or state is None:
+            return []
+        return [name for name in state if name in saver]
+
+    def _take_from_state(self) -> None:
+        """Let the saver have what the state has: other objects, where things do not change."""
+        assert self._state is not None
+        self._unsaved |= {name: self._state[name] for name in self._common()}
+
+    def _discard(self) -> None:
+        for name, thing in self._unsaved.items():
+            if kinds.kind_of(thing) is kinds.KINDS["pipeline"]:
+                raise errors.FailedPreconditionError(
+                    f"recover: a pipeline does not go back, expected to start the program again, "
+                    f"which goes on from the last checkpoint (name: {name})"
+                )
+        self._unsaved.clear()
+        self._uncommitted.clear()
+
+    def _restore(self) -> int | None:
+        """Restore the newest checkpoint, *collective*; returns its step, None if there is none."""
+        saver = self._saver
+        self.from_file = True
+        if saver is None or self._together:
+            return None if saver is None else saver.restore()
+        step = self._everyone.prepared("restore", lambda: saver.restore() if self._writes else None)
+        comm = self._everyone.comm
+        return step if comm is None else comm.broadcast_object(step)
 
     @property
     def _writes(self) -> bool:

@@ -124,7 +124,7 @@ class Preemption:
                 self._notes.close()
                 self._notes = None
         if kind is None and self.accepted:
-            raise SystemExit(STOPPED_EARLY)
+            cc.leave(STOPPED_EARLY)
 
     def _share(self, comm: cc.Communicator) -> None:
         """Learn whether a session of any rank has stopped for a signal."""

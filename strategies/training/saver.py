@@ -76,6 +76,10 @@ class Saver:
         """Return a thing: the one that was given last, or restored since."""
         return self._things[name]
 
+    def __contains__(self, name: str) -> bool:
+        """Tell whether there is a thing of this name."""
+        return name in self._things
+
     def arrays(self) -> Iterator[Any]:
         """Give the arrays of all things as they are, one after the other."""
         yield from content.collect(self._things, None)[0].values()

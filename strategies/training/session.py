@@ -20,12 +20,14 @@ import collectives as cc
 from strategies import errors
 from strategies.checks import integer
 from strategies.ranks import Ranks
+from strategies.training import events
 from strategies.training.faults import inject
 from strategies.training.hook import Hook
 from strategies.training.hooks import Checkpoints, StopAtStep
 from strategies.training.keeping import Kept
 from strategies.training.preemption import Preemption
 from strategies.training.saver import Saver
+from strategies.training.state import State
 from strategies.training.wishes import Wishes, agreement
 
 __all__ = ["TrainingSession"]
@@ -58,10 +60,16 @@ class TrainingSession:
     an error that is `recoverable`, ranks in step go back to the last checkpoint and on from there;
     no other error is ever retried.
 
+    In `run_elastic` a session is opened in `train`, over the ranks that live, and given the state:
+    it commits to it every few steps, and begins after the steps of the last commit. Only before the
+    first of these does it restore a checkpoint.
+
     Args:
         saver: what to save, and where; None for nothing. If its manager has no ranks, that of the
             chief is used alone.
-        comm: the ranks that train; those of the saver's checkpoints if None.
+        comm: the ranks that train; those of the saver's checkpoints, or of the state, if None.
+        state: what those that live go on from when ranks have died; one of its things is `step`.
+        commit_steps: how many steps lie between two commits to it.
         in_step: whether they train in step.
         restore: whether to go on from the newest checkpoint.
         save_steps: how many steps lie between two checkpoints; instead of seconds.
@@ -77,7 +85,8 @@ class TrainingSession:
             over the ranks that go on. *Collective* if the session is in step.
 
     Raises:
-        ValueError: ranks that are not in step share a saver's manager.
+        ValueError: ranks that are not in step share a saver's manager; or the state is one of other
+            ranks, or has no `step`.
 
     Example:
         >>> import numpy as np, strategies
@@ -98,6 +107,8 @@ class TrainingSession:
         saver: Saver | None = None,
         comm: cc.Communicator | None = None,
         *,
+        state: State | None = None,
+        commit_steps: int = 1,
         in_step: bool = True,
         restore: bool = True,
         save_steps: int | None = None,
@@ -117,6 +128,8 @@ class TrainingSession:
                 "CheckpointManager without ranks, got one with a communicator"
             )
         self._in_step, self._restores, self._metric = in_step, restore, metric
+        self._state = state
+        self._commit_steps = integer("TrainingSession", "commit_steps", commit_steps)
         self._hooks = list(hooks)
         self._last_step_hooks = [hook for hook in self._hooks if isinstance(hook, StopAtStep)]
         if saver is not None and (save_steps, save_seconds) != (None, None):
@@ -130,19 +143,29 @@ class TrainingSession:
         self._global_step = global_step
         self._preemption = Preemption() if preemption is None else preemption
         self._owns_preemption = preemption is None
-        self._recoverable = recoverable if in_step and saver is not None else ()
+        keeps = saver is not None or state is not None
+        self._recoverable = recoverable if in_step and keeps else ()
         self._retries = integer("TrainingSession", "retries", retries, least=0)
         self._recover_ranks = recover
-        self._step, self._saved_step, self._steps_done = 0, -1, 0
+        self._step, self._saved_step, self._committed_step, self._steps_done = 0, -1, 0, 0
         self._values: Mapping[str, Any] = {}
         self._stopping = self._stop_wanted = self._save_wanted = self._asked = False
         self._began = self._save_time = 0.0
         self._meet(saver, shared if comm is None else comm)
 
     def _meet(self, saver: Saver | None, comm: cc.Communicator | None) -> None:
+        state = self._state
+        if state is not None:
+            comm = state.comm if comm is None else comm
+            if comm is not state.comm or not self._in_step or "step" not in state:
+                raise ValueError(
+                    "TrainingSession: expected a state of the ranks that train in step, with a "
+                    "thing called step, such as State(comm, step=0, model=model), and a "
+                    "CheckpointManager(directory, state.comm), got one of other ranks or things"
+                )
         self._all = Ranks(comm)  # at the beginning and the end
         self._ranks = self._all if self._in_step else Ranks()  # at every step
-        self._kept = Kept(saver, self._all, self._ranks)
+        self._kept = Kept(saver, state, self._all, self._ranks)
 
     @property
     def step(self) -> int:
@@ -241,6 +264,8 @@ class TrainingSession:
             self._step = done
             raise
         self._steps_done += 1
+        if self._state is not None and self._step - self._committed_step >= self._commit_steps:
+            self._commit()
         return result
 
     def _watched(self, result: Any) -> Exception | None:
@@ -273,6 +298,8 @@ class TrainingSession:
             return
         self._stop_wanted = self._save_wanted = False
         first = wanted.asked and not self._asked
+        if first:
+            events.write("asked", step=self._step)
         leave = wanted.leave or (first and self._preemption.grace_seconds is None)
         self._asked = wanted.asked
         self._stopping |= wanted.stop or leave
@@ -280,6 +307,7 @@ class TrainingSession:
             self._save()
         if leave and not wanted.stop:
             _log.info("asked to stop: leaving after step %d", self._step)
+            events.write("left", step=self._step)
             self._preemption.accept()
 
     def _steps_match(self, leave: bool) -> bool:
@@ -296,13 +324,13 @@ class TrainingSession:
         return now > asked_at + grace - _SPARE_STEPS * mean - _SPARE_SAVES * self._save_time
 
     def _recover(self, error: Exception) -> None:
-        """Go back to the last checkpoint."""
-        _log.warning("step %d has failed, going back to the last checkpoint: %s", self._step, error)
+        """Go back to the last commit, or checkpoint."""
+        _log.warning("step %d has failed, going back: %s", self._step, error)
+        events.write("retried", step=self._step, error=f"{type(error).__name__}: {error}")
         saver = None if self._recover_ranks is None else self._recover_ranks(error)
         if saver is not None:
             self._meet(saver, saver.checkpoints.comm)
-        self._kept.discard()
-        if not self._restored():
+        if not self._is_back(self._kept.go_back()):
             raise error
         self._begin_steps()
 
@@ -321,12 +349,17 @@ class TrainingSession:
 
         self._all.together(name, calls)
 
-    def _restored(self) -> bool:
-        """Restore the newest checkpoint on all ranks; False if there is none."""
-        step = self._kept.restore()
+    def _is_back(self, step: int | None) -> bool:
+        """Count from a step to which things have gone back; False if there is none."""
         if step is not None:
-            self._step = self._saved_step = step
+            self._step = self._committed_step = step
+            self._saved_step = step if self._kept.from_file else -1
+            events.write("restored", step=step, file=self._kept.from_file)
         return step is not None
+
+    def _commit(self) -> None:
+        self._kept.commit(self._step)
+        self._committed_step = self._step
 
     def _save(self) -> None:
         """Write a checkpoint; ranks in step together."""
@@ -341,13 +374,15 @@ class TrainingSession:
         self._ranks.prepared("save: hooks", tell)
         self._saved_step = self._step
         self._save_time = time.monotonic() - began
+        if path is not None:
+            events.write("saved", step=self._step, seconds=round(self._save_time, 6))
 
     def __enter__(self) -> TrainingSession:
         if self._owns_preemption:
             self._preemption.__enter__()
         try:
             self._call_hooks("begin")
-            restored = self._restores and self._restored()
+            restored = self._is_back(self._kept.begin(self._restores))
             self._began = time.monotonic()
             self._begin_steps()
             if not restored and self._saved_step < 0:
@@ -390,6 +425,8 @@ class TrainingSession:
                 self._saved_step = -1  # others may have trained on since this rank saved
         if self._step != self._saved_step:
             self._save()
+        if self._state is not None and self._step != self._committed_step:
+            self._commit()  # who dies from here on takes no step along
         self._call_hooks("end")
         self._all.together("save", self._kept.wait)
         self._all.agree("the session has ended")

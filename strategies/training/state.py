@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,12 @@ _INPUT = kinds.KINDS["input"]
 _LOST = (
     "what only one rank has a part of would be lost with that rank, expected whole arrays here, "
     "and Saver for this"
+)
+# Of pipelines, whose threads have read on: they do not go back.
+_PIPELINE = (
+    "an open pipeline does not go back, expected what it says of itself, as "
+    "commit(input=batches.state(comm)), and a new one in `train`, over a ShardedInput of the ranks "
+    "that live, which goes on by batches.go_on(state['input'], comm)"
 )
 
 
@@ -51,14 +57,16 @@ _NOTHING = _Copy(-1, {}, {}, {})
 class State:
     """Things to go on from: modules, optimizers, arrays, generators, inputs, plain values.
 
-    They are what `Saver` takes, with one rule more: an input stands for itself, not in a container.
+    They are what `Saver` takes, with two rules more: an input stands for itself, not in a
+    container; and instead of a pipeline stands what it says of itself (`Batches.state`), since a
+    pipeline that is open does not go back, and is made anew by the ranks that go on.
     `commit` copies them in the memory of every rank, and `restore` gives them back, after the death
     of other ranks, too. Of generators each rank keeps its own; all else is equal on all ranks,
     and whole on each: of a `Slice` or a distributed tensor (FSDP) a part would die with its rank.
     What cannot be changed in place (numbers, text, arrays of JAX) is handed over at each `commit`,
     and read as `state[name]`.
 
-    All methods but `state[name]` are *collective*.
+    `commit`, `restore` and `go_on` are *collective*.
 
     Args:
         comm: the ranks; all of the job if None.
@@ -69,7 +77,8 @@ class State:
         number: of the last commit; -1 before the first.
 
     Raises:
-        ValueError: nothing to keep, a thing is called "verify", or this rank has only a part of it.
+        ValueError: nothing to keep, a thing is called "verify", is a pipeline, or this rank has
+            only a part of it.
 
     Example:
         >>> import numpy as np
@@ -90,6 +99,8 @@ class State:
             )
         if parts := Parts(things).names:
             raise ValueError(f"State: {_LOST}, got a part (name: {parts[0]})")
+        if name := next(_pipelines(things), None):
+            raise ValueError(f"State: {_PIPELINE}, got a pipeline (name: {name})")
         self.comm = cc.init() if comm is None else comm
         self._things = things
         # The one that all ranks have, and the one that they are about to have.
@@ -103,6 +114,18 @@ class State:
     def __getitem__(self, name: str) -> Any:
         """Return a thing: the one that was given last, or restored since."""
         return self._things[name]
+
+    def __contains__(self, name: str) -> bool:
+        """Tell whether there is a thing of this name."""
+        return name in self._things
+
+    def __iter__(self) -> Iterator[str]:
+        """Give the names of all things."""
+        return iter(self._things)
+
+    def arrays(self) -> Iterator[Any]:
+        """Give the arrays of all things as they are, but of inputs."""
+        yield from content.collect(self._others(), None)[0].values()
 
     def commit(self, *, verify: bool = False, **new: Any) -> None:
         """Copy all things as they are now: from here the job goes on after a failure.
@@ -187,6 +210,8 @@ class State:
                 f"commit: unknown {', '.join(sorted(unknown))}, expected names that State was "
                 f"given, {', '.join(self._things)}"
             )
+        if name := next(_pipelines(new), None):
+            raise errors.InvalidArgumentError(f"commit: {_PIPELINE}, got a pipeline (name: {name})")
         found, nodes = content.collect(self._others(self._things | dict(new)), None)
         for name, array in found.items():
             if isinstance(array, Slice):
@@ -219,6 +244,19 @@ class State:
         }
         found, _ = content.collect(equal, None)
         return [f"{name}: checksum {_checksum(array):08x}" for name, array in found.items()]
+
+
+def _pipelines(things: Any, name: str = "") -> Iterator[str]:
+    """Give the names of the pipelines among things, and in their containers."""
+    if kinds.kind_of(things) is kinds.KINDS["pipeline"]:
+        yield name
+    elif isinstance(things, Mapping):
+        for key, thing in things.items():
+            yield from _pipelines(thing, f"{name}/{key}" if name else str(key))
+    elif (parts := kinds.parts_of(things)) is not None:
+        label = kinds.labels(things)
+        for index, part in enumerate(parts):
+            yield from _pipelines(part, f"{name}/{label(index)}")
 
 
 def _copy(array: Any, into: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import collectives as cc
 import strategies
 from strategies import errors
 from strategies.input import ShardedInput
-from strategies.training import State
+from strategies.training import Saver, State, TrainingSession, hooks
 from strategies.training.slices import Slice
 
 
@@ -50,6 +51,108 @@ def test_everything_comes_back_as_it_was_at_the_last_commit(world):
             weights["w"] += 1  # changes nothing of what is kept
 
     world.run(check)
+
+
+def test_a_session_commits_and_begins_where_the_state_is_else_at_the_newest_checkpoint(world):
+    """The second session is what `train` opens again after a death, the third another job."""
+
+    def check(comm):
+        folder = comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)
+        weights = np.zeros(3)
+        state = State(comm, w=weights, key=0, step=0)
+
+        def train(state, last, *, fails_at=None):
+            def train_step():
+                weights[:] += 1
+                if session.step == fails_at:
+                    raise errors.AbortedError("once")
+                session.update(key=session["key"] + 2)
+
+            manager = strategies.CheckpointManager(folder, comm)
+            saver = Saver(manager, w=weights, key=0)
+            around = [hooks.StopAtStep(last)]
+            with (
+                manager,
+                TrainingSession(
+                    saver, state=state, commit_steps=3, save_steps=5, hooks=around, retries=0
+                ) as session,
+            ):
+                begun = session.step, session["key"], float(weights[0])
+                while not session.should_stop():
+                    session.run(train_step)
+            return begun
+
+        with pytest.raises(errors.AbortedError):
+            train(state, 20, fails_at=7)
+        assert weights[0] == 8
+        assert (state["step"], state["key"]) == (6, 12)
+        state.go_on(comm)
+        assert train(state, 9) == (6, 12, 6)
+        assert (state["step"], state["key"]) == (9, 18)
+        with strategies.CheckpointManager(folder, comm) as manager:
+            assert manager.restore_or_none().step == 9
+
+        weights[:] = 0
+        other = State(comm, w=weights, key=0, step=0)
+        other.commit()  # as run_elastic does
+        assert train(other, 9) == (9, 18, 9)
+        assert (other["step"], other["key"]) == (9, 18)
+
+    world.run(check)
+
+
+def test_a_session_goes_back_to_the_last_commit_after_an_error_that_passes(world):
+    def check(comm):
+        weights, made = np.zeros(3), []
+        state = State(comm, w=weights, step=0)
+        with TrainingSession(
+            state=state, commit_steps=4, hooks=[hooks.StopAtStep(10)], save_steps=None
+        ) as session:
+
+            def train_step():
+                weights[:] += 1
+                made.append(session.step)
+                if made.count(6) == 1 and session.step == 6 and comm.rank == comm.size - 1:
+                    raise errors.UnavailableError("for a moment")
+
+            while not session.should_stop():
+                session.run(train_step)
+        assert made == [*range(7), *range(4, 10)]
+        assert weights.tolist() == [10] * 3
+        assert state["step"] == 10
+
+    world.run(check)
+
+
+def test_a_session_wants_a_state_of_its_own_ranks_with_a_step(world):
+    def check(comm):
+        told = "expected a state of the ranks that train in step, with a thing called step"
+        with pytest.raises(ValueError, match=told):
+            TrainingSession(state=State(comm, w=np.zeros(1)))
+        state, other = State(comm, step=0), comm.split(0)
+        with pytest.raises(ValueError, match=told):
+            TrainingSession(comm=other, state=state)
+        with pytest.raises(ValueError, match=told):
+            TrainingSession(state=state, in_step=False)
+        other.close()
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_pipeline_is_refused_with_the_way_that_works(nested):
+    with strategies.input.batch(ShardedInput([1], lambda row: [row], rank=0, size=1), 1) as batches:
+        thing = {"a": [batches]} if nested else batches
+        name = "input/a/0" if nested else "input"
+        told = rf"commit\(input=batches.state\(comm\)\).*go_on.* got a pipeline \(name: {name}\)"
+        with pytest.raises(ValueError, match=f"State: .*{told}"):
+            State(input=thing)
+        state = State(input=None)
+        with pytest.raises(errors.InvalidArgumentError, match=f"commit: .*{told}"):
+            state.commit(input=thing)
+        state.commit(input=batches.state())
+        state.restore()
+        assert state["input"] == batches.state()
 
 
 def test_fewer_ranks_go_on_and_no_row_is_lost_or_repeated(world):

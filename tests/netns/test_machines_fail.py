@@ -48,7 +48,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 # What is run, and what it says where two of six ranks have died; both learn to 0.96.
 PROGRAMS = {
-    "multi-worker": (("elastic_digits.py", "--epochs", "12"), "4 of 6 ranks; each row was used 12"),
+    "multi-worker": (
+        ("elastic_digits.py", "--epochs", "12", "--checkpoints", "{folder}/saved"),
+        "4 of 6 ranks; each row was used 12",
+    ),
     "spare replicas": (("spare_replicas.py", "--replicas-to-aggregate", "4"), "worker 5: "),
     "parameter server": (("parameter_server.py", "--coordinator"), ""),
 }
@@ -91,7 +94,8 @@ def pull_the_cable(cluster, folder, over):
 )
 def test_the_digits_are_learnt_though_a_machine_fails(three_machines, tmp_path, strategy, what):
     needs("sklearn")
-    (example, *arguments), words = PROGRAMS[strategy]
+    (example, *given), words = PROGRAMS[strategy]
+    arguments = [argument.format(folder=tmp_path) for argument in given]
     program = tmp_path / "harm.py"
     program.write_text(HARM)
     over = threading.Event()

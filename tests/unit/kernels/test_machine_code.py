@@ -265,3 +265,24 @@ def test_a_rank_alone_compiles_nothing(tmp_path):
     )
     result = launcher.run([sys.executable, str(program)], timeout=60)
     assert result.stdout.split() == ["3.0", "False"], result
+
+
+AHEAD = """
+    from collectives.kernels import ahead
+
+    process = ahead.compile_ahead("made", "times")
+    print(None if process is None else process.wait(90))
+"""
+
+
+def test_another_process_compiles_what_is_needed_later(folder):
+    (folder / "starts.py").write_text(textwrap.dedent(AHEAD))
+    where = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder / "home")}
+
+    def say():
+        command = [sys.executable, folder / "starts.py"]
+        return subprocess.run(command, env=where, capture_output=True, text=True, timeout=100)
+
+    assert say().stdout == "0\n"
+    assert run(folder) == (False, 14)
+    assert say().stdout == "None\n"

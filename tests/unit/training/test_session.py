@@ -14,7 +14,15 @@ import pytest
 import strategies
 from launcher import ROOT, environment
 from strategies import errors
-from strategies.training import Preemption, Saver, Summaries, TrainingSession, checkpoint, hooks
+from strategies.training import (
+    Preemption,
+    Saver,
+    Summaries,
+    TrainingSession,
+    checkpoint,
+    events,
+    hooks,
+)
 
 
 class Training:
@@ -123,7 +131,11 @@ def test_things_that_are_new_objects_are_saved(training):
 
 
 @pytest.mark.parametrize("kind", [errors.AbortedError, errors.UnavailableError])
-def test_after_a_recoverable_error_it_goes_back_to_the_last_checkpoint(training, kind, tmp_path):
+def test_after_a_recoverable_error_it_goes_back_to_the_last_checkpoint(
+    training, kind, tmp_path, monkeypatch
+):
+    told = []
+    monkeypatch.setattr(events, "write", lambda event, **facts: told.append((event, facts)))
     failing = iter([False, False, True, False, True, True, False, False])
     seen = []
 
@@ -143,6 +155,10 @@ def test_after_a_recoverable_error_it_goes_back_to_the_last_checkpoint(training,
     assert training.weights.tolist() == [4, 4]
     lines = strategies.training.read_metrics(metrics)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    words = [(event, facts["step"]) for event, facts in told]
+    back = [[("retried", step), ("restored", 2)] for step in (2, 3, 2)]
+    assert words == [("saved", 0), ("saved", 2), *back[0], *back[1], *back[2], ("saved", 4)]
+    assert f"{kind.__name__}: gone for a moment" in told[2][1]["error"]
 
 
 def test_recoveries_end(training):
