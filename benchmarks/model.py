@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.algorithms import ring, tree
+from collectives.algorithms import ring
 from collectives.arrays.reduction import MAX
 
 if TYPE_CHECKING:
@@ -237,8 +237,7 @@ def timed(
     while rounds < LEAST_ROUNDS or comm.broadcast(np.array(time.perf_counter() - began)) < seconds:
         rounds += 1
         for name, case in cases.items():
-            ring.allgather(transport, burst, bounds, deadline)
-            tree.barrier(transport, deadline)
+            ring.allgather(transport, burst, bounds, deadline)  # and all have come
             start = time.perf_counter()
             for _ in range(several):
                 case()
