@@ -10,9 +10,9 @@ those of earlier runs that are not made again, at the same rate. A job of each l
 links as `python -m collectives tune` does, goes by them, and then times whole calls at all `SIZES`,
 by "auto" and by every algorithm, in turns, so that other work on this machine meets all of them.
 
-The kernel lets a line that was idle pass a burst at once, of 256 KiB at 1 Gbit/s, which no cable
-does. So before each call that is timed, ranks send each other what uses it up; calls of small
-arrays are timed several at a time after that.
+The kernel lets a line that was idle pass a burst at once, of 256 KiB at 1 Gbit/s. Before each call
+that is timed, ranks send each other what uses it up, and calls of small arrays are timed several at
+a time; what lines save within a call is simulated (`Cluster.burst`).
 
 How busy the cores are without the job is measured before and after it; where that was more than
 `BUSY` the layout is marked as disturbed.
@@ -69,9 +69,10 @@ SHARES = [1, 1, 1, 1, 1, 2, 4, 6]
 # Seconds of a job beyond those that it may measure.
 JOB_SECONDS = 120.0
 
-# What uses up a line's burst; of how many calls, or bytes, a time is the mean; and how often each
-# is timed at least.
-BURST_BYTES = 384 << 10
+# The burst of a line (`namespaces`), up to 100 Mbit/s and beyond; what uses it up; of how many
+# calls, or bytes, a time is the mean; and how often each is timed at least.
+SLOW_BURST_BYTES, BURST_BYTES = 4 << 10, 256 << 10
+USED_UP_BYTES = 384 << 10
 MOST_CALLS, CALLS_BYTES = 8, 32 << 10
 LEAST_ROUNDS = 3
 
@@ -169,7 +170,8 @@ def simulate(layout: dict[str, Any]) -> None:
 
     machine = Machine(*(Link(*link) for link in layout["machine"]))
     ranks = layout["machines"] * layout["ranks_per_machine"]
-    cluster = Cluster(ranks, layout["machines"], machine)
+    burst = BURST_BYTES if layout["mbit"] > 100 else SLOW_BURST_BYTES
+    cluster = Cluster(ranks, layout["machines"], machine, burst=burst)
     by_nodes = compare.by_nodes(cluster.layout)
     before = calls.together(0, cluster, by_nodes=by_nodes)
     for size in layout["sizes"]:
@@ -227,7 +229,7 @@ def timed(
     """Return what calls take, of the slowest rank: the first quartile, since others only add."""
     transport, deadline = comm.transport, comm.deadline("model")
     several = max(1, min(MOST_CALLS, CALLS_BYTES // nbytes))
-    chunk = BURST_BYTES // max(1, comm.size - 1)
+    chunk = USED_UP_BYTES // max(1, comm.size - 1)
     bounds = [chunk * rank for rank in range(comm.size + 1)]
     burst = np.zeros(bounds[-1], np.uint8)
     found: dict[str, list[float]] = {name: [] for name in cases}

@@ -90,6 +90,28 @@ def test_who_comes_later_has_the_line_alone_in_the_end():
     assert seconds[2] == pytest.approx(4e-6 + 150_000e-8)
 
 
+def test_a_line_that_was_idle_lets_a_burst_pass_at_once():
+    def program(transport):
+        data = np.zeros(100_000, np.uint8)
+        for idle in (0.0, 1e-4, 1.0):
+            if transport.rank == 0:
+                transport.simulated.spend(idle)
+                transport.send(data, 1, LIMIT)
+                transport.send(data, 1, LIMIT)
+            else:
+                transport.receive(data, 0, LIMIT)
+                transport.receive(data, 0, LIMIT)
+                arrived.append(transport.simulated.now)
+        return 0
+
+    arrived = []
+    _, seconds = run(2, 2, program, burst=150_000)
+    both, saved = 2 * 100_000e-8, 1e-4  # seconds on the line; of 10,000 bytes
+    assert arrived[0] == pytest.approx(both, rel=0.01)
+    assert arrived[1] - 1.5e-4 == pytest.approx(2 * both - saved, rel=0.1)
+    assert seconds[1] == pytest.approx(arrived[1])
+
+
 def test_nodes_below_a_switch_share_its_line_up():
     pairs = [(0, 2), (1, 3)]
     how = {"nodes_per_switch": 2}
@@ -218,6 +240,7 @@ def test_a_simulation_stops_when_it_has_taken_its_time():
         ({"nodes_per_switch": 0}, "nodes below a switch"),
         ({"oversubscription": 0.0}, "oversubscription"),
         ({"noise": -0.5}, "noise"),
+        ({"burst": -1}, "burst"),
         ({"slow": {1: -1.0}}, "slowness of rank 1"),
         ({"deaths": {4: 1.0}}, "rank 4"),
     ],
