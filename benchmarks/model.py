@@ -6,13 +6,13 @@ Needs root, iproute2 and Open MPI. The machines are network namespaces on this o
 (`tests/netns/namespaces.py`), their links shaped to 1 Gbit/s in either direction, or to `--mbit`:
 on a slow line messages take long beside the programs of all machines, which share this one's cores.
 Layouts are machines x ranks on each; the file of `--json` is written after each of them, and keeps
-those of earlier runs that are not made again, at the same rate. A job of each layout measures the
-links as `python -m collectives tune` does, goes by them, and then times whole calls at all `SIZES`,
-by "auto" and by every algorithm, in turns, so that other work on this machine meets all of them.
-
-The kernel lets a line that was idle pass a burst at once, of 256 KiB at 1 Gbit/s. Before each call
-that is timed, ranks send each other what uses it up, and calls of small arrays are timed several at
-a time; what lines save within a call is simulated (`Cluster.burst`).
+those of earlier runs that are not made again, at the same rate; with `--layouts ""` these are only
+simulated again. A job of each layout measures the links as `python -m collectives tune` does, goes
+by them, and then times whole calls at all `SIZES`, by "auto" and by every algorithm, in turns, so
+that other work on this machine meets all of them. The kernel lets a line that was idle pass a burst
+at once, of 256 KiB at 1 Gbit/s. Before each call that is timed, ranks send each other what uses it
+up, and calls of small arrays are timed several at a time; what lines save within a call is
+simulated (`Cluster.burst`).
 
 How busy the cores are without the job is measured before and after it; where that was more than
 `BUSY` the layout is marked as disturbed.
@@ -98,7 +98,11 @@ def main() -> int:
         print(f"benchmarks/model.py: {reason}", file=sys.stderr)
         return 1
     layouts = earlier(options.json)
-    for machines, ranks in (map(int, each.split("x")) for each in options.layouts.split(",")):
+    for layout in layouts:
+        simulate(layout)
+    write(options.json, layouts)
+    wanted = [each.split("x") for each in options.layouts.split(",") if each]
+    for machines, ranks in (map(int, each) for each in wanted):
         busy = others()
         with NamespaceCluster(machines) as cluster:
             job = cluster.run(
@@ -115,10 +119,7 @@ def main() -> int:
         layouts.append(named | facts | json.loads(job.stdout))
         simulate(layouts[-1])
         print(table(layouts[-1]), flush=True)
-        if options.json:
-            layouts.sort(key=lambda each: [each[name] for name in NAMES])
-            facts = {"machine": platform.platform(), "cores": os.cpu_count(), "layouts": layouts}
-            options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        write(options.json, layouts)
     print(accuracy(layouts))
     print(choices(layouts))
     return 0
@@ -133,6 +134,14 @@ def earlier(file: Path | None) -> list[dict[str, Any]]:
         return []
     layouts = json.loads(file.read_text())["layouts"]
     return [each for each in layouts if {*NAMES, "machine", "busy"} <= each.keys()]
+
+
+def write(file: Path | None, layouts: list[dict[str, Any]]) -> None:
+    """Write all figures, if a file is named."""
+    layouts.sort(key=lambda each: [each[name] for name in NAMES])
+    facts = {"machine": platform.platform(), "cores": os.cpu_count(), "layouts": layouts}
+    if file is not None:
+        file.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def others() -> float:

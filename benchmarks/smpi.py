@@ -6,8 +6,8 @@ Needs `smpicc` and `smpirun` (Debian: libsimgrid-dev). A machine for each rank, 
 in and out, 2.5 us on each; neither simulation lets programs or sums take time, and no message
 asks its receiver first. SMPI's corrections of bandwidth and latency, which stand for
 another cluster, are off. Its ring and its halving are those of MPI libraries: a round is one
-message, where ours go in slices that follow one another. A row that SMPI does not come to the end of
-says why in place of its times ("absent").
+message, where ours go in slices that follow one another. A row that SMPI does not come to the end
+of says why in place of its times ("absent").
 """
 
 from __future__ import annotations
