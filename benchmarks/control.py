@@ -135,7 +135,7 @@ def main() -> int:
             options.json.write_text(json.dumps(figures, indent=1) + "\n")
     sizes = options.ranks.split(",")
     print("most messages / peers / KiB sent of a rank, with", ", ".join(sizes), "ranks")
-    for name in figures[sizes[0]]:
+    for name in dict.fromkeys(name for size in sizes for name in figures[size]):
         cells = [" / ".join(str(n) for n in figures[size].get(name, ["-"])) for size in sizes]
         print(f"{name:<28}", *(f"{cell:>20}" for cell in cells))
     if options.json:
