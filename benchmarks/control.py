@@ -1,6 +1,6 @@
 """What control costs at scale: messages, peers and bytes of each rank, for groups of up to 1,024.
 
-    python benchmarks/control.py [--json FILE] [--ranks 16,128,1024]
+    python benchmarks/control.py [--json FILE] [--ranks 16,128,1024] [--real 8,16]
 
 Every rank is simulated (`collectives.simulation`): a group as a job has it, a rank on each machine,
 over a transport that counts. Messages are those that a rank sends, peers the ranks that it sends to
@@ -9,24 +9,34 @@ Bytes on the line are those of a rank. The memory of a group is what Python allo
 mean over the ranks, without the shared memory of a node, whose file is the only one that is open
 for it. `init` begins here where MPI has started and every rank knows where the others are (one
 `MPI_Allgather` of 8 bytes). A group by `split` is an all-gather of a number each, and MPI's own
-agreement about a number for it.
+agreement about a number for it. Rows with 8 ranks on a node count what goes between nodes; inside
+of one there is shared memory.
+
+An all-to-all of more than 256 ranks is not simulated, which would take many minutes: its row says
+what its schedule says (`topology.ring_neighbours` at every distance), beside the comparison.
+
+`--real` starts real ranks by Open MPI, a machine for each (network namespaces of this one: root and
+iproute2). For the rank with most, how many TCP connections to others and files it has open, and
+its memory, after `init`, and after each of some operations.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import collectives as cc
-from collectives import settings
+from collectives import settings, topology
 from collectives.operations import broadcast, compare, reduce, rows, settle
 from collectives.operations.group import Group
 from collectives.simulation import ranks
@@ -34,7 +44,12 @@ from collectives.simulation.cluster import Cluster
 from collectives.simulation.transport import SimulatedTransport
 from collectives.transport.transport import Deadline
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "netns")]
+
 LIMIT = 60.0
+
+ESTABLISHED = "01"  # in /proc/net/tcp
 
 # Calls that fill the recorder, and the most ranks that make so many.
 CALLS, MOST_OF_CALLS = 300, 128
@@ -48,18 +63,20 @@ class Counts:
         self.peers: set[int] = set()
 
 
-def counted(transport: SimulatedTransport, counts: Counts) -> None:
-    """Let a transport count what is started."""
+def counted(transport: SimulatedTransport, counts: Counts, away: list[bool]) -> None:
+    """Let a transport count what is started to and from ranks that are away."""
     send, receive = transport.start_send, transport.start_receive
 
     def start_send(data: Any, dest: int) -> Any:
-        counts.messages += 1
-        counts.nbytes += data.nbytes
-        counts.peers.add(dest)
+        if away[dest]:
+            counts.messages += 1
+            counts.nbytes += data.nbytes
+            counts.peers.add(dest)
         return send(data, dest)
 
     def start_receive(into: Any, source: int) -> Any:
-        counts.peers.add(source)
+        if away[source]:
+            counts.peers.add(source)
         return receive(into, source)
 
     transport.start_send, transport.start_receive = start_send, start_receive
@@ -88,20 +105,38 @@ ACTS: dict[str, Callable[[Group], object]] = {
 }
 
 
+# Acts that are counted with several ranks on a node, too, by messages inside of it.
+SEVERAL = ("compare a call", "allreduce, 8 B", "allreduce, 128 KiB", "broadcast, 128 KiB")
+PER_NODE = 8
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--ranks", default="16,128,1024")
+    parser.add_argument("--real", default="", help="numbers of machines, as 8,16")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    figures = {}
-    for size in map(int, options.ranks.split(",")):
-        figures[size] = measured(size)
+    if options.rank:
+        return rank_main()
+    figures: dict[str, Any] = {}
+    if options.json and options.json.exists():
+        figures = json.loads(options.json.read_text())
+    if options.real:
+        figures["real"] = {number: real(int(number)) for number in options.real.split(",")}
+        print(json.dumps(figures["real"], indent=1))
         if options.json:
             options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    names = list(next(iter(figures.values())))
-    print("most messages / peers / KiB sent of a rank, with", ", ".join(map(str, figures)), "ranks")
-    for name in names:
-        cells = [" / ".join(str(n) for n in figures[size].get(name, ["-"])) for size in figures]
+        return 0
+    figures = {"real": figures.get("real", {})}
+    for size in map(int, options.ranks.split(",")):
+        figures[str(size)] = measured(size)
+        if options.json:
+            options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    sizes = options.ranks.split(",")
+    print("most messages / peers / KiB sent of a rank, with", ", ".join(sizes), "ranks")
+    for name in dict.fromkeys(name for size in sizes for name in figures[size]):
+        cells = [" / ".join(str(n) for n in figures[size].get(name, ["-"])) for size in sizes]
         print(f"{name:<28}", *(f"{cell:>20}" for cell in cells))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
@@ -110,26 +145,51 @@ def main() -> int:
 
 def measured(size: int) -> dict[str, list[float]]:
     """Return for each act the most messages, peers and KiB of a rank; and what a group holds."""
-    own = settings.from_environment()
-    found = {}
+    own = replace(settings.from_environment(), shared_memory=None)
+    found: dict[str, list[float]] = {}
     for name, act in ACTS.items():
-        if name.startswith("alltoall") and size > 256:  # P - 1 of each, and many minutes
+        if name.startswith("alltoall") and size > 256:
+            found["alltoall, a number each, by its schedule"] = scheduled(size)
             continue
-        counts = [Counts() for _ in range(size)]
-
-        def program(access: ranks.Access, act=act, counts=counts) -> None:
-            counted(access.transport, counts[access.transport.rank])
-            act(Group(access.transport, range(size), own))
-
-        ended = ranks.run(Cluster(size, size), program, payload=True)
-        if (error := ranks.first_error(ended)) is not None:
-            raise RuntimeError(f"{name}, {size} ranks") from error
-        found[name] = [
-            max(count.messages for count in counts),
-            max(len(count.peers) for count in counts),
-            round(max(count.nbytes for count in counts) / 1024, 1),
-        ]
+        found[name] = most_of(act, Cluster(size, size), own)
+        if name in SEVERAL:
+            found[f"{name}, {PER_NODE} ranks on a node"] = most_of(
+                act, Cluster(size, size // PER_NODE), own
+            )
     return found | memory(size, own)
+
+
+def most_of(
+    act: Callable[[Group], object], cluster: Cluster, own: settings.Settings
+) -> list[float]:
+    """Return the most messages, peers and KiB of a rank in an act, to and from other nodes."""
+    leaders = cluster.leaders()
+    counts = [Counts() for _ in leaders]
+
+    def program(access: ranks.Access) -> None:
+        rank = access.transport.rank
+        away = [leader != leaders[rank] for leader in leaders]
+        counted(access.transport, counts[rank], away)
+        act(Group(access.transport, leaders, own))
+
+    ended = ranks.run(cluster, program, payload=True)
+    if (error := ranks.first_error(ended)) is not None:
+        raise error
+    return [
+        max(count.messages for count in counts),
+        max(len(count.peers) for count in counts),
+        round(max(count.nbytes for count in counts) / 1024, 1),
+    ]
+
+
+def scheduled(size: int) -> list[float]:
+    """Return the messages and peers of an all-to-all, from the functions that say who meets whom.
+
+    Its comparison has the peers of `topology.doubling`, among the others.
+    """
+    peers = {peer for step in range(1, size) for peer in topology.ring_neighbours(0, size, step)}
+    compared = len(topology.doubling(0, size).partners)
+    return [size - 1 + compared, len(peers)]
 
 
 def memory(size: int, own: settings.Settings) -> dict[str, list[float]]:
@@ -167,6 +227,65 @@ def memory(size: int, own: settings.Settings) -> dict[str, list[float]]:
         more = (marks[1] - marks[0]) / size / 1024
         found[f"{CALLS} calls more, KiB"] = [round(more, 1)]
     return found
+
+
+def real(machines: int) -> list[dict[str, Any]]:
+    """Return what the rank with most has open, after one operation and another."""
+    from namespaces import NamespaceCluster
+
+    with NamespaceCluster(machines) as cluster:
+        job = cluster.run(1, __file__, "--rank", timeout=120)
+    if job.status != 0:
+        raise RuntimeError(job.stdout + job.stderr)
+    found: list[dict[str, Any]] = json.loads(job.stdout.splitlines()[-1])
+    return found
+
+
+REAL = {
+    "init": lambda comm: None,
+    "allreduce, 8 B": lambda comm: comm.allreduce(np.zeros(1)),
+    "allreduce, 128 KiB": lambda comm: comm.allreduce(np.zeros(1 << 15, np.float32)),
+    "alltoall, a number each": lambda comm: comm.alltoall(np.zeros(comm.size)),
+}
+
+
+def rank_main() -> int:
+    """Do what `REAL` says as a rank; rank 0 prints what was open after each of it."""
+    comm = cc.init()
+    rows = []
+    for act in REAL.values():
+        act(comm)
+        rows.append([*opened(), resident()])
+    most = np.array(comm.allgather_object(rows)).max(axis=0).tolist()
+    if comm.rank == 0:
+        names = ("connections", "other files", "MiB")
+        found = [
+            {"after": act, **dict(zip(names, map(round, row), strict=True))}
+            for act, row in zip(REAL, most, strict=True)
+        ]
+        print(json.dumps(found))
+    return 0
+
+
+def opened() -> tuple[int, int]:
+    """Return how many TCP connections of this process stand, and how many other files are open."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    standing = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == ESTABLISHED:
+            standing.add(f"socket:[{words[9]}]")
+    connections = sum(link in standing for link in links)
+    return connections, len(links) - connections
+
+
+def resident() -> float:
+    """Return the MiB of memory that this process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ Needs root, iproute2 and Open MPI. The machines are network namespaces on this o
 (`tests/netns/namespaces.py`), their links shaped to 1 Gbit/s in either direction, or to `--mbit`:
 on a slow line messages take long beside the programs of all machines, which share this one's cores.
 Layouts are machines x ranks on each; the file of `--json` is written after each of them, and keeps
-those of earlier runs that are not made again, at the same rate. A job of each layout measures the
-links as `python -m collectives tune` does, goes by them, and then times whole calls at all `SIZES`,
-by "auto" and by every algorithm, in turns, so that other work on this machine meets all of them.
-
-The kernel lets a line that was idle pass a burst at once, of 256 KiB at 1 Gbit/s, which no cable
-does. So before each call that is timed, ranks send each other what uses it up; calls of small
-arrays are timed several at a time after that.
+those of earlier runs that are not made again, at the same rate; with `--layouts ""` these are only
+simulated again. A job of each layout measures the links as `python -m collectives tune` does, goes
+by them, and then times whole calls at all `SIZES`, by "auto" and by every algorithm, in turns, so
+that other work on this machine meets all of them. The kernel lets a line that was idle pass a burst
+at once, of 256 KiB at 1 Gbit/s. Before each call that is timed, ranks send each other what uses it
+up, and calls of small arrays are timed several at a time; what lines save within a call is
+simulated (`Cluster.burst`).
 
 How busy the cores are without the job is measured before and after it; where that was more than
 `BUSY` the layout is marked as disturbed.
@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.algorithms import ring, tree
+from collectives.algorithms import ring
 from collectives.arrays.reduction import MAX
 
 if TYPE_CHECKING:
@@ -69,9 +69,10 @@ SHARES = [1, 1, 1, 1, 1, 2, 4, 6]
 # Seconds of a job beyond those that it may measure.
 JOB_SECONDS = 120.0
 
-# What uses up a line's burst; of how many calls, or bytes, a time is the mean; and how often each
-# is timed at least.
-BURST_BYTES = 384 << 10
+# The burst of a line (`namespaces`), up to 100 Mbit/s and beyond; what uses it up; of how many
+# calls, or bytes, a time is the mean; and how often each is timed at least.
+SLOW_BURST_BYTES, BURST_BYTES = 4 << 10, 256 << 10
+USED_UP_BYTES = 384 << 10
 MOST_CALLS, CALLS_BYTES = 8, 32 << 10
 LEAST_ROUNDS = 3
 
@@ -97,7 +98,11 @@ def main() -> int:
         print(f"benchmarks/model.py: {reason}", file=sys.stderr)
         return 1
     layouts = earlier(options.json)
-    for machines, ranks in (map(int, each.split("x")) for each in options.layouts.split(",")):
+    for layout in layouts:
+        simulate(layout)
+    write(options.json, layouts)
+    wanted = [each.split("x") for each in options.layouts.split(",") if each]
+    for machines, ranks in (map(int, each) for each in wanted):
         busy = others()
         with NamespaceCluster(machines) as cluster:
             job = cluster.run(
@@ -114,10 +119,7 @@ def main() -> int:
         layouts.append(named | facts | json.loads(job.stdout))
         simulate(layouts[-1])
         print(table(layouts[-1]), flush=True)
-        if options.json:
-            layouts.sort(key=lambda each: [each[name] for name in NAMES])
-            facts = {"machine": platform.platform(), "cores": os.cpu_count(), "layouts": layouts}
-            options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        write(options.json, layouts)
     print(accuracy(layouts))
     print(choices(layouts))
     return 0
@@ -132,6 +134,14 @@ def earlier(file: Path | None) -> list[dict[str, Any]]:
         return []
     layouts = json.loads(file.read_text())["layouts"]
     return [each for each in layouts if {*NAMES, "machine", "busy"} <= each.keys()]
+
+
+def write(file: Path | None, layouts: list[dict[str, Any]]) -> None:
+    """Write all figures, if a file is named."""
+    layouts.sort(key=lambda each: [each[name] for name in NAMES])
+    facts = {"machine": platform.platform(), "cores": os.cpu_count(), "layouts": layouts}
+    if file is not None:
+        file.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def others() -> float:
@@ -169,7 +179,8 @@ def simulate(layout: dict[str, Any]) -> None:
 
     machine = Machine(*(Link(*link) for link in layout["machine"]))
     ranks = layout["machines"] * layout["ranks_per_machine"]
-    cluster = Cluster(ranks, layout["machines"], machine)
+    burst = BURST_BYTES if layout["mbit"] > 100 else SLOW_BURST_BYTES
+    cluster = Cluster(ranks, layout["machines"], machine, burst=burst)
     by_nodes = compare.by_nodes(cluster.layout)
     before = calls.together(0, cluster, by_nodes=by_nodes)
     for size in layout["sizes"]:
@@ -227,7 +238,7 @@ def timed(
     """Return what calls take, of the slowest rank: the first quartile, since others only add."""
     transport, deadline = comm.transport, comm.deadline("model")
     several = max(1, min(MOST_CALLS, CALLS_BYTES // nbytes))
-    chunk = BURST_BYTES // max(1, comm.size - 1)
+    chunk = USED_UP_BYTES // max(1, comm.size - 1)
     bounds = [chunk * rank for rank in range(comm.size + 1)]
     burst = np.zeros(bounds[-1], np.uint8)
     found: dict[str, list[float]] = {name: [] for name in cases}
@@ -237,8 +248,7 @@ def timed(
     while rounds < LEAST_ROUNDS or comm.broadcast(np.array(time.perf_counter() - began)) < seconds:
         rounds += 1
         for name, case in cases.items():
-            ring.allgather(transport, burst, bounds, deadline)
-            tree.barrier(transport, deadline)
+            ring.allgather(transport, burst, bounds, deadline)  # and all have come
             start = time.perf_counter()
             for _ in range(several):
                 case()

@@ -27,6 +27,8 @@ class Cluster:
         nodes_per_switch: nodes below one switch, with a line up and one down; None for one switch
             that nobody notices.
         oversubscription: how much more its nodes may send than its line up takes.
+        burst: bytes that a node's line lets pass at once after it was idle for their time, as lines
+            that a token bucket shapes do; at first it has none.
         noise: standard deviation of every time but that of the lines, over its mean.
         seed: of the noise.
         slow: rank -> factor by which its program takes longer.
@@ -41,6 +43,7 @@ class Cluster:
     machine: Machine = DEFAULT
     nodes_per_switch: int | None = None
     oversubscription: float = 1.0
+    burst: int = 0
     noise: float = 0.0
     seed: int = 0
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -52,6 +55,8 @@ class Cluster:
             raise ValueError(
                 f"cluster: expected one or more nodes below a switch, got {self.nodes_per_switch}"
             )
+        if self.burst < 0:
+            raise ValueError(f"cluster: expected a burst of 0 or more bytes, got {self.burst}")
         for name, value, least in (
             ("oversubscription", self.oversubscription, 0.0),
             ("noise", self.noise, -1.0),

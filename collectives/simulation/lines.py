@@ -24,13 +24,32 @@ class Line:
     Attributes:
         beta: seconds for a byte that has it alone.
         users: connections with bytes under way.
+        saved: bytes that may pass at once.
+
+    Args:
+        beta: as above.
+        burst: the most bytes that it saves while it is idle.
     """
 
-    __slots__ = ("beta", "users")
+    __slots__ = ("_burst", "_idle", "beta", "saved", "users")
 
-    def __init__(self, beta: float) -> None:
+    def __init__(self, beta: float, burst: int = 0) -> None:
         self.beta = beta
         self.users: list[Connection] = []
+        self.saved = 0.0
+        self._burst = burst
+        self._idle = 0.0  # since when
+
+    def enter(self, connection: Connection, now: float) -> None:
+        """Let a connection use it."""
+        if self._burst and not self.users:
+            self.saved = min(self._burst, self.saved + (now - self._idle) / self.beta)
+        self.users.append(connection)
+
+    def leave(self, connection: Connection, now: float) -> None:
+        """Let it go."""
+        self.users.remove(connection)
+        self._idle = now
 
 
 class Connection:
@@ -73,16 +92,26 @@ class Connection:
     def _begin(self, _: None) -> None:
         """Let the first message enter the lines."""
         now = self._clock.now
-        self._since, self._left = now, self._queue[0][1]
         self._beta = 0.0  # not known yet
         for line in self._lines:
-            line.users.append(self)
+            line.enter(self, now)
+        self._since, self._left = now, self._beyond_bursts()
         for line in self._lines:
             if len(line.users) > 1:
                 for other in line.users:
                     if other is not self:
                         other._share()
         self._share()
+
+    def _beyond_bursts(self) -> float:
+        """Return the bytes of the first message that do not pass at once."""
+        nbytes = self._queue[0][1]
+        if not self._lines[0].saved:  # of most clusters always
+            return nbytes
+        at_once = min(nbytes, *(line.saved for line in self._lines))
+        for line in self._lines:
+            line.saved -= at_once
+        return nbytes - at_once
 
     def _share(self) -> None:
         """Find out how long a byte takes now, and when the last one of the message is through."""
@@ -110,13 +139,13 @@ class Connection:
         queue.popleft()
         clock.delivered += 1
         if queue and queue[0][0] <= clock.now:
-            self._since, self._left = clock.now, queue[0][1]
+            self._since, self._left = clock.now, self._beyond_bursts()
             self._due += 1
             clock.at(clock.now + self._left * self._beta, self._through, self._due)
         else:
             self._due += 1
             for line in self._lines:
-                line.users.remove(self)
+                line.leave(self, clock.now)
                 for other in line.users:
                     other._share()
             if queue:
@@ -144,8 +173,9 @@ class Lines:
         self._clock = clock
         self._latency = network.alpha - 2 * self.between
         self._node_beta = node.beta
-        self._out = [Line(network.beta) for _ in range(cluster.num_nodes)]
-        self._in = [Line(network.beta) for _ in range(cluster.num_nodes)]
+        nodes = range(cluster.num_nodes)
+        self._out = [Line(network.beta, cluster.burst) for _ in nodes]
+        self._in = [Line(network.beta, cluster.burst) for _ in nodes]
         self._below = cluster.nodes_per_switch or cluster.num_nodes
         switches = -(-cluster.num_nodes // self._below)
         up = network.beta * cluster.oversubscription / self._below

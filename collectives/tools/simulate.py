@@ -179,8 +179,8 @@ def drawable(found: Sequence[tuple[int, Sequence[Row]]]) -> dict[str, list[tuple
 
 
 # What the settings file of a cluster may say: the options of these names.
-_OF_A_CLUSTER = ("nodes", "ranks", "link", "latency", "tuned", "switch", "oversubscribed", "noise",
-                 "seed", "slow", "dead")  # fmt: skip
+_OF_A_CLUSTER = ("nodes", "ranks", "link", "latency", "tuned", "switch", "oversubscribed", "burst",
+                 "noise", "seed", "slow", "dead")  # fmt: skip
 
 
 def options_of(file: Path) -> list[str]:

@@ -90,6 +90,25 @@ def test_who_comes_later_has_the_line_alone_in_the_end():
     assert seconds[2] == pytest.approx(4e-6 + 150_000e-8)
 
 
+@pytest.mark.parametrize(("idle", "saved"), [(0.0, 0), (3e-3, 100_000), (1.0, 150_000)])
+def test_a_line_that_was_idle_lets_a_burst_pass_at_once(idle, saved):
+    def program(transport):
+        data = np.zeros(100_000, np.uint8)
+        for pause in (0.0, idle):
+            if transport.rank == 0:
+                transport.simulated.spend(pause)
+                transport.send(data, 1, LIMIT)
+                transport.send(data, 1, LIMIT)
+            else:
+                transport.receive(data, 0, LIMIT)
+                transport.receive(data, 0, LIMIT)
+
+    _, seconds = run(2, 2, program, burst=150_000)
+    both = 200_000e-8  # seconds on the line, which is idle after the first two
+    expected = both + 4e-6 + max(idle, both) - saved * 1e-8
+    assert seconds[1] == pytest.approx(expected, rel=0.01)
+
+
 def test_nodes_below_a_switch_share_its_line_up():
     pairs = [(0, 2), (1, 3)]
     how = {"nodes_per_switch": 2}
@@ -218,6 +237,7 @@ def test_a_simulation_stops_when_it_has_taken_its_time():
         ({"nodes_per_switch": 0}, "nodes below a switch"),
         ({"oversubscription": 0.0}, "oversubscription"),
         ({"noise": -0.5}, "noise"),
+        ({"burst": -1}, "burst"),
         ({"slow": {1: -1.0}}, "slowness of rank 1"),
         ({"deaths": {4: 1.0}}, "rank 4"),
     ],
