@@ -194,13 +194,14 @@ class Halves(nn.Module):
 
     def __init__(self, whole, rank, size):
         super().__init__()
-        self.part = nn.Parameter(whole.weight.detach().chunk(size, 1)[rank].clone())
+        part = whole.weight.detach().chunk(size, 1)[rank].clone().requires_grad_()
+        self.parts = [part]  # of which DDP knows nothing
         self.first = nn.Linear(6, 6)
         self.rank, self.size = rank, size
 
     def forward(self, x):
         x = torch.tanh(self.first(x)).chunk(self.size, 1)[self.rank]
-        return dist.nn.functional.all_reduce(x @ self.part.T, group=dist.group.WORLD)
+        return dist.nn.functional.all_reduce(x @ self.parts[0].T, group=dist.group.WORLD)
 
 
 def test_ddp_beside_a_layer_in_parts_on_the_same_group(torch_ranks):
@@ -211,19 +212,18 @@ def test_ddp_beside_a_layer_in_parts_on_the_same_group(torch_ranks):
         return
     parts = Halves(whole, rank, size)
     parts.first.load_state_dict(first.state_dict())
-    inside = nn.Sequential(parts)
-    DDP._set_params_and_buffers_to_ignore_for_model(inside, ["0.part"])
-    model = DDP(inside, gradient_as_bucket_view=True)
+    model = DDP(parts, gradient_as_bucket_view=True)
     one = nn.Sequential(first, nn.Tanh(), whole)
     x, y = batch_of(0, 0)  # the same rows on all ranks
     for _ in range(4):
         model.zero_grad()
         one.zero_grad()
+        parts.parts[0].grad = None
         loss_of(model, x, y).backward()
         loss_of(one, x, y).backward()
         # Each rank's loss counts in the sum; of DDP's parameter a rank has its own part's gradient.
         expected = whole.weight.grad.chunk(size, 1)[rank] * size
-        torch.testing.assert_close(parts.part.grad, expected)
+        torch.testing.assert_close(parts.parts[0].grad, expected)
         torch.testing.assert_close(parts.first.weight.grad, first.weight.grad)
 
 
