@@ -163,7 +163,10 @@ def test_a_model_goes_on_after_an_error_and_on_another_group(torch_ranks):
             dist.broadcast(torch.zeros(1), 0)
         ours.recover(model)
     else:
-        with pytest.raises(cc.MismatchError, match="broadcast"):
+        # Which rank called what, and where: also the line of the backward pass.
+        words = r"\(broadcast\) at test_torch_training.py:\d+ on rank 0"
+        words += r".*\(allreduce\) at test_torch_training.py:\d+ on rank"
+        with pytest.raises(cc.MismatchError, match=words):
             loss.backward()
         ours.recover(model, dist.group.WORLD)
     train(model, rank, 2, optimizer)
