@@ -1,6 +1,6 @@
 """Gradients submitted by name, in another order on every rank, against `grouped_allreduce`.
 
-    python benchmarks/named.py [--ranks 2] [--model resnet50] [--turns 15]
+    python benchmarks/named.py [--ranks 2] [--model resnet50] [--turns 15] [--json file]
 
 Medians of the slowest rank, in milliseconds, taken in turns: `grouped` is one call for all arrays
 in one order; `named` is `hvd.allreduce_async` for each and then `synchronize`, in another order on
@@ -11,14 +11,17 @@ every rank and in every turn; `in place` the same with `allreduce_async_`. `smal
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import shapes
+from turns import machine
 
 MODELS = {"resnet50": shapes.resnet50, "small": shapes.small}
 
@@ -29,6 +32,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", choices=MODELS, default="resnet50")
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -36,6 +40,7 @@ def main() -> None:
     else:
         words = ["mpirun", "-np", str(options.ranks), sys.executable, __file__, "--worker"]
         words += ["--model", options.model, "--turns", str(options.turns)]
+        words += ["--json", str(options.json)] if options.json else []
         sys.exit(subprocess.run(words, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode)
 
 
@@ -76,6 +81,11 @@ def measure(options: argparse.Namespace) -> None:
             ratio = medians[name] / medians["grouped"]
             print(f"{name:10} {1e3 * medians[name]:8.2f} ms  {ratio:.2f}")
         print(f"small      {1e4 * medians['small']:8.1f} us")
+        if options.json:
+            medians["small"] /= 100
+            facts = {"machine": machine(), "ranks": comm.size, "arrays": len(xs)}
+            facts |= {"bytes": sum(x.nbytes for x in xs), "seconds": medians}
+            options.json.write_text(json.dumps(facts, indent=1) + "\n")
     hvd.shutdown()
 
 

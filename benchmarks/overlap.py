@@ -6,7 +6,8 @@ Needs root, iproute2, Open MPI and PyTorch. The machines are network namespaces 
 (`tests/netns/namespaces.py`), a rank on each, their links shaped. A perceptron trains on batches of
 random numbers. `alone` is the step of one rank without any exchange, `line` the time in which the
 link carries the gradients: a step takes at least the longer of both, and their sum where nothing
-overlaps. Within a job the ways take turns; figures are medians of the slowest rank.
+overlaps. While it goes forward a model has no gradients: `forward + line` is the least where the
+line is the longer one. Within a job the ways take turns; figures are medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ def main() -> int:
                 times.setdefault(way, []).extend(seconds)
     figures = {way: statistics.median(found) for way, found in times.items()}
     nbytes = 4 * LAYERS * options.width * (options.width + 1)
+    facts = {"mbit": options.mbit, "bytes": nbytes, "machines": MACHINES}
     figures["line"] = 2 * (MACHINES - 1) / MACHINES * nbytes / (options.mbit * 1e6 / 8)
+    figures["forward + line"] = figures.pop("forward") + figures["line"]
     print(f"{MACHINES} machines, {nbytes / 1e6:.1f} MB of gradients, {options.mbit} Mbit/s")
     for way, seconds in sorted(figures.items(), key=lambda item: item[1]):
         print(f"{way:16} {1e3 * seconds:8.1f} ms  {seconds / figures['overlap']:5.2f} x overlap")
     if options.json:
-        facts = {"mbit": options.mbit, "bytes": nbytes, "machines": MACHINES}
         options.json.write_text(json.dumps(facts | {"seconds": figures}, indent=1) + "\n")
     return 0
 
@@ -104,24 +106,28 @@ def rank_main(width: int) -> int:
 
     ways = {
         "alone": made(lambda model, optimizer: (model, optimizer)),
-        "in the step": made(distributed()),
-        "overlap": made(distributed(overlap=True)),
-        "overlap, FP16": made(distributed(overlap=True, compression=cc.FP16)),
+        "in the step": made(distributed(overlap=False)),
+        "overlap": made(distributed()),
+        "overlap, FP16": made(distributed(compression=cc.FP16)),
         "DDP, unisono": made(ddp(torch.distributed.new_group(backend="unisono"))),
         "DDP, Gloo": made(ddp(torch.distributed.group.WORLD)),
     }
     x = torch.randn(BATCH, width)
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    times: dict[str, list[float]] = {way: [] for way in [*ways, "forward"]}
     for step in range(STEPS + 2):
         for way, (model, optimizer) in ways.items():
             optimizer.zero_grad()
             comm.barrier()
             began = time.perf_counter()
-            model(x).square().mean().backward()
+            loss = model(x).square().mean()
+            forward = time.perf_counter() - began
+            loss.backward()
             optimizer.step()
             took = float(comm.allreduce(time.perf_counter() - began, op=cc.MAX))
             if step >= 2:
                 times[way].append(took)
+                if way == "alone":
+                    times["forward"].append(forward)
     if comm.rank == 0:
         print(json.dumps(times), flush=True)
     torch.distributed.destroy_process_group()

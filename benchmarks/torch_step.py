@@ -4,8 +4,11 @@
 
 Prints medians, in milliseconds and microseconds, and how many times as long DDP, or `all_reduce`,
 takes over Gloo, which gets `LOCAL_WORLD_SIZE` as `torchrun` sets it: its shared memory. `alone` is
-the same step without any exchange: nothing is faster than that. The rate at which 512 KiB go from
-core to core is told before and after; with `--json` a run is added to the file.
+the same step without any exchange, `hook` DDP with `strategies.torch.ddp_hook`. The rate at which
+512 KiB go from core to core is told before and after; with `--json` a run is added to the file.
+
+PyTorch gives the memory of large gradients back to the system, and each step waits for new pages.
+`MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592` lets glibc keep it.
 """
 
 from __future__ import annotations
@@ -43,7 +46,12 @@ def main() -> None:
     comm = cc.init()
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(comm.local_size))
     handover = Handover(comm.to_mpi())
-    found = {"machine": machine(), "GB/s from core to core": [handover.rate()]}
+    kept = "MALLOC_TRIM_THRESHOLD_" in os.environ
+    found = {
+        "machine": machine(),
+        "memory is kept": kept,
+        "GB/s from core to core": [handover.rate()],
+    }
     distributed.init_process_group("unisono")
     groups = {
         "unisono": distributed.group.WORLD,
@@ -56,8 +64,9 @@ def main() -> None:
             ("perceptron 25 M", perceptron, rows),
             ("small CNN", cnn, torch.randn(16, 1, 28, 28)),
         ):
-            ways = {"alone": in_step(make(), x, None), "optimizer": in_step(make(), x, False)}
+            ways = {"alone": in_step(make(), x, None), "optimizer": in_step(make(), x, "auto")}
             ways["overlap"] = in_step(make(), x, True)
+            ways["unisono, hook"] = step(make(), x, groups["unisono"], True, hook=True)
             for group_name, group in groups.items():
                 ways[group_name] = step(make(), x, group, False)
                 ways[f"{group_name}, views"] = step(make(), x, group, True)
@@ -102,8 +111,10 @@ def cnn() -> nn.Module:
     return nn.Sequential(*features, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10))
 
 
-def step(module, x, group, view):
+def step(module, x, group, view, hook=False):
     model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=view)
+    if hook:
+        model.register_comm_hook(None, strategies.torch.ddp_hook)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
     def run():

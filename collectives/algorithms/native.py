@@ -25,6 +25,7 @@ __all__ = [
     "allreduce",
     "alltoall",
     "barrier",
+    "before",
     "broadcast",
     "gather",
     "reduce",
@@ -73,6 +74,19 @@ def reduce_scatter(
     counts = np.diff(bounds).tolist()
     t.wait([t.watch(t.mpi.Ireduce_scatter, work, own, counts, _op(op))], deadline)
     buffer[bounds[t.rank] : bounds[t.rank + 1]] = own
+
+
+def before(transport: Transport, own: Array, op: reduction.Op, deadline: Deadline) -> Array | None:
+    """Combine the arrays of the ranks before this one, shape (n,); None on rank 0."""
+    t = _of_mpi(transport, "scan", own.size, "elements")
+    work, result = _reducible(own), np.empty_like(own)
+    received = np.empty_like(work)
+    ranks: Any = t.mpi  # of one group, which has this
+    t.wait([t.watch(ranks.Iexscan, work, received, _op(op))], deadline)
+    if t.rank == 0:
+        return None
+    result[...] = received
+    return result
 
 
 def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline) -> None:

@@ -21,6 +21,7 @@ from collectives.algorithms import (
     halving,
     hierarchical,
     native,
+    prefix,
     ring,
     rotation,
     tree,
@@ -30,6 +31,7 @@ from collectives.node import engine
 
 __all__ = [
     "ALGORITHMS",
+    "SCANS",
     "ON_DEVICES",
     "Algorithm",
     "automatic",
@@ -105,6 +107,11 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
 }
 
 
+# Of `scan` and `exscan`, which combine what the ranks before bring: "auto" is the first one where
+# ranks do not share memory.
+SCANS: dict[str, Callable[..., Any]] = {"prefix": prefix.before, "native": native.before}
+
+
 # Besides, for arrays on CUDA devices: not by a `Transport`, nor picked (`operations.nccl`).
 ON_DEVICES = {"allreduce": ("nccl",), "broadcast": ("nccl",)}
 
@@ -172,7 +179,7 @@ def check(operation: str, algorithm: str, *, in_memory: bool, on_device: bool = 
     """Refuse an algorithm that the operation does not have here.
 
     Args:
-        operation: a key of `ALGORITHMS`.
+        operation: a key of `ALGORITHMS`, or "scan" or "exscan".
         algorithm: what the caller asks for.
         in_memory: whether all ranks meet in shared memory.
         on_device: whether the array stays on a device.
@@ -181,7 +188,7 @@ def check(operation: str, algorithm: str, *, in_memory: bool, on_device: bool = 
         ValueError: there is none of that name, or "node" where ranks do not share memory.
     """
     on_devices = ON_DEVICES.get(operation, ())
-    known = ["auto", "node", *ALGORITHMS[operation], *on_devices]
+    known = ["auto", "node", *ALGORITHMS.get(operation, SCANS), *on_devices]
     if algorithm not in known:
         raise ValueError(
             f"{operation}: unknown algorithm, expected one of {' '.join(known)}, got {algorithm!r}"

@@ -1,8 +1,8 @@
 """Each rank's result is that of the ranks up to it: `scan`, `exscan`.
 
 The steps are those of `docs/how-a-call-goes.md`. Ranks of one node show each other their arrays, a
-slice at a time, and combine those before theirs in the order of the ranks; else
-`collectives.algorithms.prefix`.
+slice at a time, and combine those before theirs in the order of the ranks ("node"); else
+`collectives.algorithms.prefix`, or what MPI has ("native").
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from collectives.algorithms import prefix
+from collectives.algorithms import selection
 from collectives.arrays import device, host, reduction
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
@@ -29,20 +29,52 @@ _SLICE_BYTES = 1 << 18
 
 @overload
 def scan(
-    group: Group, x: Numbers, *, op: Op = SUM, out: None = None, timeout: float | None = None
+    group: Group,
+    x: Numbers,
+    *,
+    op: Op = SUM,
+    out: None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
 ) -> Array: ...
 @overload
 def scan(
-    group: Group, x: Detachable[A], *, op: Op = SUM, out: None = None, timeout: float | None = None
+    group: Group,
+    x: Detachable[A],
+    *,
+    op: Op = SUM,
+    out: None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
 ) -> A: ...
 @overload
 def scan(
-    group: Group, x: A, *, op: Op = SUM, out: None = None, timeout: float | None = None
+    group: Group,
+    x: A,
+    *,
+    op: Op = SUM,
+    out: None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
 ) -> A: ...
 @overload
-def scan(group: Group, x: object, *, op: Op = SUM, out: A, timeout: float | None = None) -> A: ...
 def scan(
-    group: Group, x: Any, *, op: Op = SUM, out: Any = None, timeout: float | None = None
+    group: Group,
+    x: object,
+    *,
+    op: Op = SUM,
+    out: A,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> A: ...
+def scan(
+    group: Group,
+    x: Any,
+    *,
+    op: Op = SUM,
+    out: Any = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
 ) -> Any:
     """Reduce the arrays of the ranks up to this one, its own included.
 
@@ -52,6 +84,7 @@ def scan(
         x: as for `allreduce`.
         op: how to combine; SUM where other reductions take the mean. MEAN is that of r + 1 arrays.
         out: as for `allreduce`.
+        algorithm: "auto", "node", "prefix" or "native".
         timeout: seconds.
 
     Returns:
@@ -71,27 +104,57 @@ def scan(
         >>> comm.scan(2).item() == 2 * (comm.rank + 1)
         True
     """
-    return _scan(group, "scan", x, op, out, timeout)
+    return _scan(group, "scan", x, op, out, algorithm, timeout)
 
 
 @overload
 def exscan(
-    group: Group, x: Numbers, *, op: Op = SUM, out: None = None, timeout: float | None = None
+    group: Group,
+    x: Numbers,
+    *,
+    op: Op = SUM,
+    out: None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
 ) -> Array | None: ...
 @overload
 def exscan(
-    group: Group, x: Detachable[A], *, op: Op = SUM, out: None = None, timeout: float | None = None
+    group: Group,
+    x: Detachable[A],
+    *,
+    op: Op = SUM,
+    out: None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
 ) -> A | None: ...
 @overload
 def exscan(
-    group: Group, x: A, *, op: Op = SUM, out: None = None, timeout: float | None = None
+    group: Group,
+    x: A,
+    *,
+    op: Op = SUM,
+    out: None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
 ) -> A | None: ...
 @overload
 def exscan(
-    group: Group, x: object, *, op: Op = SUM, out: A, timeout: float | None = None
+    group: Group,
+    x: object,
+    *,
+    op: Op = SUM,
+    out: A,
+    algorithm: str = "auto",
+    timeout: float | None = None,
 ) -> A | None: ...
 def exscan(
-    group: Group, x: Any, *, op: Op = SUM, out: Any = None, timeout: float | None = None
+    group: Group,
+    x: Any,
+    *,
+    op: Op = SUM,
+    out: Any = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
 ) -> Any:
     """Reduce the arrays of the ranks before this one.
 
@@ -109,23 +172,28 @@ def exscan(
         >>> first == sum(3 + rank for rank in range(comm.rank))
         True
     """
-    return _scan(group, "exscan", x, op, out, timeout)
+    return _scan(group, "exscan", x, op, out, algorithm, timeout)
 
 
-def _scan(group: Group, operation: str, x: Any, op: Op, out: Any, timeout: float | None) -> Any:
+def _scan(
+    group: Group, operation: str, x: Any, op: Op, out: Any, algorithm: str, timeout: float | None
+) -> Any:
     with enter(group, operation, timeout) as call:  # step 2
         inclusive = operation == "scan"
         has_result = inclusive or group.rank > 0
         loan = host.borrow(x, out if has_result else None, operation=operation)  # step 3
         array = loan.host
         reduction.check(op, array.dtype, operation=operation)
-        call.describe(op=op.value, dtype=array.dtype, shape=array.shape)  # step 4
+        call.describe(
+            op=op.value, dtype=array.dtype, shape=array.shape, algorithm=algorithm
+        )  # step 4
         own, work = host.flat(array), reduction.work_dtype(array.dtype)
-        if call.engine is not None:  # step 6
-            total = _in_memory(call, call.engine, own, work, op)
+        if engine := call.engine_for(algorithm):  # step 6
+            total = _in_memory(call, engine, own, work, op)
         else:
             call.agree()
-            total = prefix.before(group.transport, own.astype(work), op, call.deadline)
+            before = selection.SCANS["prefix" if algorithm == "auto" else algorithm]
+            total = before(group.transport, own.astype(work), op, call.deadline)
         if not has_result:
             return None
         count = group.rank + inclusive

@@ -73,12 +73,31 @@ class State:
     def sync(self) -> None:
         """Give all ranks rank 0's things; *collective*."""
         for name, thing in self._things().items():
+            if hasattr(thing, "load_state"):  # whose state is that of all ranks
+                continue
             if hasattr(thing, "parameters"):
                 objects.broadcast_parameters(thing.state_dict())
             elif hasattr(thing, "state_dict"):
                 objects.broadcast_optimizer_state(thing)
-            elif not hasattr(thing, "load_state"):
+            else:
                 setattr(self, name, objects.broadcast_object(thing, name=f"state.{name}"))
+
+    def reset(self) -> None:
+        """Do nothing; subclasses may do something after ranks have died, before the callbacks."""
+
+    def on_reset(self) -> None:
+        """Go on after ranks have died, with the optimizers among those that live; for `run`."""
+        self._take()
+        comm = self._state().comm
+        with contextlib.suppress(cc.CollectiveError):  # that ranks have died
+            sessions.shutdown()
+        sessions.init(comm)
+        for thing in self._things().values():
+            if hasattr(thing, "move"):
+                thing.move(comm)
+        self.reset()
+        for callback in self._callbacks:
+            callback()
 
     def _things(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
@@ -92,19 +111,6 @@ class State:
         """Take what is not the same object any more."""
         for name in self._names:
             setattr(self, name, self._state()[name])
-
-    def _reset(self) -> None:
-        """Go on after ranks have died, with the optimizers among those that live."""
-        self._take()
-        comm = self._state().comm
-        with contextlib.suppress(cc.CollectiveError):  # that ranks have died
-            sessions.shutdown()
-        sessions.init(comm)
-        for thing in self._things().values():
-            if hasattr(thing, "move"):
-                thing.move(comm)
-        for callback in self._callbacks:
-            callback()
 
 
 class ObjectState(State):
@@ -153,7 +159,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
         state.commit()
         kept = state._state()
         train = lambda kept: func(state, *args, **kwargs)  # noqa: E731
-        return training.run_elastic(train, kept, on_reset=state._reset)
+        return training.run_elastic(train, kept, on_reset=state.on_reset)
 
     return elastic
 
@@ -192,6 +198,15 @@ class ElasticSampler:
         """Note that this rank has done a batch of the present pass, counted from 0."""
         begin = batch_idx * batch_size
         self.processed_indices.update(self._indices[begin : begin + batch_size])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and what this rank knows to be done in it; on this rank alone."""
+        return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` says, with the same rows done on all ranks."""
+        self.epoch = state["epoch"]
+        self.processed_indices = set(state["processed_indices"])
 
     def state(self, comm: cc.Communicator) -> dict[str, Any]:
         """Return what all ranks have done; *collective*."""

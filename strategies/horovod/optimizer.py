@@ -58,10 +58,15 @@ def DistributedOptimizer(
             f"{say}: Adasum is not supported, expected Average or Sum; see "
             "docs/migrate-from-horovod.md"
         )
+    own = type(compression)
     if not isinstance(compression, Compressor):
         raise TypeError(
-            f"{say}: expected Compression.none, fp16, bf16 or int8 as compression, got "
-            f"{type(compression).__name__}"
+            f"{say}: expected Compression.none, fp16 or bf16 as compression, got {own.__name__}"
+        )
+    if (own.compress, own.decompress) != (Compressor.compress, Compressor.decompress):
+        raise TypeError(
+            f"{say}: gradients travel in buckets, for which {own.__name__}.compress would not be "
+            "called, expected Compression.none, fp16 or bf16; allreduce takes such a compressor"
         )
     integer(say, "num_groups", num_groups, least=0)
     if isinstance(groups, int) or groups is None:

@@ -41,7 +41,11 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Tell that NCCL is not used."""
+    """Tell that NCCL is not used as it comes.
+
+    Programs ask whether gradients on GPUs are reduced by it. These names reduce through MPI;
+    `collectives` reduces by NCCL where `algorithm="nccl"` or UNISONO_NCCL asks for it.
+    """
     return 0
 
 

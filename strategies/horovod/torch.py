@@ -14,98 +14,44 @@ from typing import Any
 
 import torch
 
-from strategies.averaging.metrics import metric_average
-from strategies.horovod import autograd, elastic, operations, questions, sessions
+from strategies.horovod import autograd, common, operations
+from strategies.horovod.common import *  # noqa: F403  # listed there
 from strategies.horovod.compression import Compression, Compressor
 from strategies.horovod.handles import start
 from strategies.horovod.meanings import Call, joining
-from strategies.horovod.objects import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from strategies.horovod.objects import broadcast_parameters
 from strategies.horovod.operations import (
-    Adasum,
     Average,
-    Handle,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather_async,
     allreduce_,
-    allreduce_async,
     allreduce_async_,
-    alltoall_async,
-    barrier,
     broadcast_,
-    broadcast_async,
     broadcast_async_,
-    grouped_allgather_async,
     grouped_allreduce_,
-    grouped_allreduce_async,
     grouped_allreduce_async_,
-    grouped_reducescatter_async,
-    join,
-    poll,
-    reducescatter_async,
-    synchronize,
 )
-from strategies.horovod.optimizer import DistributedOptimizer
 from strategies.horovod.process_sets import Bound, ProcessSet, global_process_set
-from strategies.horovod.questions import *  # noqa: F403  # listed there
-from strategies.horovod.sessions import *  # noqa: F403
 from strategies.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "Handle",
-    "Max",
-    "Min",
-    "ProcessSet",
     "SyncBatchNorm",
-    "Product",
-    "Sum",
     "allgather",
-    "allgather_async",
-    "allgather_object",
     "allreduce",
     "allreduce_",
-    "allreduce_async",
     "allreduce_async_",
     "alltoall",
-    "alltoall_async",
-    "barrier",
     "broadcast",
     "broadcast_",
-    "broadcast_async",
     "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
     "broadcast_parameters",
-    "elastic",
-    "global_process_set",
     "grouped_allgather",
-    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
-    "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "join",
-    "metric_average",
-    "poll",
     "reducescatter",
-    "reducescatter_async",
     "sparse_allreduce_async",
-    "synchronize",
 ]
-__all__ += questions.__all__ + sessions.__all__
+__all__ += common.__all__
 
 
 def allreduce(

@@ -159,10 +159,13 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Reduce a tensor over all ranks, in place."""
-        # Of DDP's reducer, which C++ calls, the engine of autograd is the caller.
-        if sys._getframe(1).f_globals.get("__name__") == "torch.autograd.graph":
-            return self._reduce_bucket(tensors[0], reduction(opts.reduceOp))
-        run = partial(moves.allreduce, self.comm, tensors, reduction(opts.reduceOp), self._limit)
+        how = reduction(opts.reduceOp)
+        run = partial(moves.allreduce, self.comm, tensors, how, self._limit)
+        if not opts.asyncOp:
+            self._line.now(run)
+            return DONE
+        if _is_bucket(tensors[0], sys._getframe(1)):
+            return self._reduce_bucket(tensors[0], how)
         return self._start("allreduce", run, opts, tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
@@ -293,7 +296,13 @@ class UnisonoGroup(distributed.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Return when every rank has called this, or name those that have not, on all ranks."""
+        """Return when every rank has called this, or name those that have not, on all ranks.
+
+        Args:
+            timeout: of this call; that of the group if None.
+            wait_all_ranks: no difference: an error names all ranks that this one waits for, on one
+                node all that are missing, else those whose messages are.
+        """
         limit = self._limit if timeout is None else timeout.total_seconds()
         self._line.now(partial(self.comm.barrier, timeout=limit))
 
@@ -349,6 +358,19 @@ class UnisonoGroup(distributed.ProcessGroup):
             self._line.now(run)
             return Done([tensor])
         return Pending(self._line.later(run), "allreduce", [tensor])
+
+
+def _is_bucket(tensor: torch.Tensor, frame: FrameType) -> bool:
+    """Tell whether this is a bucket of DDP, or the sparse gradient that is one by itself.
+
+    Of DDP's reducer, which C++ calls, the engine of autograd is the caller; it also is of an
+    operation in a backward pass that C++ starts otherwise. A bucket is flat, and all of its memory.
+    """
+    if frame.f_globals.get("__name__") != "torch.autograd.graph":
+        return False
+    if tensor.is_sparse:
+        return True
+    return bool(tensor.dim() == 1 and tensor.nbytes == tensor.untyped_storage().nbytes())
 
 
 def _tells_new_buckets(frame: FrameType) -> bool:

@@ -1,4 +1,9 @@
-"""What the operations of torch.distributed do with tensors, by those of a communicator."""
+"""What the operations of torch.distributed do with tensors, by those of a communicator.
+
+Several tensors of one call take one way between nodes, where each way of its own costs its messages
+(64 of 4 KiB, 2 nodes of one rank: all-reduce 470 us where one after the other take 674, all-gather
+682 and 7929); on one node plans are faster one after the other (251 and 185, 638 and 298).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ import torch
 from torch.distributed import ReduceOp
 
 import collectives as cc
-from strategies.torch.tensors import Array, has_arithmetic, lend, shown
+from strategies.torch.tensors import Array, has_arithmetic, lend, plain, shown
 
 __all__ = [
     "MEAN",
@@ -83,6 +88,10 @@ def allreduce(
     codec: cc.Compression = cc.NONE,
 ) -> None:
     """Reduce tensors in place."""
+    if len(tensors) > 1 and comm.num_nodes > 1 and codec is cc.NONE:
+        together = [t for t in tensors if not t.is_sparse and t.dtype is not torch.bool]
+        _allreduce_together(comm, together, how, limit)
+        tensors = [t for t in tensors if t.is_sparse or t.dtype is torch.bool]
     for tensor in tensors:
         if tensor.is_sparse:
             _allreduce_rows(comm, tensor, how, limit)
@@ -94,6 +103,18 @@ def allreduce(
             if not differs_in_memory(error):
                 raise
             array[...] = _reduce(comm, array.copy(), how, limit, codec=codec)
+        if write is not None:
+            write()
+
+
+def _allreduce_together(
+    comm: cc.Communicator, tensors: Tensors, how: Reduction, limit: float
+) -> None:
+    lent = [_lend(comm, tensor, adds=True) for tensor in tensors]
+    arrays = [array for array, _ in lent]
+    sent = [_prepared(array, how)[1] for array in arrays]
+    comm.grouped_allreduce(sent, op=how.op, out=arrays, timeout=limit)
+    for _, write in lent:
         if write is not None:
             write()
 
@@ -160,6 +181,12 @@ def allgather(comm: cc.Communicator, outputs: Tensors, tensor: torch.Tensor, lim
 
 def allgather_each(comm: cc.Communicator, pairs: Pairs, limit: float) -> None:
     """Do this for several tensors and their outputs."""
+    if comm.num_nodes > 1:
+        arrays = [_lend(comm, tensor)[0].reshape(-1) for _, tensor in pairs]
+        joined = comm.grouped_allgather(arrays, timeout=limit)
+        for (outputs, _), elements in zip(pairs, joined, strict=True):
+            _fill("allgather", outputs, elements)
+        return
     for outputs, tensor in pairs:
         allgather(comm, outputs, tensor, limit)
 
@@ -213,6 +240,14 @@ def reduce_scatter_each(
     limit: float,
 ) -> None:
     """Do this for several tensors and their outputs."""
+    arrays = [_lend(comm, tensor, adds=True)[0].reshape(-1) for _, tensor in pairs]
+    even = all(array.size % comm.size == 0 and array.dtype.kind != "b" for array in arrays)
+    if comm.num_nodes > 1 and even:
+        sent = [_prepared(array, how)[1] for array in arrays]
+        shares = comm.grouped_reduce_scatter(sent, op=how.op, timeout=limit)
+        for (output, _), share in zip(pairs, shares, strict=True):
+            _fill("reduce_scatter", [output], share)
+        return
     for output, tensor in pairs:
         reduce_scatter(comm, output, [tensor], how, limit)
 
@@ -249,6 +284,9 @@ def _lend(
     comm: cc.Communicator, tensor: torch.Tensor, *, adds: bool = False
 ) -> tuple[Array, Callable[[], Any] | None]:
     """Return a tensor's elements and what writes them back, or let all ranks refuse it."""
+    array = plain(tensor)
+    if array is not None:
+        return array, None
     if tensor.layout is not torch.strided or tensor.is_meta:
         comm.allreduce(tensor)  # raises, and the others hear of it
     if adds and not has_arithmetic(tensor.dtype):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Array", "has_arithmetic", "lend", "shown"]
+__all__ = ["Array", "has_arithmetic", "lend", "plain", "shown"]
 
 Array = npt.NDArray[Any]
 
@@ -41,6 +41,19 @@ def shown(tensor: torch.Tensor) -> Array:
         return array
     stored, dtype = known
     return np.asarray(tensor.view(stored).numpy().view(dtype))
+
+
+def plain(tensor: torch.Tensor) -> Array | None:
+    """Return the memory of a tensor as an array where that takes no more than to ask for it.
+
+    So it is for nearly all tensors that are reduced: 1 us, where `lend` takes 4.
+    """
+    if tensor.requires_grad or tensor.dtype in _SHOWN_AS:
+        return None
+    try:
+        return tensor.numpy() if tensor.is_contiguous() else None
+    except (RuntimeError, TypeError):  # sparse, on a device, conjugate, ...
+        return None
 
 
 def lend(tensor: torch.Tensor) -> tuple[Array, Callable[[], Any] | None]:

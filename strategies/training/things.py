@@ -53,6 +53,12 @@ class Kind(NamedTuple):
 
 
 KINDS = {
+    # Before those with a `state_dict`, which an input may have beside, of its own rank alone.
+    "input": Kind(
+        ("state", "load_state"),
+        lambda thing, comm: thing.state(comm),
+        lambda thing, state, comm: thing.load_state(state),
+    ),
     "module, optimizer or schedule": Kind(
         ("state_dict", "load_state_dict"),
         lambda thing, comm: thing.state_dict(),
@@ -62,11 +68,6 @@ KINDS = {
         ("state", "go_on"),
         lambda thing, comm: thing.state(comm),
         lambda thing, state, comm: thing.go_on(state, comm),
-    ),
-    "input": Kind(
-        ("state", "load_state"),
-        lambda thing, comm: thing.state(comm),
-        lambda thing, state, comm: thing.load_state(state),
     ),
     "variable": Kind(
         ("value", "assign"),

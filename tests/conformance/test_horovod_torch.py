@@ -227,6 +227,11 @@ def test_gradients_can_be_clipped_between_synchronize_and_step(world):
     everyone(world, check)
 
 
+class Rounds(type(hvd.Compression.fp16) if hvd else object):
+    def compress(self, tensor):
+        return tensor.round(), None
+
+
 def test_wrong_options_of_the_optimizer(world):
     def check(comm, ranks):
         model = network()
@@ -234,7 +239,8 @@ def test_wrong_options_of_the_optimizer(world):
         for options, words in (
             ({"op": hvd.Adasum}, "Adasum is not supported"),
             ({"op": hvd.Max}, "expected MEAN or SUM"),
-            ({"compression": "fp16"}, "expected Compression.none"),
+            ({"compression": "fp16"}, "expected Compression.none, fp16 or bf16 as"),
+            ({"compression": Rounds(None, cc.NONE)}, "Rounds.compress would not be called"),
             ({"num_groups": -1}, "num_groups"),
             ({"groups": [[named[0][1]], [named[0][1]]]}, "in two groups"),
             ({"backward_passes_per_step": 0}, "backward_passes_per_step"),

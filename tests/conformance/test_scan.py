@@ -39,6 +39,34 @@ def test_every_op_and_dtype(world):
     world.run(check)
 
 
+def test_every_algorithm_by_its_name(world):
+    names = ["auto", "prefix"]
+    names += ["node"] if world.kind == "shared" and world.size > 1 else []
+    names += ["native"] if world.name.startswith("mpi") else []
+
+    def check(comm):
+        arrays = [oracle.data(rank, (1001,), np.dtype(np.float32)) for rank in range(comm.size)]
+        small = np.array([100 + comm.rank, 3], np.int8)
+        for name in names:
+            for op in (cc.SUM, cc.MEAN, cc.MAX):
+                got = comm.scan(arrays[comm.rank], op=op, algorithm=name)
+                assert_close(got, arrays[: comm.rank + 1], op)
+                before = comm.exscan(arrays[comm.rank], op=op, algorithm=name)
+                if comm.rank == 0:
+                    assert before is None
+                else:
+                    assert_close(before, arrays[: comm.rank], op)
+            assert comm.scan(small, op=cc.MAX, algorithm=name).tolist() == [100 + comm.rank, 3]
+        with pytest.raises(ValueError, match="expected one of auto node prefix native, got 'ring'"):
+            comm.scan(1, algorithm="ring")
+        if comm.size > 1:
+            with pytest.raises(cc.MismatchError, match="prefix"):
+                comm.scan(1, algorithm="auto" if comm.rank else "prefix")
+            assert comm.scan(1).item() == comm.rank + 1
+
+    world.run(check)
+
+
 def test_halves_add_up_wide_and_are_rounded_once(world):
     def check(comm):
         # Each 1 is lost beside 2048 where 16 bits are added to 16 bits.

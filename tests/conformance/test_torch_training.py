@@ -163,11 +163,71 @@ def test_a_model_goes_on_after_an_error_and_on_another_group(torch_ranks):
             dist.broadcast(torch.zeros(1), 0)
         ours.recover(model)
     else:
-        with pytest.raises(cc.MismatchError, match="broadcast"):
+        # Which rank called what, and where: also the line of the backward pass.
+        words = r"\(broadcast\) at test_torch_training.py:\d+ on rank 0"
+        words += r".*\(allreduce\) at test_torch_training.py:\d+ on rank"
+        with pytest.raises(cc.MismatchError, match=words):
             loss.backward()
         ours.recover(model, dist.group.WORLD)
     train(model, rank, 2, optimizer)
     assert_alike(model)
+
+
+def test_a_model_goes_on_among_fewer_ranks(torch_ranks):
+    rank, size = torch_ranks
+    if size < 2:
+        return
+    model = DDP(network())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, rank, 2, optimizer)
+    fewer = dist.new_group(range(size - 1))
+    if rank < size - 1:
+        ours.recover(model, fewer)
+        one = copy.deepcopy(model.module)
+        x, y = map(torch.cat, zip(*(batch_of(r, 7) for r in range(size - 1)), strict=True))
+        loss_of(one, x, y).backward()
+        loss_of(model, *batch_of(rank, 7)).backward()
+        for parameter, other in zip(model.module.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
+    dist.barrier()
+
+
+class Halves(nn.Module):
+    """A layer in parts, one on each rank: their sum is taken in both passes, inside of DDP's."""
+
+    def __init__(self, whole, rank, size):
+        super().__init__()
+        part = whole.weight.detach().chunk(size, 1)[rank].clone().requires_grad_()
+        self.parts = [part]  # of which DDP knows nothing
+        self.first = nn.Linear(6, 6)
+        self.rank, self.size = rank, size
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x)).chunk(self.size, 1)[self.rank]
+        return dist.nn.functional.all_reduce(x @ self.parts[0].T, group=dist.group.WORLD)
+
+
+def test_ddp_beside_a_layer_in_parts_on_the_same_group(torch_ranks):
+    rank, size = torch_ranks
+    torch.manual_seed(3)
+    whole, first = nn.Linear(6, 2, bias=False), nn.Linear(6, 6)
+    if 6 % size:
+        return
+    parts = Halves(whole, rank, size)
+    parts.first.load_state_dict(first.state_dict())
+    model = DDP(parts, gradient_as_bucket_view=True)
+    one = nn.Sequential(first, nn.Tanh(), whole)
+    x, y = batch_of(0, 0)  # the same rows on all ranks
+    for _ in range(4):
+        model.zero_grad()
+        one.zero_grad()
+        parts.parts[0].grad = None
+        loss_of(model, x, y).backward()
+        loss_of(one, x, y).backward()
+        # Each rank's loss counts in the sum; of DDP's parameter a rank has its own part's gradient.
+        expected = whole.weight.grad.chunk(size, 1)[rank] * size
+        torch.testing.assert_close(parts.parts[0].grad, expected)
+        torch.testing.assert_close(parts.first.weight.grad, first.weight.grad)
 
 
 def test_fsdp_trains_as_one_process(torch_ranks):

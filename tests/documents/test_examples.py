@@ -172,9 +172,15 @@ def test_info_describes_the_world():
     assert "ranks            1" in table
 
 
-def test_ddp_by_the_name_of_the_backend_recognises_digits():
+@pytest.mark.parametrize("backend", ["unisono", also("gloo")])
+@pytest.mark.parametrize("name", ["torch_ddp_digits", "torch_fsdp_digits"])
+def test_by_the_name_of_the_backend_scripts_recognise_digits(tmp_path, name, backend):
     needs("torch", "sklearn")
-    result = mpirun(2, "examples/torch_ddp_digits.py", timeout=100)
+    script = (ROOT / "examples" / f"{name}.py").read_text()
+    assert script.count('init_process_group("unisono")  # the line that changed') == 1
+    program = tmp_path / "script.py"
+    program.write_text(script.replace('group("unisono")', f'group("{backend}")'))
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    result = mpirun(2, program, timeout=100, PYTHONPATH=path)
     assert result.status == 0, result.stderr
-    accuracy = re.search(r"accuracy on the held-out digits: (\S+)", result.stdout)
-    assert float(accuracy[1]) >= 0.97
+    assert accuracy_of(result.stdout) >= 0.97

@@ -110,12 +110,20 @@ import collectives as cc
 import strategies
 import strategies.horovod.numpy as hvd
 
+from strategies.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+assert HorovodInternalError is hvd.HorovodInternalError is cc.CollectiveError
+assert hvd.HostsUpdatedInterrupt is HostsUpdatedInterrupt
+
 hvd.init()
 first = hvd.rank()
 weights = {"w": np.full(4, float(first))}  # rank 0's are those of all
 optimizer = hvd.DistributedOptimizer(strategies.SGD(1.0))
 sampler = hvd.elastic.ElasticSampler(22, seed=5)
-state = hvd.elastic.ObjectState(
+class Kept(hvd.elastic.ObjectState):
+    def reset(self):
+        print("before callbacks", hvd.size(), flush=True)
+
+state = Kept(
     weights=weights, optimizer=optimizer, sampler=sampler, done=[], batch=0, epoch=0)
 state.register_reset_callbacks([lambda: print("reset", hvd.rank(), hvd.size(), flush=True)])
 commits = 0
@@ -131,6 +139,10 @@ def train(state):
             optimizer.apply_gradients([(-ones, state.weights["w"])])
             rows = hvd.allgather(np.array([row]))
             state.sampler.record_batch(batch, 1)
+            again = hvd.elastic.ElasticSampler(22, seed=5)
+            again.load_state_dict(state.sampler.state_dict())
+            assert again.processed_indices == state.sampler.processed_indices
+            assert again.epoch == state.epoch and row not in list(again)
             state.done.extend([state.epoch, int(row)] for row in rows)
             state.batch += 1
             state.commit()
@@ -209,4 +221,5 @@ def test_a_job_goes_on_by_elastic_names_when_a_rank_is_killed(tmp_path, library)
         return
     assert result.stdout.count("as expected 2") == 2, result
     assert sorted(re.findall(r"reset \d \d", result.stdout)) == ["reset 0 2", "reset 1 2"]
+    assert result.stdout.count("before callbacks 2") == 2, result
     assert result.status == 0, result

@@ -1,0 +1,72 @@
+"""What Horovod's names are for every kind of array; `torch`, `jax` and `numpy` add their own."""
+
+from __future__ import annotations
+
+from strategies.averaging.metrics import metric_average
+from strategies.horovod import elastic, questions, sessions
+from strategies.horovod.compression import Compression
+from strategies.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from strategies.horovod.objects import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+)
+from strategies.horovod.operations import (
+    Adasum,
+    Average,
+    Handle,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather_async,
+    allreduce_async,
+    alltoall_async,
+    barrier,
+    broadcast_async,
+    grouped_allgather_async,
+    grouped_allreduce_async,
+    grouped_reducescatter_async,
+    join,
+    poll,
+    reducescatter_async,
+    synchronize,
+)
+from strategies.horovod.optimizer import DistributedOptimizer
+from strategies.horovod.process_sets import ProcessSet, global_process_set
+from strategies.horovod.questions import *  # noqa: F403  # listed there
+from strategies.horovod.sessions import *  # noqa: F403
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Handle",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "allgather_async",
+    "allgather_object",
+    "allreduce_async",
+    "alltoall_async",
+    "barrier",
+    "broadcast_async",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "elastic",
+    "global_process_set",
+    "grouped_allgather_async",
+    "grouped_allreduce_async",
+    "grouped_reducescatter_async",
+    "join",
+    "metric_average",
+    "poll",
+    "reducescatter_async",
+    "synchronize",
+]
+__all__ += questions.__all__ + sessions.__all__
