@@ -227,6 +227,16 @@ def test_those_that_live_go_on_from_the_last_commit(tmp_path):
     assert len(of_kind(told, "end")) == 2
 
 
+@pytest.mark.long
+def test_a_process_that_is_spawned_after_a_death_is_one_of_four(tmp_path):
+    """What the MPI library can do; docs/reliability.md says what it cannot."""
+    program = ROOT / "benchmarks" / "growing_back.py"
+    records = {"UNISONO_RECORDER_DIR": str(tmp_path)}
+    result = mpirun(4, program, options=FAULT_TOLERANT, timeout=60, **records)
+    assert result.stdout.count("old rank: 4 ranks, total 240") == 3, result
+    assert result.stdout.count("new rank: 4 ranks, total 240") == 1, result
+
+
 def test_fewer_than_wanted_do_not_go_on(tmp_path):
     result, told = start(tmp_path, TRAIN, "step=7,rank=1,kind=kill", "3")
     assert "too few ranks live, expected at least 3, got 2" in result.stderr, result
