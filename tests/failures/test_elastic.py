@@ -13,6 +13,7 @@ import pytest
 from launcher import ROOT, asked_to_stop, mpirun, mpirun_path, run
 from pairwise import also
 from requirements import needs, require
+from strategies import training
 from strategies.training import events
 
 FAULT_TOLERANT = ("--with-ft", "ulfm")
@@ -139,6 +140,10 @@ def test_after_a_death_files_are_written_the_job_is_asked_to_stop_and_goes_on_la
     result = mpirun(4, *arguments, "--resume", options=FAULT_TOLERANT, timeout=110, **records)
     assert "4 of 4 ranks; each row was used 10 to 10 times" in result.stdout, result
     assert result.status == 0, result
+    # One line for each step, whoever was the chief, and though steps were made again.
+    steps = [line["step"] for line in training.read_metrics(f"{saved}.jsonl")]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert steps[-1] > left
 
 
 # A pipeline is made anew by those that go on; a strategy is one of the ranks that live.
