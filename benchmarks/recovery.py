@@ -1,6 +1,6 @@
 """Commits in memory beside a memcpy; jobs whose ranks are killed; both as tables for the docs.
 
-    mpirun -np 2 python benchmarks/recovery.py commit
+    mpirun -np 2 python benchmarks/recovery.py commit --json commit.json
     python benchmarks/recovery.py kills --jobs 50 --ranks 4 --json docs/benchmarks/recovery.json
     python benchmarks/recovery.py table docs/benchmarks/recovery.json
 
@@ -37,6 +37,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commit = commands.add_parser("commit")
     commit.add_argument("--megabytes", type=float, default=100)
+    commit.add_argument("--json", type=Path, help="also write the medians to this file")
     kills = commands.add_parser("kills")
     kills.add_argument("--jobs", type=int, default=50)
     kills.add_argument("--ranks", type=int, default=4)
@@ -46,14 +47,14 @@ def main() -> None:
     table.add_argument("json", type=Path)
     options = parser.parse_args()
     if options.command == "commit":
-        measure_commits(int(options.megabytes * 1e6))
+        measure_commits(int(options.megabytes * 1e6), options.json)
     elif options.command == "table":
         print(table_of(json.loads(options.json.read_text())))
     else:
         sys.exit(kill_ranks(options.jobs, options.ranks, options.first, options.json))
 
 
-def measure_commits(nbytes: int) -> None:
+def measure_commits(nbytes: int, file: Path | None) -> None:
     """Commit so many bytes, and copy as many on all ranks, in turns; rank 0 prints the medians."""
     import collectives as cc
     from strategies import training
@@ -80,7 +81,11 @@ def measure_commits(nbytes: int) -> None:
         medians = {name: float(np.median(times)) for name, times in seconds.items()}
         for name, median in medians.items():
             print(f"{name}: {median * 1000:.1f} ms for {nbytes / 1e6:g} MB on {comm.size} ranks")
-        print(f"ratio: {medians['commit'] / medians['memcpy']:.2f}")
+        ratio = medians["commit"] / medians["memcpy"]
+        print(f"ratio: {ratio:.2f}")
+        if file is not None:
+            facts = {"ranks": comm.size, "bytes": nbytes, "seconds": medians, "ratio": ratio}
+            file.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 class Kill(NamedTuple):

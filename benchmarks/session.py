@@ -1,6 +1,6 @@
 """What a session costs a step, with the hooks that a training has, and what each part of it costs.
 
-    mpirun -np 2 python benchmarks/session.py
+    mpirun -np 2 python benchmarks/session.py --json session.json
 
 Steps do nothing, so that all of the time is that of the session. Ways take turns in each round, and
 the median of the rounds counts; a step of several ranks waits for the slowest of them.
@@ -8,6 +8,8 @@ the median of the rounds counts; a step of several ranks waits for the slowest o
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -44,6 +46,9 @@ def usual() -> list[hooks.Hook]:
 
 def main() -> None:
     """Measure all ways, and print a row for each on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the medians to this file, in us")
+    file = parser.parse_args().json
     comm = cc.init()
     folder = Path(tempfile.mkdtemp())
     ways: dict[str, Callable[[], list[hooks.Hook]]] = {
@@ -62,6 +67,10 @@ def main() -> None:
         print(f"us per step, {comm.size} ranks on {comm.num_nodes} node(s)")
         for name, times in found.items():
             print(f"{name:30} {statistics.median(times):6.2f}  (least {min(times):.2f})")
+        if file is not None:
+            medians = {name: round(statistics.median(times), 2) for name, times in found.items()}
+            facts = {"ranks": comm.size, "nodes": comm.num_nodes, "microseconds": medians}
+            file.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

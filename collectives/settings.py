@@ -33,8 +33,8 @@ Stores = Literal["auto", "plain", "streaming"]
 
 # Of slurm/train.sbatch, which the processes that it starts inherit, and of the tests.
 _OTHERS = (
-    "UNISONO_CHECKOUT", "UNISONO_PROGRAM", "UNISONO_REQUIRE", "UNISONO_TEST_WORLD",
-    "UNISONO_VENV",
+    "UNISONO_CHECKOUT", "UNISONO_MPIRUN_OPTIONS", "UNISONO_PROGRAM", "UNISONO_REQUIRE",
+    "UNISONO_TEST_WORLD", "UNISONO_VENV",
 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def main() -> None:
     }
     state = training.State(comm, step=0, **things)
 
-    def train_step(optimizer: strategies.DistributedOptimizer) -> None:
+    def train_step(optimizer: strategies.DistributedOptimizer) -> dict[str, float]:
         comm = state.comm
         mine = list(itertools.islice(rows, options.batch_size // comm.size))
         used = np.zeros(len(labels), int)
@@ -53,9 +53,10 @@ def main() -> None:
             raise StopIteration  # all ranks are through
         things["used"][:] += used
         noise = 0.05 * things["rng"].standard_normal((len(mine), pixels.shape[1]))
-        _, gradients = digits.Network(weights).gradients(pixels[mine] + noise, labels[mine])
+        loss, gradients = digits.Network(weights).gradients(pixels[mine] + noise, labels[mine])
         pairs = [(gradients[name], weights[name]) for name in weights]
         optimizer.apply_gradients(pairs, examples=len(mine))  # averaged over all rows
+        return {"loss": loss / max(1, len(mine))}
 
     def train(state: training.State) -> None:
         comm = state.comm  # a smaller one after ranks have died, as is what is made of it
@@ -65,6 +66,7 @@ def main() -> None:
             training.TrainingSession(
                 training.Saver(manager, **things), state=state, restore=options.resume,
                 commit_steps=options.commit_steps, save_steps=options.save_steps,
+                hooks=[training.Summaries(metrics=f"{options.checkpoints}.jsonl")],
                 preemption=preemption,
             ) as session,
         ):  # fmt: skip

@@ -65,8 +65,9 @@ def main() -> None:
 
 def train(strategy, workers, preemption, options) -> None:
     """Do this worker's part of all epochs that have not been done."""
-    checkpoints = strategies.CheckpointManager(options.checkpoints) if options.checkpoints else None
-    saver = Saver(checkpoints, model=strategy) if checkpoints else None
+    saver = None
+    if options.checkpoints:
+        saver = Saver(strategies.CheckpointManager(options.checkpoints), model=strategy)
     with TrainingSession(  # a step of it is an epoch; the chief saves what the ps tasks hold
         saver,
         workers,
@@ -80,8 +81,6 @@ def train(strategy, workers, preemption, options) -> None:
         while not session.should_stop():
             session.run(train_epoch, session, strategy, workers)
         strategy.leave()  # before the others are waited for: none of them waits for this one
-    if checkpoints:
-        checkpoints.close()
 
 
 def train_epoch(session, strategy, workers) -> None:

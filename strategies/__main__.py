@@ -73,6 +73,11 @@ def _add_submit(rooms: Any) -> None:
         "--sbatch", action="append", default=[], metavar="OPTION",
         help="further option, such as --sbatch=--partition=long; may be repeated",
     )  # fmt: skip
+    made.add_argument(
+        "--elastic",
+        action="store_true",
+        help="those that live go on when ranks die (Open MPI >= 5)",
+    )
     made.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
     made.set_defaults(run=_submit)
 
@@ -88,6 +93,7 @@ def _submit(options: argparse.Namespace) -> int:
         time=options.time,
         warning=options.warning,
         options=options.sbatch,
+        elastic=options.elastic,
     )
     print(submission.script_of(job) if options.dry_run else submission.submit(job), end="")
     return 0

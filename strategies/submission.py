@@ -17,52 +17,84 @@ from pathlib import Path
 
 from strategies import errors
 from strategies.checks import integer
-from strategies.training.preemption import STOPPED_EARLY
 
 __all__ = ["Job", "script_of", "submit"]
 
-_TEMPLATE = """\
+_HEAD = """\
 #!/usr/bin/env bash
 # {title}, written by `python -m strategies submit`
 # nodes x ranks x GPUs: {nodes} x {ranks} x {gpus}; `module load` what the site needs below
 #
 {options}
 set -euo pipefail
+
+name=submit
+fail() {{
+    printf '%s: %s\\n' "$name" "$*" >&2
+    exit 2
+}}
+
+: "${{SLURM_JOB_ID:?submit: no job here, submit this file with sbatch}}"
 cd "$SLURM_SUBMIT_DIR"
+python={python}
+program={program}
+[[ -x $python ]] || fail "no Python at '$python' on this node"
+[[ -f $program ]] || fail "no program at '$program' on this node"
+mpirun={mpirun} || fail "no mpirun on PATH. Load the MPI module before sbatch, or above"
+read -ra options <<<"${{UNISONO_MPIRUN_OPTIONS:-{mpirun_options}}}"
 export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
-mpirun={mpirun}
+
 arguments=({arguments})
-if ((${{SLURM_RESTART_COUNT:-0}} > 0)); then
-    arguments+=({again})
+again=({again})
+if ((${{SLURM_RESTART_COUNT:-0}} > 0)) && [[ " ${{arguments[*]-}} " != *" ${{again[0]-}} "* ]]; then
+    arguments+=(${{again[@]+"${{again[@]}}"}})
 fi
 
+"""
+
+# The end of slurm/train.sbatch, to the letter (tests/unit/test_submission.py).
+_BODY = """\
 # A job that has to make room for another hears SIGTERM, on all nodes but this one. The ranks there
 # hear it as well, but by it a daemon of Open MPI would end the job, with status 0. mpirun starts
 # ranks with no signal blocked.
 if env --block-signal=TERM true 2>/dev/null; then
-    : "${{PRTE_MCA_prte_launch_agent:=env --block-signal=TERM prted}}"
-    export PRTE_MCA_prte_launch_agent
+    export PRTE_MCA_prte_launch_agent="${PRTE_MCA_prte_launch_agent:-env --block-signal=TERM prted}"
 fi
-preempted() {{ [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]; }}
+preempted() { [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]; }
 
-# Other signals come to this shell alone; mpirun hands on to every rank what it gets. A trap ends
-# the `wait` that it interrupts, hence the loop.
-step= asked=0 signalled=0
-hand_on() {{
+printf '%s: job %s, nodes %s (%s), ranks %s, mpirun %s, program %s%s\\n' "$name" "$SLURM_JOB_ID" \\
+    "$SLURM_JOB_NUM_NODES" "$SLURM_JOB_NODELIST" "$SLURM_NTASKS" "$mpirun" "$program" \\
+    "${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART_COUNT}"
+
+# Slurm sends its other signals to this shell alone. mpirun hands on to every rank what it gets:
+# USR1 asks them to stop, USR2 for flight records. A trap ends the `wait` that it interrupts, hence
+# the loop below.
+step=
+signalled=0
+asked=0
+hand_on() {
     signalled=1
     [[ -z $step ]] || kill -"$1" "$step" || true
-}}
+}
 trap 'asked=1; hand_on USR1' USR1
 trap 'hand_on USR2' USR2
-"$mpirun" --bind-to none -n "$SLURM_NTASKS" \\
-    {python} {program} ${{arguments[@]+"${{arguments[@]}}"}} &
+
+# The ranks are bound to no core: Slurm confines the job, and mpirun would count cores of the
+# machine that are not the job's. "+": for bash before 4.4 an empty array is an unset one.
+"$mpirun" --bind-to none ${options[@]+"${options[@]}"} -n "$SLURM_NTASKS" "$python" "$program" \\
+    ${arguments[@]+"${arguments[@]}"} &
 step=$!
+
 while true; do
-    signalled=0 status=0
+    signalled=0
+    status=0
     wait "$step" || status=$?
     ((signalled)) || break
 done
-if ((status == {stopped})) && {{ ((asked)) || preempted; }}; then
+
+# 85: the program stopped because it was asked to, and left a checkpoint to go on from.
+if ((status == 85)) && { ((asked)) || preempted; }; then
+    printf '%s: job %s stopped on request, back to the queue\\n' "$name" "$SLURM_JOB_ID"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
@@ -82,7 +114,9 @@ class Job:
         cpus_per_rank: cores, and threads of numerical libraries.
         time: limit, as Slurm has it, such as "04:00:00"; None for the partition's.
         warning: seconds before the limit at which the ranks are asked to stop.
-        again: arguments that a job which goes back to the queue gets beside the others.
+        again: arguments that a job which goes back to the queue gets beside the others, unless it
+            has the first of them.
+        elastic: whether those that live go on when ranks die: `mpirun --with-ft ulfm`.
         options: further ones of sbatch, such as "--partition=long".
     """
 
@@ -96,6 +130,7 @@ class Job:
     warning: int = 120
     again: Sequence[str] = ("--resume",)
     options: Sequence[str] = ()
+    elastic: bool = False
 
 
 def script_of(job: Job) -> str:
@@ -135,7 +170,7 @@ def script_of(job: Job) -> str:
             )
     quoted = " ".join(map(shlex.quote, job.arguments))
     beside = Path(sys.executable).parent / "mpirun"
-    return _TEMPLATE.format(
+    head = _HEAD.format(
         title=repr(str(job.program)),
         program=shlex.quote(str(job.program)),
         nodes=job.nodes,
@@ -146,8 +181,9 @@ def script_of(job: Job) -> str:
         arguments=quoted,
         again=" ".join(map(shlex.quote, job.again)),
         python=shlex.quote(sys.executable),
-        stopped=STOPPED_EARLY,
+        mpirun_options="--with-ft ulfm" if job.elastic else "",
     )
+    return head + _BODY
 
 
 def submit(job: Job) -> str:

@@ -49,6 +49,9 @@ class CheckpointManager:
     threads write them. At most one checkpoint is on its way: the next call of any method waits for
     it, and raises its error on all ranks.
 
+    Sharded, a rank waits for another one's part for an hour at most, since a file system may take
+    as long; a rank that has died is found at once.
+
     Args:
         directory: the directory of checkpoints, as rank 0 sees it; or a URL, such as
             "s3://bucket/run", for which fsspec has to be installed.

@@ -115,7 +115,7 @@ _LAST_STEP = 1 << 60  # beyond all steps
 class ScoreNew(Hook):
     """Score each checkpoint of a session when it is written, on the chief; others wait for it.
 
-    Not for checkpoints in the background, which are not there yet.
+    One that is written in the background is scored at the next save, or at the end.
 
     Args:
         evaluator: that scores them.
@@ -127,5 +127,10 @@ class ScoreNew(Hook):
         self._evaluator = evaluator
 
     def after_save(self, session: Session, path: Location) -> None:
-        """Score it."""
+        """Score what is there."""
         self._evaluator.score_new()
+
+    def end(self, session: Session) -> None:
+        """Score the last one, which may have been on its way."""
+        if session.is_chief:
+            self._evaluator.score_new()

@@ -63,7 +63,7 @@ class Hook:
         """Called when a checkpoint is written, or on its way in the background; on the chief."""
 
     def end(self, session: Session) -> None:
-        """Called at the end, unless it is an error; after the last checkpoint."""
+        """Called at the end, unless it is an error; when the last checkpoint is there."""
 
     def close(self) -> None:
         """Called last, also after an error; not together with other ranks."""

@@ -427,8 +427,8 @@ class TrainingSession:
             self._save()
         if self._state is not None and self._step != self._committed_step:
             self._commit()  # who dies from here on takes no step along
-        self._call_hooks("end")
         self._all.together("save", self._kept.wait)
+        self._call_hooks("end")
         self._all.agree("the session has ended")
 
     def _close(self) -> None:

@@ -8,7 +8,8 @@ import importlib.util
 import numpy as np
 import pytest
 
-from launcher import ROOT, mpirun
+import strategies
+from launcher import ROOT, asked_to_stop, mpirun
 from pairwise import also
 from requirements import needs
 
@@ -32,6 +33,37 @@ def test_the_digits_are_learned(size, count):
     used = [int(t.split()[2]) for t in result.stdout.splitlines() if t.endswith(" late")]
     assert len(used) == size
     assert sum(used) == 300 * count
+
+
+def used_in(result):
+    return [int(t.split()[2]) for t in result.stdout.splitlines() if t.endswith(" late")]
+
+
+def test_asked_to_stop_all_leave_with_a_checkpoint_and_go_on(tmp_path):
+    needs("sklearn")
+    program = (ROOT / "examples" / "spare_replicas.py", "--checkpoints", tmp_path)
+    result = asked_to_stop(3, *program, "--steps", 10**6, once=tmp_path / "latest")
+    assert result.status == 85, result
+    saved = strategies.CheckpointManager(tmp_path).restore_or_none()
+    assert any(name.startswith("optimizer/") for name in saved.tensors)
+    last = saved.step + 60
+    result = mpirun(4, *program, "--resume", "--steps", last, timeout=110)
+    assert result.status == 0, result
+    assert sum(used_in(result)) == 60 * 3
+    assert strategies.CheckpointManager(tmp_path).restore_or_none().step == last
+
+
+def test_after_a_death_the_program_ends_as_any_other():
+    needs("sklearn")
+    program = ROOT / "examples" / "spare_replicas.py"
+    result = mpirun(
+        4, program, "--steps", 100, options=("--with-ft", "ulfm"), timeout=110,
+        UNISONO_FAULT="step=50,rank=2,kind=kill",
+    )  # fmt: skip
+    assert result.status == 0, result
+    used = used_in(result)
+    assert sum(used) == 300
+    assert used[2] <= 50
 
 
 def benchmark():

@@ -13,6 +13,7 @@ import pytest
 from launcher import ROOT, asked_to_stop, mpirun, mpirun_path, run
 from pairwise import also
 from requirements import needs, require
+from strategies import training
 from strategies.training import events
 
 FAULT_TOLERANT = ("--with-ft", "ulfm")
@@ -139,6 +140,10 @@ def test_after_a_death_files_are_written_the_job_is_asked_to_stop_and_goes_on_la
     result = mpirun(4, *arguments, "--resume", options=FAULT_TOLERANT, timeout=110, **records)
     assert "4 of 4 ranks; each row was used 10 to 10 times" in result.stdout, result
     assert result.status == 0, result
+    # One line for each step, whoever was the chief, and though steps were made again.
+    steps = [line["step"] for line in training.read_metrics(f"{saved}.jsonl")]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert steps[-1] > left
 
 
 # A pipeline is made anew by those that go on; a strategy is one of the ranks that live.
@@ -225,6 +230,16 @@ def test_those_that_live_go_on_from_the_last_commit(tmp_path):
         [(2, 2, 7), (1, 2, 7)],
     )
     assert len(of_kind(told, "end")) == 2
+
+
+@pytest.mark.long
+def test_a_process_that_is_spawned_after_a_death_is_one_of_four(tmp_path):
+    """What the MPI library can do; docs/reliability.md says what it cannot."""
+    program = ROOT / "benchmarks" / "growing_back.py"
+    records = {"UNISONO_RECORDER_DIR": str(tmp_path)}
+    result = mpirun(4, program, options=FAULT_TOLERANT, timeout=60, **records)
+    assert result.stdout.count("old rank: 4 ranks, total 240") == 3, result
+    assert result.stdout.count("new rank: 4 ranks, total 240") == 1, result
 
 
 def test_fewer_than_wanted_do_not_go_on(tmp_path):

@@ -160,6 +160,29 @@ def test_who_gives_up_lets_the_others_leave_and_all_meet_again(tmp_path):
         assert f"{rank}: PeerFailure: allreduce: " in result.stdout, result
 
 
+def test_a_status_that_those_that_live_leave_with_is_that_of_the_job(tmp_path):
+    """MPI's end, which may hang after a death, is not waited for: mpirun would say 0 then."""
+    text = """
+        import atexit, os, signal
+        import collectives as cc
+        comm = cc.init()
+        atexit.register(lambda: print("at exit"))  # unflushed, and before ours
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                comm.barrier()
+        except cc.PeerFailure:
+            comm = cc.shrink()
+        cc.leave(85)
+    """
+    result = start(tmp_path, text, 3)
+    assert result.status == 85, result
+    assert result.stdout.count("at exit") == 2, result
+    assert "sys.exit" not in result.stderr, result
+
+
 def test_where_a_death_ends_the_job_an_error_says_what_is_possible(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

@@ -48,6 +48,27 @@ def test_it_trains_the_digits_on_two_nodes(
     assert accuracy >= 0.96, output
 
 
+def test_those_that_live_train_to_the_end_when_a_rank_dies(
+    slurm_cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    given = {
+        "UNISONO_PROGRAM": str(CHECKOUT / "examples" / "elastic_digits.py"),
+        "UNISONO_MPIRUN_OPTIONS": "--with-ft ulfm",
+        "UNISONO_FAULT": "step=40,rank=0,kind=kill",
+    }
+    job = slurm_cluster.submit(
+        CHECKOUT / "slurm" / "train.sbatch",
+        "--epochs", "12", "--checkpoints", str(tmp_path / "out"),
+        nodes=2, ntasks_per_node=2, cwd=tmp_path, env=HERE | given,
+    )  # fmt: skip
+    ending = slurm_cluster.wait(job, JOB_SECONDS)
+    output = slurm_cluster.output(job)
+    assert ending == Ending("COMPLETED", 0), output
+    assert "3 of 4 ranks; each row was used 12 to 12 times" in output
+    (accuracy,) = accuracies(output)
+    assert accuracy >= 0.96, output
+
+
 def test_a_sweep_trains_once_for_each_task_of_the_array(
     slurm_cluster: SlurmCluster, tmp_path: Path
 ) -> None:

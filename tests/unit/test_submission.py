@@ -7,7 +7,17 @@ import subprocess
 
 import pytest
 
+from launcher import ROOT
 from strategies.__main__ import main
+from strategies.training.preemption import STOPPED_EARLY
+
+# What Slurm says to a batch script.
+JOB = {
+    "SLURM_NTASKS": "3",
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_NODELIST": "n1",
+}
 
 
 @pytest.fixture
@@ -38,21 +48,68 @@ def test_a_script_says_what_was_asked_for(program, capsys):
 def test_the_script_runs_the_program_and_hands_on_its_arguments(program, tmp_path, capsys):
     assert main(["submit", str(program), "--dry-run", "--", "--name", "two words", "$HOME"]) == 0
     text = capsys.readouterr().out
+    for restarts in ("0", "1"):
+        words = words_of_mpirun(text, tmp_path, SLURM_RESTART_COUNT=restarts)
+        assert words[:4] == ["--bind-to", "none", "-n", "3"]
+        assert words[5:] == [str(program), "--name", "two words", "$HOME"] + (
+            ["--resume"] if restarts == "1" else []
+        )
+
+
+def words_of_mpirun(text, tmp_path, **variables):
+    """Run a script with an mpirun that prints its arguments."""
     fake = tmp_path / "mpirun"
     fake.write_text('#!/bin/bash\nprintf "%s|" "$@"\n')
     fake.chmod(0o755)
     lines = [f"mpirun={fake}" if t.startswith("mpirun=") else t for t in text.splitlines()]
-    environment = os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_NTASKS": "3"}
-    for restarts in ("0", "1"):
-        done = subprocess.run(
-            ["bash"], input="\n".join(lines), text=True, capture_output=True, timeout=30,
-            env=environment | {"SLURM_RESTART_COUNT": restarts}, check=False,
-        )  # fmt: skip
-        words = done.stdout.split("|")[:-1]
-        assert words[:4] == ["--bind-to", "none", "-n", "3"], done
-        assert words[5:] == [str(program), "--name", "two words", "$HOME"] + (
-            ["--resume"] if restarts == "1" else []
-        )
+    done = subprocess.run(
+        ["bash"], input="\n".join(lines), text=True, capture_output=True, timeout=30,
+        env=os.environ | JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)} | variables, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    return done.stdout.split("\n")[1].split("|")[:-1]
+
+
+def test_a_resumed_job_is_not_told_twice(program, tmp_path, capsys):
+    assert main(["submit", str(program), "--dry-run", "--", "--resume"]) == 0
+    text = capsys.readouterr().out
+    words = words_of_mpirun(text, tmp_path, SLURM_RESTART_COUNT="1")
+    assert words[5:] == [str(program), "--resume"]
+
+
+def test_an_elastic_job_outlives_its_ranks(program, tmp_path, capsys):
+    plain, elastic = script(capsys, program), script(capsys, program, "--elastic")
+    ulfm = ["--bind-to", "none", "--with-ft", "ulfm", "-n"]
+    assert words_of_mpirun(plain, tmp_path)[:3] == ["--bind-to", "none", "-n"]
+    assert words_of_mpirun(elastic, tmp_path)[:5] == ulfm
+    variable = {"UNISONO_MPIRUN_OPTIONS": "--with-ft ulfm"}
+    assert words_of_mpirun(plain, tmp_path, **variable)[:5] == ulfm
+
+
+def test_it_says_that_mpirun_is_missing(program, tmp_path, capsys):
+    lines = [
+        "mpirun=$(type -P no-such-mpirun) ||" + t.partition("||")[2]
+        if t.startswith("mpirun=")
+        else t
+        for t in script(capsys, program).splitlines()
+    ]
+    done = subprocess.run(
+        ["bash"], input="\n".join(lines), text=True, capture_output=True, timeout=30,
+        env=os.environ | JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "submit: no mpirun on PATH. Load the MPI module before sbatch" in done.stderr
+
+
+def test_it_ends_as_the_script_of_the_checkout(program, capsys):
+    of_checkout = (ROOT / "slurm" / "train.sbatch").read_text()
+    beginning = "# A job that has to make room for another"
+    found = [
+        beginning + text.partition(beginning)[2] for text in (of_checkout, script(capsys, program))
+    ]
+    assert found[0] == found[1]
+    assert len(found[0].splitlines()) > 40
+    assert f"((status == {STOPPED_EARLY}))" in found[0]
 
 
 @pytest.mark.parametrize(

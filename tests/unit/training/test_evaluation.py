@@ -95,9 +95,10 @@ def test_asked_to_leave_it_leaves(tmp_path):
     assert not scored.seen
 
 
-def test_a_session_scores_its_own_checkpoints(tmp_path):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_session_scores_its_own_checkpoints(tmp_path, background):
     scored, weights = Scored(tmp_path), np.zeros(2)
-    with strategies.CheckpointManager(scored.folder) as checkpoints:
+    with strategies.CheckpointManager(scored.folder, background=background) as checkpoints:
         saver = Saver(checkpoints, w=weights)
         around = [hooks.StopAtStep(5), ScoreNew(scored.evaluator)]
         with TrainingSession(saver, save_steps=2, hooks=around) as session:
