@@ -5,8 +5,8 @@
 
 Rank 0 has the questions; each other rank is a member with one network. Every member has a queue of
 questions and a queue of answers, which both live on rank 0, and rank 0 averages the answers that
-come in time. A member that is late or dead delays nobody twice: until it is heard of again, rank 0
-does not wait for it.
+come in time: a batch has one deadline for all members. One that is late or dead delays nobody
+twice: until it is heard of again, rank 0 does not wait for it.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def ask(queues: list, options: argparse.Namespace) -> None:
             if questions.size() < 8:  # one that does not take its questions gets no more
                 questions.enqueue((number, pixels[chosen]))
         began = time.perf_counter()
+        until = time.monotonic() + options.timeout  # whoever has answered by then is heard
         answers = {}
         for member, (_, queue) in enumerate(queues, 1):
-            timeout = 0 if member in silent else options.timeout
-            found, heard = take(queue, number, timeout)
+            found, heard = take(queue, number, 0 if member in silent else until)
             if found is not None:
                 answers[member] = found
             if heard:
@@ -101,9 +101,8 @@ def ask(queues: list, options: argparse.Namespace) -> None:
     print(f"accuracy of what was answered: {hits / max(rows, 1):.4f}", flush=True)
 
 
-def take(queue, number: int, timeout: float) -> tuple[np.ndarray | None, bool]:
+def take(queue, number: int, until: float) -> tuple[np.ndarray | None, bool]:
     """Return the answer to a question, None if it is not there in time; and whether any came."""
-    until = time.monotonic() + timeout
     heard = False
     while True:
         try:
@@ -121,7 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--networks", default="runs/search", help="folder of the networks")
     parser.add_argument("--batches", type=int, default=20, help="questions, of 32 digits each")
     parser.add_argument("--interval", type=float, default=0.1, help="seconds between questions")
-    parser.add_argument("--timeout", type=float, default=0.5, help="seconds to wait for a member")
+    parser.add_argument("--timeout", type=float, default=0.5, help="seconds to wait for a batch")
     return parser.parse_args()
 
 

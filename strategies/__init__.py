@@ -27,12 +27,12 @@ from strategies import (
 from strategies.averaging.alike import check_alike
 from strategies.averaging.broadcast import broadcast_optimizer_state, broadcast_parameters
 from strategies.cluster.cluster import Cluster
+from strategies.cluster.local_devices import devices
 from strategies.distributed_optimizer import DistributedOptimizer
 from strategies.optimizers import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp, schedules
 from strategies.options import CommunicationOptions
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.remote.server import Server
-from strategies.replicas.devices import devices
 from strategies.replicas.variable import Variable
 from strategies.spare_replica import SpareReplicaStrategy
 from strategies.sparse import Rows

@@ -21,12 +21,12 @@ import numpy as np
 import collectives as cc
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.averaging.replicas import Gradients, Optimizers
+from strategies.cluster.local_devices import CPU, parse_devices, put
 from strategies.options import CommunicationOptions
 from strategies.ranks import Ranks
 from strategies.replicas import context, datasets, reductions, run
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy, ValueContext
-from strategies.replicas.devices import CPU, parse_devices, put
 from strategies.replicas.per_replica import PerReplica, differs, select
 from strategies.replicas.reductions import Axis, ReduceOp
 from strategies.replicas.variable import Aggregation, Synchronization, Variable
@@ -55,9 +55,11 @@ class Strategy:
         ranks: the processes.
         updates_everywhere: whether every process updates the variables that it has, not one for
             all.
+        is_in_step: whether the replicas of all processes meet.
     """
 
     updates_everywhere = True
+    is_in_step = True
 
     def __init__(
         self,

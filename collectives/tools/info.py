@@ -55,7 +55,7 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
         "mpi_standard": ".".join(map(str, MPI.Get_version())),
         "thread_level": thread_level(),
         "cuda_aware": settle.library_takes_device_memory(),
-        "device_arrays": _ROUTES[comm.settings.cuda_aware],
+        "device_arrays": _route(comm.settings),
         "fault_tolerance": launch.is_fault_tolerant(),
         "mpi_settings": mpi_set,
         "links": _links(comm.settings.links),
@@ -68,6 +68,12 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
         },
         "packages": {name: _version(name) for name in _PACKAGES},
     }
+
+
+def _route(chosen: Settings) -> str:
+    """Say how large arrays on CUDA devices travel."""
+    route = _ROUTES[chosen.cuda_aware]
+    return f"by NCCL where it can reduce them, else {route}" if chosen.nccl == "on" else route
 
 
 def _threads(chosen: Settings) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 `spec` says which jobs there are, `resolvers` and `slurm` where a specification comes from;
 `cluster` gives each rank its task, and says what the jobs are for. `device_spec` reads the names of
-devices, `scopes` and `setter` say where things belong, `placement` decides; `gpus` is about those
-that this rank sees.
+devices, `scopes` and `setter` say where things belong, `placement` decides;
+`local_devices` and `gpus` are about those that this process has.
 """
 
 from __future__ import annotations

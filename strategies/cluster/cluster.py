@@ -19,7 +19,7 @@ from strategies.checks import integer
 from strategies.cluster import gpus, resolvers
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.placement import Placer, devices_of
-from strategies.cluster.resolvers import ClusterResolver
+from strategies.cluster.resolvers import ClusterResolver, TPUClusterResolver
 from strategies.cluster.scopes import Placeable
 from strategies.cluster.spec import ClusterSpec
 from strategies.ranks import Ranks
@@ -36,6 +36,7 @@ class _Card(NamedTuple):
     task: int | None
     cpus: int
     gpus: int
+    others: Mapping[str, int]
 
 
 class Cluster:
@@ -50,6 +51,8 @@ class Cluster:
         comm: as many ranks as there are tasks; the whole job if None.
         cpus: how many CPU devices this task has; any number, they are names for threads.
         gpus: how many GPU devices it has; None for those that this process sees.
+        others: type, such as "TPU" -> how many devices of it; None for those that a
+            `TPUClusterResolver` finds.
         soft_placement: things go to another device of the same task where theirs does not exist.
         log_device_placement: the log says, at level INFO, where each thing goes.
 
@@ -80,12 +83,13 @@ class Cluster:
         *,
         cpus: int = 1,
         gpus: int | None = None,
+        others: Mapping[str, int] | None = None,
         soft_placement: bool = False,
         log_device_placement: bool = False,
     ) -> None:
         self.comm = cc.init() if comm is None else comm
         ranks = Ranks(self.comm)
-        found, card = ranks.prepared("Cluster", lambda: _own(spec, self.comm, cpus, gpus))
+        found, card = ranks.prepared("Cluster", lambda: _own(spec, self.comm, cpus, gpus, others))
         tasks = [f"{job}:{i} at {found.task_address(job, i)}" for job, i in found.tasks()]
         facts = [*tasks, f"soft_placement={soft_placement}"]
         agreement.compare(self.comm, "Cluster", lambda: (None, facts))
@@ -94,11 +98,9 @@ class Cluster:
         self._tasks = _tasks(found, cards)
         self._ranks = {task: rank for rank, task in enumerate(self._tasks)}
         self.job, self.task_index = self._tasks[self.comm.rank]
+        own = {task: cards[self._ranks[task]] for task in found.tasks()}
         self.placer = Placer(
-            {
-                task: devices_of(cards[self._ranks[task]].cpus, cards[self._ranks[task]].gpus)
-                for task in found.tasks()
-            },
+            {task: devices_of(card.cpus, card.gpus, card.others) for task, card in own.items()},
             soft_placement=soft_placement,
             log_device_placement=log_device_placement,
         )
@@ -158,10 +160,14 @@ class Cluster:
 
     def locate(self, thing: Placeable) -> int:
         """Return the rank of the task where a thing is to be; as `place`."""
+        return self.find(thing)[0]
+
+    def find(self, thing: Placeable) -> tuple[int, DeviceSpec]:
+        """Return the rank of the task where a thing is to be, and its device; as `place`."""
         device = self.place(thing)
         assert device.job is not None
         assert device.task is not None
-        return self._ranks[device.job, device.task]
+        return self._ranks[device.job, device.task], device
 
     def close(self) -> None:
         """Release `workers`; *collective* over them. Closing twice is harmless."""
@@ -187,6 +193,7 @@ def _own(
     comm: cc.Communicator,
     cpus: int,
     gpu_count: int | None,
+    others: Mapping[str, int] | None,
 ) -> tuple[ClusterSpec, _Card]:
     """Return the specification, and what this rank knows of its own task."""
     resolver = resolvers.from_environment(comm) if spec is None else spec
@@ -210,7 +217,12 @@ def _own(
     count = len(gpus.visible()) if gpu_count is None else gpu_count
     integer("Cluster", "cpus", cpus)
     integer("Cluster", "gpus", count, least=0)
-    return found, _Card(job, index, cpus, count)
+    if others is None:
+        others = known.num_accelerators() if isinstance(known, TPUClusterResolver) else {}
+        others = {kind: n for kind, n in others.items() if kind not in ("CPU", "GPU")}
+    for kind, number in others.items():
+        integer("Cluster", kind, number, least=0)
+    return found, _Card(job, index, cpus, count, dict(others))
 
 
 def _check_roles(spec: ClusterSpec) -> None:

@@ -27,9 +27,17 @@ _log = logging.getLogger(__name__)
 Task = tuple[str, int]
 
 
-def devices_of(cpus: int = 1, gpus: int = 0) -> tuple[DeviceSpec, ...]:
-    """Return the devices of a task, without its job and index."""
-    counts = {"CPU": cpus, "GPU": gpus}
+def devices_of(
+    cpus: int = 1, gpus: int = 0, others: Mapping[str, int] | None = None
+) -> tuple[DeviceSpec, ...]:
+    """Return the devices of a task, without its job and index.
+
+    Args:
+        cpus: how many of this type; names for threads.
+        gpus: likewise.
+        others: type, such as "TPU" -> how many.
+    """
+    counts = {"CPU": cpus, "GPU": gpus, **(others or {})}
     return tuple(
         DeviceSpec(device_type=kind, device_index=i) for kind in counts for i in range(counts[kind])
     )
@@ -99,7 +107,9 @@ class Placer:
     def _device(
         self, thing: Placeable, wish: DeviceSpec, devices: Sequence[DeviceSpec]
     ) -> DeviceSpec:
-        possible = [d for kind in thing.device_types for d in devices if d.device_type == kind]
+        # What can be anywhere is rather on what was listed last: TPUs, GPUs, then CPUs.
+        kinds = thing.device_types or [*dict.fromkeys(str(d.device_type) for d in devices)][::-1]
+        possible = [d for kind in kinds for d in devices if d.device_type == kind]
         fitting = [
             device
             for device in possible

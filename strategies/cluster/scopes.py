@@ -24,7 +24,7 @@ class Placeable(NamedTuple):
         device: what is known so far of where it belongs.
         shape: of its value, if it has one.
         dtype: of its value, if it has one.
-        device_types: where it can be, best first.
+        device_types: where it can be, best first; on any device if there are none.
     """
 
     name: str

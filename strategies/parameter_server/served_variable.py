@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies.cluster.scopes import Placeable
+from strategies.replicas.context import ReplicaStrategy
+from strategies.replicas.copies import Seen
 from strategies.variables import partition
 from strategies.variables.partition import Partitioner
 
@@ -90,7 +92,7 @@ def parts_of(
     ]
 
 
-class Owner(Protocol):
+class Owner(ReplicaStrategy, Protocol):
     """What a variable asks of the strategy that made it."""
 
     def assign(self, variable: ServedVariable, value: npt.ArrayLike) -> None:
@@ -107,6 +109,7 @@ class ServedVariable:
         parts: where it is.
         strategy: that made it.
         value: what it starts from, if there is a copy here.
+        seen: makes of it what replicas compute with.
 
     Attributes:
         name: as in checkpoints and errors.
@@ -116,10 +119,14 @@ class ServedVariable:
         dtype: of the value.
         strategy: that made it.
         resident: whether there is a copy here.
+        seen: as given.
         learning_rate: with which this worker's gradients are applied, such as that of a schedule
             of its own; None for that of the optimizer. Of several workers that make an update
             together, the first one's counts.
+        is_copy: that `value` is one, which is not to be changed.
     """
+
+    is_copy = True
 
     def __init__(
         self,
@@ -129,6 +136,7 @@ class ServedVariable:
         parts: Sequence[Part],
         strategy: Owner,
         value: Array | None,
+        seen: Seen | None = None,
     ) -> None:
         self.name = name
         self.parts = tuple(parts)
@@ -138,27 +146,29 @@ class ServedVariable:
         self.strategy = strategy
         self.resident = value is not None
         self.learning_rate: float | None = None
+        self.seen = seen or Seen(None)
         self._value = value
 
     def __repr__(self) -> str:
         return f"ServedVariable(name={self.name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        value = self.value
+        value = self.own
         if copy is None:  # which NumPy 1 does not know
             return np.asarray(value, dtype=dtype)
         return np.array(value, dtype=dtype, copy=copy)
 
     @property
-    def value(self) -> Array:
-        """The copy of this task, read-only: as of the last `pull` or `apply_gradients`.
+    def value(self) -> Any:
+        """The copy of this task: as of the last `pull` or `apply_gradients`.
+
+        Of the library of the initial value, on the device of the replica that asks; the same array
+        until there are newer values. One of NumPy is read-only; others are not to be changed.
 
         Raises:
             ValueError: the variable is not resident.
         """
-        view: Array = self.own.view()
-        view.flags.writeable = False
-        return view
+        return self.seen.last(self.own, self.strategy)
 
     @property
     def own(self) -> Array:
@@ -175,7 +185,7 @@ class ServedVariable:
         return self._value
 
     @property
-    def components(self) -> tuple[Array, ...]:
+    def components(self) -> tuple[Any, ...]:
         """The array, as for variables of other strategies."""
         return (self.value,)
 

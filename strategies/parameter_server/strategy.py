@@ -45,6 +45,7 @@ from strategies.ranks import Ranks
 from strategies.remote.server import Server
 from strategies.replicas import datasets
 from strategies.replicas.context import require_cross_replica
+from strategies.replicas.copies import Seen, fetched
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.sparse import Gradient, Rows, fitted
 from strategies.strategy import Strategy
@@ -102,6 +103,8 @@ class ParameterServerStrategy(Strategy):
         last_push: what each ps has made of this worker's last gradients.
         timeout: as given; what follows may wait longer, if it is changed.
     """
+
+    is_in_step = False
 
     def __init__(
         self,
@@ -212,7 +215,7 @@ class ParameterServerStrategy(Strategy):
 
     def variable(  # type: ignore[override]
         self,
-        initial_value: npt.ArrayLike | Callable[..., npt.ArrayLike],
+        initial_value: Any,
         *,
         name: str | None = None,
         dtype: Any = None,
@@ -224,7 +227,8 @@ class ParameterServerStrategy(Strategy):
 
         Args:
             initial_value: shape (...), or a function that returns it. The chief's counts; the
-                others' must have the same shape and dtype. With `shape`, an initializer, such as
+                others' must have the same shape and dtype. Workers see the variable as an array of
+                its library, on their devices. With `shape`, an initializer, such as
                 those of `strategies.variables.initializers`: each ps makes its rows by it, and
                 nobody else any.
             name: "variable", "variable_1", ... if None.
@@ -243,21 +247,24 @@ class ParameterServerStrategy(Strategy):
         require_cross_replica(self, "variable")
         chosen = self._free_name() if name is None else name
 
-        def local() -> tuple[npt.NDArray[Any] | None, tuple[int, ...], np.dtype[Any], int]:
+        def local() -> tuple[npt.NDArray[Any] | None, tuple[int, ...], np.dtype[Any], int, Seen]:
             self._refuse_taken(chosen)
             self._refuse_no_optimizer(chosen, optimizer)
             given: Any = initial_value
             value = None
             if shape is None:
-                value = np.array(given() if callable(given) else given, dtype=dtype)
+                given = given() if callable(given) else given
+                of_torch = str(dtype).startswith("torch.")
+                wanted = str(dtype).removeprefix("torch.") if of_torch else dtype
+                value = np.array(fetched(given), dtype=wanted)
                 whole, kind = value.shape, value.dtype
             else:
                 whole, kind = _checked_shape(given, shape, chosen), np.dtype(dtype or np.float32)
             count = number_of_parts(chosen, whole, kind, self._partitioner)
-            return value, whole, kind, count
+            return value, whole, kind, count, Seen(given)
 
         name_of_call = f"variable {chosen}"
-        value, whole, kind, count = self._all.prepared(name_of_call, local)
+        value, whole, kind, count, seen = self._all.prepared(name_of_call, local)
         parts = self._all.prepared(name_of_call, lambda: self._cut(chosen, whole, kind, count))
         self._all.agree(f"variable {chosen} {kind} {whole} {parts} {resident}")
         if value is not None:
@@ -271,7 +278,8 @@ class ParameterServerStrategy(Strategy):
             copy = self._all.prepared(
                 name_of_call, lambda: np.array(make(0, whole[0], whole, kind))
             )
-        variable = ServedVariable(chosen, whole, kind, parts, self, copy if resident else None)
+        own = copy if resident else None
+        variable = ServedVariable(chosen, whole, kind, parts, self, own, seen)
         self._client.add(variable)
         self.variables[chosen] = variable
         self._names.add(chosen)
@@ -424,7 +432,7 @@ class ParameterServerStrategy(Strategy):
                 )
             names.add(known.name)
             if gradient is not None:
-                given = gradient if isinstance(gradient, Rows) else np.asarray(gradient)
+                given = _on_host(gradient)
                 where = f"variable: {known.name}"
                 fitted(given, known.shape, dtype_name(known), "apply_gradients", where)
                 pairs.append((given, known))
@@ -432,7 +440,7 @@ class ParameterServerStrategy(Strategy):
         useful = [] if examples == 0 else pairs
         self.last_push = self._client.push(useful, examples, self.timeout)
 
-    def look_up(self, variable: ServedVariable, indices: npt.ArrayLike) -> npt.NDArray[Any]:
+    def look_up(self, variable: ServedVariable, indices: Any) -> Any:
         """Return some rows of a variable, without a copy of the whole.
 
         Args:
@@ -440,22 +448,22 @@ class ParameterServerStrategy(Strategy):
             indices: shape (k,), integers from 0; repetitions are allowed.
 
         Returns:
-            Shape (k, ...), new memory.
+            Shape (k, ...), new memory, of the library and on the device of the variable's `value`.
 
         Raises:
             ValueError: an index is out of range.
             UnavailableError: a ps task is lost.
         """
-        chosen = np.asarray(indices)
+        chosen = fetched(indices)
         like = np.broadcast_to(np.zeros((), variable.dtype), (*chosen.shape, *variable.shape[1:]))
         rows = Rows(chosen, like)
         where = f"variable: {variable.name}"
         fitted(rows, variable.shape, dtype_name(variable), "look_up", where)
-        return self._client.rows(variable, rows.indices)
+        return variable.seen(self._client.rows(variable, rows.indices), self)
 
-    def assign(self, variable: ServedVariable, value: npt.ArrayLike) -> None:
+    def assign(self, variable: ServedVariable, value: Any) -> None:
         """Let a variable take another value; see `ServedVariable.assign`."""
-        array = np.asarray(value, variable.dtype)
+        array = np.asarray(fetched(value), variable.dtype)
         partition.check_shape("assign", array, variable.shape, variable.name)
         self._client.assign(variable, array)
         if variable.resident:
@@ -564,10 +572,12 @@ class ParameterServerStrategy(Strategy):
         Nothing is exchanged. A task that does not train gets all rows.
 
         Raises:
-            ValueError: the policy is not "data": workers are not in step.
+            ValueError: the policy is neither "data" nor "auto", which is "data" here: workers are
+                not in step.
         """
         ranks = Ranks(self.cluster.workers)
-        return datasets.of_same_batches(batches, ranks, len(self.devices), policy)
+        parts = datasets.of_same_batches(batches, ranks, len(self.devices), policy)
+        return self._on_devices(parts)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]]
@@ -580,7 +590,15 @@ class ParameterServerStrategy(Strategy):
         """
         workers = len(self._workers)
         context = InputContext(workers, self._index, workers * len(self.devices))
-        return datasets.from_function(dataset_fn(context), Ranks(), len(self.devices))
+        parts = datasets.from_function(dataset_fn(context), Ranks(), len(self.devices))
+        return self._on_devices(parts)
+
+
+def _on_host(gradient: Any) -> Gradient:
+    """Return a gradient as messages carry it."""
+    if isinstance(gradient, Rows):
+        return Rows(gradient.indices, fetched(gradient.values))
+    return fetched(gradient)
 
 
 def _checked_shape(initializer: Any, shape: Sequence[int], name: str) -> tuple[int, ...]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from strategies.cluster.local_devices import selected
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
 from strategies.remote import pool, wire
 from strategies.remote.containers import Address, offer
@@ -75,12 +77,15 @@ class Task:
 
     Args:
         service: open on all tasks.
-        task: a number, or a device string such as "/job:worker/task:1"; what that leaves open, or
-            None, is decided by the `device` blocks around.
+        task: a number, or a device string such as "/job:worker/task:1/gpu:0"; what that leaves
+            open, or None, is decided by the `device` blocks around. Where one of these names a
+            device, functions run with it selected: CuPy and CUDA under PyTorch have it as their
+            current device, JAX as its default one, of what the task has imported.
 
     Attributes:
         service: as given.
         number: of the task.
+        device: on which functions run there, such as "/gpu:0"; None if nobody has said.
 
     Example:
         >>> import collectives as cc
@@ -91,10 +96,10 @@ class Task:
 
     def __init__(self, service: Service, task: int | str | None) -> None:
         self.service = service
-        self.number = service.task_of(task, "Function", "function", device_types=("GPU", "CPU"))
+        self.number, self.device = service.device_for(task, "function")
 
     def __repr__(self) -> str:
-        return f"Task({self.number})"
+        return f"Task({self.number}{self.device or ''})"
 
     def run(
         self,
@@ -164,7 +169,7 @@ class Task:
             raise TypeError(f"submit: a function depends on futures of others, got {bad[0]!r}")
         name = name_of(function, "submit")
         if self.number == self.service.task:
-            begin = partial(_begin_here, name, arguments, named)
+            begin = partial(_begin_here, name, self.device, arguments, named)
         else:
             values = wire.pack([list(arguments), named], "submit")
             begin = partial(self._begin_there, name, values)
@@ -185,17 +190,22 @@ class Task:
             future.finish(lambda: _result(answer))
 
         address = Address(self.number, "", name)
-        number = self.service.start(address, "call", take, {"function": name}, values)
+        told = {"function": name, "device": self.device}
+        number = self.service.start(address, "call", take, told, values)
         return lambda: self.service.disown(number)
 
 
 def _begin_here(
-    name: str, arguments: Sequence[Any], named: dict[str, Any], future: TaskFuture
+    name: str,
+    device: str | None,
+    arguments: Sequence[Any],
+    named: dict[str, Any],
+    future: TaskFuture,
 ) -> Callable[[], object]:
     """Let a thread of this task make the call, and return what takes it back."""
 
     def job() -> None:
-        future.finish(lambda: function_named(name)(*arguments, **named))
+        future.finish(lambda: _called(name, device, arguments, named))
 
     pool.CALLS.submit(job)
     return lambda: pool.CALLS.withdraw(job)
@@ -261,12 +271,21 @@ def _error(name: str, arguments: Any) -> BaseException:
 # At the task that runs the function.
 
 
+def _called(
+    name: str, device: str | None, arguments: Sequence[Any], named: Mapping[str, Any]
+) -> Any:
+    """Call a function with its device selected."""
+    function = function_named(name)  # which may import the library that has the device
+    with nullcontext() if device is None else selected(device):
+        return function(*arguments, **named)
+
+
 def _call(work: Work) -> None:
     def job() -> None:
         try:
-            function = function_named(work.arguments["function"])
             arguments, named = work.values
-            values = wire.pack([function(*arguments, **named)], "run")
+            name, device = work.arguments["function"], work.arguments["device"]
+            values = wire.pack([_called(name, device, arguments, named)], "run")
         except BaseException as error:
             work.reply(_arguments(error), raised=_words(error))
         else:

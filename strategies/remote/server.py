@@ -39,7 +39,7 @@ class Server:
                 raise ValueError(f"Server: timeout must be seconds > 0, got {timeout}")
 
         Ranks(cluster.comm).prepared("Server", check)
-        self.service = Service(cluster.comm, timeout=timeout, locate=cluster.locate)
+        self.service = Service(cluster.comm, timeout=timeout, locate=cluster.find)
 
     def join(self, timeout: float | None = None) -> None:
         """Serve until all others that train have left, or are dead.

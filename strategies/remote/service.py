@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import collectives as cc
+from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.placement import Placer, devices_of
-from strategies.cluster.scopes import Placeable
+from strategies.cluster.scopes import Placeable, device, requested
 from strategies.errors import OpError
 from strategies.remote.asking import Asked, Question
 from strategies.remote.containers import Address, Containers, ResourceKind, current_container
@@ -55,7 +56,7 @@ class Service:
         comm: cc.Communicator,
         *,
         timeout: float = 60.0,
-        locate: Callable[[Placeable], int] | None = None,
+        locate: Callable[[Placeable], tuple[int, DeviceSpec]] | None = None,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"Service: timeout must be seconds > 0, got {timeout}")
@@ -122,17 +123,14 @@ class Service:
         kind: str,
         name: str,
         description: Mapping[str, Any] | None = None,
-        *,
-        device_types: tuple[str, ...] = ("CPU",),
     ) -> int:
         """Return the number of the task where a thing is to be.
 
         Args:
             task: as for `open`.
-            kind: of the thing: the name of its kind, or "Function".
+            kind: of the thing, by its name.
             name: of the thing.
             description: its properties; device functions see its shape and dtype.
-            device_types: of devices that it can be on, best first.
 
         Raises:
             ValueError: no such task, or no such device on it.
@@ -145,12 +143,35 @@ class Service:
                 task or "",
                 shape=None if shape is None else tuple(shape),
                 dtype=dtype_named(dtype) if isinstance(dtype, str) else dtype,
-                device_types=device_types,
             )
-            return self._locate(thing)
+            return self._locate(thing)[0]
         if isinstance(task, bool) or not isinstance(task, int) or not 0 <= task < self.size:
             raise ValueError(f"open: no such task, expected 0 .. {self.size - 1}, got {task}")
         return task
+
+    def device_for(self, task: int | str | None, name: str) -> tuple[int, str | None]:
+        """Return the number of the task where a function is to run, and on which device there.
+
+        Args:
+            task: as for `open`.
+            name: of the function.
+
+        Returns:
+            The task, and such as "/gpu:1"; None if neither `task` nor the `device` blocks around
+            say anything of devices.
+
+        Raises:
+            ValueError: no such task, or no such device on it.
+        """
+        if isinstance(task, int):
+            return self.task_of(task, "Function", name), None
+        thing = Placeable(name, "Function", task or "", device_types=())
+        wish = requested(thing)  # once: a device function may answer otherwise the next time
+        with device(None):
+            number, found = self._locate(thing._replace(device=wish.to_string()))
+        if wish.device_type is None and wish.device_index is None:
+            return number, None
+        return number, f"/{str(found.device_type).lower()}:{found.device_index}"
 
     def departures(
         self, tasks: Collection[int], timeout: float | None = None
@@ -277,7 +298,12 @@ class Service:
             self._containers.reset()
 
 
-def _among_workers(size: int) -> Callable[[Placeable], int]:
+def _among_workers(size: int) -> Callable[[Placeable], tuple[int, DeviceSpec]]:
     """Return where things are if all tasks are those of one job."""
     placer = Placer({("worker", task): devices_of() for task in range(size)})
-    return lambda thing: placer.place(thing).task or 0
+
+    def locate(thing: Placeable) -> tuple[int, DeviceSpec]:
+        device = placer.place(thing)
+        return device.task or 0, device
+
+    return locate

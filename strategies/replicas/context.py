@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+from strategies.cluster import local_devices as devices
 from strategies.options import CommunicationOptions
 from strategies.ranks import Ranks
-from strategies.replicas import devices, per_replica, reductions
+from strategies.replicas import per_replica, reductions
 from strategies.replicas.reductions import ReduceOp
 
 __all__ = [

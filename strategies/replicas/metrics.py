@@ -17,6 +17,8 @@ __all__ = ["MeanMetric", "SumMetric"]
 class _Strategy(Protocol):
     """What makes variables."""
 
+    is_in_step: bool
+
     def variable(self, initial_value: Any, **options: Any) -> Variable:
         """See `Strategy.variable`."""
 
@@ -33,7 +35,7 @@ class SumMetric:
         name: of its variable, also in checkpoints.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is taken, or the replicas are not in step.
     """
 
     def __init__(self, strategy: _Strategy, name: str) -> None:
@@ -64,7 +66,7 @@ class MeanMetric:
         name: of the metric; its variables are `NAME/total` and `NAME/rows`.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: as `SumMetric`.
 
     Example:
         >>> from strategies.synchronous import MirroredStrategy
@@ -112,6 +114,11 @@ class MeanMetric:
 
 
 def _sum(strategy: _Strategy, name: str) -> Variable:
+    if not strategy.is_in_step:
+        raise ValueError(
+            f"metric: replicas of a {type(strategy).__name__} are not in step, so that none can "
+            f"ask for the sums of all, expected each to report its own numbers (metric: {name})"
+        )
     return strategy.variable(np.zeros(()), name=name, synchronization="on_read", aggregation="sum")
 
 

@@ -21,7 +21,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from strategies.replicas import context, devices, per_replica, workers
+from strategies.cluster import local_devices as devices
+from strategies.replicas import context, per_replica, workers
 from strategies.replicas.context import Meeting, ReplicaContext, ReplicaStrategy
 
 __all__ = ["run", "selected"]
@@ -94,6 +95,7 @@ def _several(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]
     """Let each replica compute in a thread of its own."""
     count = len(strategy.devices)
     threads = _Threads(count)
+    cores = workers.Cores()
 
     def entered(i: int) -> Any:
         own = strategy.devices[i : i + 1]
@@ -103,6 +105,7 @@ def _several(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]
             return threads.wait(i, meeting)
 
         replica = ReplicaContext(strategy, i, meet)
+        cores.spread(i)
         with selected(strategy, i), context.entered(strategy, replica):
             result = body(i)
             devices.finish(own)

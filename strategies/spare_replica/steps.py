@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from strategies import arrays
 from strategies.accumulators.engine import Apply
 from strategies.accumulators.remote import Engine, open_accumulation
 from strategies.accumulators.sums import Gradient, Part
@@ -103,7 +107,10 @@ class SpareSteps:
             optimizer: updates the chief's copies of the variables.
             pairs: of all variables, which have their first values.
         """
-        parts = [Part(pair.where, pair.value.dtype.name, pair.value.shape) for pair in pairs]
+        parts = [
+            Part(pair.where, arrays.dtype_name(pair.value), tuple(pair.value.shape))
+            for pair in pairs
+        ]
         assigned = _balanced([pair.value.nbytes for pair in pairs], len(self._tasks))
 
         def shard(task: int, positions: list[int]) -> _Shard:
@@ -122,7 +129,7 @@ class SpareSteps:
         pairs_of_tasks = zip(self._tasks, assigned, strict=True)
         self._shards = [shard(task, positions) for task, positions in pairs_of_tasks if positions]
         if isinstance(self._rounds, Rounds):
-            masters = [_Master(pair.key, pair.value.copy()) for pair in pairs]
+            masters = [_Master(pair.key, np.array(arrays.fetched(pair.value))) for pair in pairs]
             engines = [shard.engine for shard in self._shards]
             self._loop = ChiefLoop(self._rounds, engines, self._updating(optimizer, masters))
             self._rounds.on_failure = self._loop.stop
@@ -140,17 +147,14 @@ class SpareSteps:
         """
         deliveries: list[tuple[Waiting, Attempt]] = []
         for shard in self._shards:
-            own = [
-                pair.gradient if pair.rows is None else Rows(pair.rows, pair.gradient)
-                for pair in (pairs[i] for i in shard.positions)
-            ]
+            own = [_on_host(pairs[i]) for i in shard.positions]
             apply = Apply(own, self.local_step, self._worker, examples)
             deliveries.append((shard.engine, apply))
         turn = Turn(self._worker, self.local_step)
         _all(deliveries, (self._rounds, turn))
         self.local_step = turn.step
         for pair, value in zip(pairs, turn.values, strict=bool(turn.values)):
-            pair.value[...] = value
+            _take(pair, value)
 
     def report(self) -> StepReport:
         """Return what became of the gradients so far."""
@@ -204,6 +208,22 @@ class SpareSteps:
             why = None
         assert isinstance(self._rounds, Rounds)
         self._rounds.lose(worker, why or "it has ended without leaving")
+
+
+def _on_host(pair: Pair) -> Any:
+    """Return the gradient of a variable as messages carry it."""
+    gradient = None if pair.gradient is None else arrays.fetched(pair.gradient)
+    return gradient if pair.rows is None else Rows(pair.rows, gradient)
+
+
+def _take(pair: Pair, value: Array) -> None:
+    """Let a variable have a value."""
+    if isinstance(pair.value, np.ndarray):
+        pair.value[...] = value
+        return
+    new = arrays.overwrite(pair.value, arrays.beside(pair.value, value))
+    if pair.settle is not None:
+        pair.settle(new)
 
 
 def _balanced(sizes: Sequence[int], count: int) -> list[list[int]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 import collectives as cc
 from strategies import sums
 from strategies.checks import integer
@@ -27,11 +25,11 @@ __all__ = ["SpareReplicaStrategy"]
 class SpareReplicaStrategy(Strategy):
     """A step is made as soon as some of the replicas have a gradient; the others are *spare*.
 
-    Every rank is a *worker* with one replica, rank 0 is also the *chief*. A worker computes a
-    gradient and delivers it by `apply_gradients`. When `replicas_to_aggregate` gradients of the
-    current step are in, the chief updates its variables by their mean, and each worker that waits
-    goes on with the new values. A gradient that comes later is dropped, and its worker goes on with
-    the newest values. So each gradient that is used was computed from the newest values.
+    Every rank is a *worker* with one replica, on one device; rank 0 is also the *chief*. A worker
+    computes a gradient and delivers it by `apply_gradients`. When `replicas_to_aggregate` gradients
+    of the current step are in, the chief updates its variables by their mean, and each worker that
+    waits goes on with the new values. A gradient that comes later is dropped, and its worker goes
+    on with the newest values. So each gradient that is used was computed from the newest values.
 
     If there are fewer workers than `replicas_to_aggregate`, the fast ones compute several gradients
     for one step.
@@ -51,10 +49,12 @@ class SpareReplicaStrategy(Strategy):
         global_step: the first step; not 0 if training goes on from a checkpoint.
         timeout: seconds without a sign of life after which a rank that owes an answer counts as
             unreachable.
+        device: of this rank's replica, one of `strategies.devices()`, where its variables and
+            batches go; "/cpu:0" if None. The chief averages and updates in host memory.
 
     Raises:
         ValueError: `replicas_to_aggregate` is not a number of gradients, or there are no such
-            tasks; on all ranks.
+            tasks, or no such device; on all ranks.
         MismatchError: the ranks mean different things; on all ranks.
 
     Attributes:
@@ -62,6 +62,8 @@ class SpareReplicaStrategy(Strategy):
         total_num_replicas: number of workers.
         service: the one that it works with, which may be used for other things.
     """
+
+    is_in_step = False
 
     def __init__(
         self,
@@ -71,10 +73,12 @@ class SpareReplicaStrategy(Strategy):
         tasks: Sequence[int] = (0,),
         global_step: int = 0,
         timeout: float = 60.0,
+        device: str | None = None,
     ) -> None:
-        super().__init__()
         comm = cc.init() if comm is None else comm
-        self._everyone = Ranks(comm)
+        everyone = Ranks(comm)
+        everyone.prepared("SpareReplicaStrategy", lambda: self._be_on(device))
+        self._everyone = everyone
         self.total_num_replicas = comm.size
         self.replicas_to_aggregate = (
             comm.size if replicas_to_aggregate is None else replicas_to_aggregate
@@ -122,9 +126,10 @@ class SpareReplicaStrategy(Strategy):
         """Give this worker its rows of every global batch; see `Strategy`.
 
         Raises:
-            ValueError: the policy is not "data": workers are not in step.
+            ValueError: the policy is neither "data" nor "auto", which is "data" here: workers are
+                not in step.
         """
-        return datasets.of_same_batches(batches, self._everyone, 1, policy)
+        return self._on_devices(datasets.of_same_batches(batches, self._everyone, 1, policy))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]]
@@ -132,7 +137,7 @@ class SpareReplicaStrategy(Strategy):
         """Let each worker read its own part of the data, at its own pace."""
         worker = self._everyone.rank
         part = InputContext(self.total_num_replicas, worker, self.replicas_to_aggregate)
-        return datasets.from_function(dataset_fn(part), self.ranks, 1)
+        return self._on_devices(datasets.from_function(dataset_fn(part), self.ranks, 1))
 
     def apply_gradients(
         self,
@@ -150,8 +155,8 @@ class SpareReplicaStrategy(Strategy):
         Args:
             optimizer: one of `strategies.optimizers`, the same in all calls. The chief's updates
                 its variables; those of other ranks are not used.
-            grads_and_vars: pairs of a gradient, in host memory, and a variable; the same variables
-                on all ranks and in all calls. A gradient may be an array, `Rows`, or None, which
+            grads_and_vars: pairs of a gradient and a variable, on one device; the same variables on
+                all ranks and in all calls. A gradient may be an array, `Rows`, or None, which
                 counts as zero; `Rows` are averaged index by index, over the gradients that had it.
             examples: how many rows the gradients are the mean of: the mean of a step is then over
                 its rows. Gradients of 0 rows are among those that make a step, and change nothing.
@@ -215,6 +220,9 @@ class SpareReplicaStrategy(Strategy):
             self._steps.leave()
             self.service.close()
 
+    def _be_on(self, device: str | None) -> None:
+        super().__init__(None if device is None else [device])
+
     def _check(self, step: int) -> None:
         integer("SpareReplicaStrategy", "replicas_to_aggregate", self.replicas_to_aggregate)
         integer("SpareReplicaStrategy", "global_step", step, least=0)
@@ -232,12 +240,6 @@ class SpareReplicaStrategy(Strategy):
             require_cross_replica(self, "apply_gradients")
         sums.check_examples(examples)
         pairs = resolve(grads_and_vars, "apply_gradients")
-        for pair in pairs:
-            if not isinstance(pair.value, np.ndarray):
-                raise ValueError(
-                    f"apply_gradients: expected variables in host memory, got "
-                    f"{type(pair.value).__name__} ({pair.where})"
-                )
         keys = [pair.key for pair in pairs]
         if not keys or (self._keys and keys != self._keys):
             raise ValueError(

@@ -21,7 +21,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from strategies import arrays
-from strategies.replicas import context, devices, per_replica
+from strategies.cluster import local_devices as devices
+from strategies.replicas import context, per_replica
 from strategies.replicas.per_replica import PerReplica
 from strategies.replicas.variable import Variable
 from strategies.structures import leaves, map_leaves

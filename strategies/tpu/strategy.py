@@ -16,12 +16,12 @@ import numpy as np
 import collectives as cc
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.averaging.replicas import Gradients
+from strategies.cluster.local_devices import of_jax, put_jax
 from strategies.cluster.resolvers import TPUClusterResolver
 from strategies.options import CommunicationOptions
 from strategies.ranks import of_this_job
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
-from strategies.replicas.devices import of_jax, put_jax
 from strategies.strategy import Strategy
 
 __all__ = ["TPUStrategy"]

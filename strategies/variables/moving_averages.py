@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
@@ -30,7 +31,8 @@ class MovingAverages:
     values that it has; of the chief of spare replicas these are those of every step.
 
     Args:
-        variables: with a `name` and a `value` in host memory, such as those of any strategy.
+        variables: with a `name` and a `value` of any library, such as those of any strategy. Their
+            averages are in host memory, of the values that this process has.
         decay: a number in [0, 1).
         ramped: let the first values count more, while they change most.
 
@@ -64,8 +66,7 @@ class MovingAverages:
         self.updates = 0
         # 16-bit floats would not change by what is less than half of their last digit.
         self._averages = {
-            name: np.array(arrays.wide(np.asarray(variable.value)))
-            for name, variable in self._variables.items()
+            name: np.array(_wide(variable)) for name, variable in self._variables.items()
         }
 
     def __getitem__(self, name: str) -> Array:
@@ -79,31 +80,29 @@ class MovingAverages:
             decay = min(decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         for name, average in self._averages.items():
-            value = arrays.wide(np.asarray(self._variables[name].value))
-            average += (1 - decay) * (value - average)
+            average += (1 - decay) * (_wide(self._variables[name]) - average)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the variables have their averages inside of a block, such as for an evaluation.
 
         Raises:
-            ValueError: a variable's value is a copy that must not be changed, as on the workers of
-                a parameter server; read the averages by name.
+            ValueError: a variable's value must not be changed: it is a copy, as on the workers
+                of a parameter server, or read-only; read the averages by name.
         """
         for name, variable in self._variables.items():
-            if not np.asarray(variable.value).flags.writeable:
+            if why := _why_constant(variable):
                 raise ValueError(
-                    f"in_place: the value is a copy of one elsewhere, which must not be changed, "
-                    f"expected averages[name] to be read (variable: {name})"
+                    f"in_place: {why}, expected averages[name] to be read (variable: {name})"
                 )
-        before = {name: variable.value.copy() for name, variable in self._variables.items()}
+        before = {name: np.array(_host(variable)) for name, variable in self._variables.items()}
         try:
             for name, variable in self._variables.items():
-                variable.value[...] = self._averages[name]
+                _assign(variable, self._averages[name])
             yield
         finally:
             for name, variable in self._variables.items():
-                variable.value[...] = before[name]
+                _assign(variable, before[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep, as copies."""
@@ -126,3 +125,34 @@ class MovingAverages:
         for name, average in self._averages.items():
             average[...] = state[f"average/{name}"]
         self.updates = int(state["updates"])
+
+
+def _host(variable: Any) -> Array:
+    value = variable.value
+    return arrays.fetched(value) if arrays.is_array(value) else np.asarray(value)
+
+
+def _wide(variable: Any) -> Array:
+    found: Array = arrays.wide(_host(variable))
+    return found
+
+
+def _why_constant(variable: Any) -> str | None:
+    """Say why a variable cannot take another value for a while, None if it can."""
+    if getattr(variable, "is_copy", False):
+        return "the value is a copy of one elsewhere, which must not be changed"
+    if hasattr(variable, "assign"):
+        return None
+    value = variable.value
+    if array_api_compat.is_jax_array(value):
+        return "the value is an array of JAX, which never changes"
+    read_only = isinstance(value, np.ndarray) and not value.flags.writeable
+    return "the value is read-only" if read_only else None
+
+
+def _assign(variable: Any, array: Array) -> None:
+    if hasattr(variable, "assign"):
+        variable.assign(array)
+        return
+    value = variable.value.detach() if hasattr(variable.value, "detach") else variable.value
+    arrays.overwrite(value, arrays.beside(value, array))

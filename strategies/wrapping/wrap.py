@@ -27,7 +27,8 @@ def ranks_of(strategy: Strategy) -> cc.Communicator:
     if strategy.ranks.comm is not None:
         return strategy.ranks.comm
     whole = cc.init()
-    alone = whole if whole.size == 1 else whole.group([whole.rank])
+    # By the tag the others need not come.
+    alone = whole if whole.size == 1 else whole.group([whole.rank], tag=0)
     assert alone is not None
     return alone
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections import defaultdict
 
 import numpy as np
 import pytest
 
 import collectives as cc
+import fakecupy
+from requirements import installed
 from strategies.accumulators.accumulators import ConditionalAccumulator, shared_accumulator
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.resolvers import SimpleClusterResolver, TFConfigClusterResolver
@@ -40,6 +43,15 @@ def holds(service, container, name):
         return False
     except AbortedError:  # no thing has this serial number
         return True
+
+
+def current_gpu():
+    return sys.modules["cupy"].selected[-1].id
+
+
+def default_jax_device():
+    (device,) = installed("jax.numpy").zeros(1).devices()
+    return device.id
 
 
 def one_ps(comm, **options):
@@ -276,13 +288,49 @@ def test_functions_run_where_blocks_say(world):
     world.run(check)
 
 
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_functions_run_with_their_device_selected(world, monkeypatch, where):
+    fake = fakecupy.FakeCupy(devices=3)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+
+    def check(comm):
+        last = comm.size - 1
+        with one_ps(comm, gpus=2, others={"TPU": 1}) as cluster, Server(cluster) as server:
+            number = comm.rank if where == "here" else last
+            task = f"{cluster.device_of(number)}"
+            for name, expected in (("/gpu:1", 1), ("/gpu:0", 0), ("", 0)):
+                place = Task(server.service, task + name)
+                assert (place.number, place.device) == (number, name or None)
+                assert place.run(current_gpu) == expected
+            assert Task(server.service, f"{task}/gpu:*").device == "/gpu:0"
+            with device(f"{task}/tpu:0"):
+                assert Task(server.service, None).device == "/tpu:0"
+            with pytest.raises(InvalidArgumentError, match="TPU:0.*GPU:0.*CPU:0, got .*TPU:1"):
+                Task(server.service, f"{task}/tpu:1")
+
+    world.run(check)
+
+
+def test_functions_on_a_cpu_device_of_jax(world):
+    jax = installed("jax")
+
+    def check(comm):
+        with Cluster(ClusterSpec.from_ranks(comm.size), comm, cpus=3) as cluster:
+            with Server(cluster) as server:
+                task = Task(server.service, f"{cluster.device_of(comm.size - 1)}/cpu:2")
+                assert task.run(default_jax_device) == 2
+            assert jax.numpy.zeros(1).devices() == {jax.local_devices()[0]}
+
+    world.run(check)
+
+
 def test_without_a_cluster_all_tasks_are_workers(world):
     def check(comm):
         last = comm.size - 1
         with Service(comm) as service:
-            assert service.task_of(None, "Function", "f") == 0
+            assert service.task_of(None, "Variable", "f") == 0
             with device(f"/job:worker/task:{last}/cpu:0"):
-                assert service.task_of(None, "Function", "f") == last
+                assert service.task_of(None, "Variable", "f") == last
                 queue = shared_queue(FIFOQueue, 9, np.int64, [()], service=service, shared_name="q")
             queue.enqueue(1)
             comm.barrier()

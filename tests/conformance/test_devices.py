@@ -11,6 +11,7 @@ import collectives as cc
 import fakecupy
 import strategies
 from requirements import installed
+from served import opened, training
 
 # 8 devices of JAX in each process: `conftest` asks for them before anybody imports JAX.
 KINDS = {
@@ -216,6 +217,89 @@ def test_one_device_and_one_that_is_not_there(world, library):
             comm, devices=["/tpu:0", "/cpu:0"], soft_placement=True
         )
         assert soft.devices == ("/cpu:1", "/cpu:0")
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+def stepped(strategy, optimizer, batches, w, seen):
+    """Train as `train` does, where steps are made elsewhere."""
+
+    def see(*arrays):
+        device = strategies.get_replica_context().device
+        seen.extend((device, x) for x in arrays)
+
+    def step(x, y):
+        see(x, y, w.value)
+        error = x @ w.value - y
+        gradient = x.T @ error / max(len(x), 1)
+        strategy.apply_gradients(optimizer, [(gradient, w)], examples=len(x))
+
+    for batch in strategy.distribute_dataset(batches):
+        strategy.run(step, args=batch)
+
+
+def check_seen(library, seen, w, expected):
+    assert seen
+    for device, x in seen:
+        assert isinstance(x, library.type_of)
+        assert library.device_of(x) == library.on(device)
+    assert isinstance(w.value, library.type_of)
+    np.testing.assert_allclose(library.host(w.value), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_parameter_servers_train_on_devices(world, library):
+    if world.size == 1:
+        return  # there is no ps: `served.alone`
+    start = np.ones((6, 2), np.float32)
+    alone, _ = train(strategies.DefaultStrategy(), make_batches(SIZES, np.array), start)
+
+    def check(comm):
+        with opened(comm) as server:
+            optimizer = strategies.Momentum(0.05, 0.9)
+            strategy = strategies.parameter_server.ParameterServerStrategy(
+                server, optimizer, synchronous=True, devices=library.devices
+            )
+            w = strategy.variable(library.make(start), name="w")
+            if not training(server):
+                return
+            seen = []
+            stepped(strategy, optimizer, make_batches(SIZES, library.make), w, seen)
+            server.cluster.workers.barrier()
+            check_seen(library, seen, w, alone.value)
+            assert w.value is w.value  # made once for each version
+            rows = strategy.look_up(w, library.make(np.array([2, 0])))
+            assert isinstance(rows, library.type_of)
+            np.testing.assert_array_equal(library.host(rows), library.host(w.value)[[2, 0]])
+            server.cluster.workers.barrier()
+            strategy.assign(w, library.make(2 * start))
+            np.testing.assert_array_equal(library.host(w.value), 2 * start)
+            np.testing.assert_array_equal(np.asarray(w), 2 * start)
+            server.cluster.workers.barrier()
+
+    world.run(check)
+
+
+def test_spare_replicas_train_on_devices(world, library):
+    start = np.ones((6, 2), np.float32)
+    alone, _ = train(strategies.DefaultStrategy(), make_batches(SIZES, np.array), start)
+
+    def check(comm):
+        optimizer = strategies.Momentum(0.05, 0.9)
+        device = library.devices[-1]
+        with strategies.spare_replica.SpareReplicaStrategy(comm=comm, device=device) as strategy:
+            w = strategy.variable(library.make(start), name="w")
+            seen = []
+            stepped(strategy, optimizer, make_batches(SIZES, library.make), w, seen)
+            check_seen(library, seen, w, alone.value)
+
+    world.run(check)
+
+
+def test_no_such_device_for_steps_made_elsewhere(world, library):
+    def check(comm):
+        with pytest.raises(ValueError, match="no such device, expected .*got '/tpu:0'"):
+            strategies.spare_replica.SpareReplicaStrategy(comm=comm, device="/tpu:0")
         assert comm.allreduce(1, op=cc.SUM) == comm.size
 
     world.run(check)

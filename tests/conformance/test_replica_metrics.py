@@ -71,3 +71,13 @@ def test_half_precision_is_added_up_in_single():
     metric = MeanMetric(strategy, "loss")
     strategy.run(metric.update, args=(np.full(1 << 16, 2.0, np.float16),))
     assert metric.result() == 2.0
+
+
+def test_replicas_that_are_not_in_step_have_no_metrics(world):
+    def check(comm):
+        with strategies.SpareReplicaStrategy(comm=comm) as strategy:
+            for kind in (MeanMetric, SumMetric):
+                with pytest.raises(ValueError, match="of a SpareReplicaStrategy are not in step"):
+                    kind(strategy, "loss")
+
+    world.run(check)

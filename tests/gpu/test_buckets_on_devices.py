@@ -24,7 +24,8 @@ def values_of(rank, step, dtype):
 
 def means(size, step, dtype):
     every = zip(*(values_of(rank, step, dtype) for rank in range(size)), strict=True)
-    return [np.mean(np.array(arrays, np.float64), axis=0).astype(dtype) for arrays in every]
+    wide = np.result_type(dtype, np.float64)
+    return [np.mean(np.array(arrays, wide), axis=0).astype(dtype) for arrays in every]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

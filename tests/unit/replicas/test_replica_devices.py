@@ -37,7 +37,7 @@ def test_devices_that_are_listed(cupy):
 
 
 def test_soft_placement_takes_free_cpus_and_says_so(cupy, caplog):
-    with caplog.at_level("INFO", "strategies.replicas.devices"):
+    with caplog.at_level("INFO", "strategies.cluster.local_devices"):
         strategy = strategies.MirroredStrategy(
             ["/gpu:7", "/cpu:0", "/gpu:0", "/tpu:0"], soft_placement=True
         )
@@ -150,7 +150,7 @@ def test_variables_of_jax_take_another_array_in_place_of_theirs():
 
 def test_pytorch_has_no_tpu():
     torch = installed("torch")
-    from strategies.replicas import devices
+    from strategies.cluster import local_devices as devices
 
     with pytest.raises(ValueError, match="PyTorch has no such device, .* got /tpu:1"):
         devices.put(torch.ones(1), "/tpu:1")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import doctest
+import sys
 
 import numpy as np
 import pytest
 
+import fakecupy
 import strategies
+from requirements import installed
 from strategies.variables import MovingAverages, moving_averages
 
 
@@ -81,3 +84,48 @@ def test_examples():
     result = doctest.testmod(moving_averages)
     assert result.attempted >= 5
     assert result.failed == 0
+
+
+@pytest.mark.parametrize("library", ["torch", "jax", "cupy"])
+def test_values_of_other_libraries_are_averaged_on_the_host(library, monkeypatch):
+    if library == "cupy":
+        fake = fakecupy.FakeCupy(devices=2)
+        monkeypatch.setitem(sys.modules, "cupy", fake)
+        monkeypatch.setitem(sys.modules, "array_api_compat.cupy", fakecupy.ARRAY_API)
+        given, read = fake.array(np.ones(3, np.float32)), lambda x: x.get()
+    elif library == "torch":
+        torch = installed("torch")
+        given, read = torch.ones(3, requires_grad=True), lambda x: x.detach().numpy()
+    else:
+        given, read = installed("jax.numpy").ones(3), np.asarray
+    w = strategies.Variable(given, name="w")
+    averages = MovingAverages([w], decay=0.5)
+    w.assign(np.full(3, 3, np.float32))
+    averages.update()
+    assert isinstance(averages["w"], np.ndarray)
+    assert averages["w"].tolist() == [2, 2, 2]
+    with averages.in_place():
+        assert read(w.value).tolist() == [2, 2, 2]
+        assert type(w.value) is type(given)
+    assert read(w.value).tolist() == [3, 3, 3]
+    assert getattr(w.value, "requires_grad", False) == (library == "torch")
+
+
+def test_values_that_are_not_to_be_changed():
+    class Bare:
+        name = "w"
+
+        def __init__(self, value, is_copy=False):
+            self.value = value
+            self.is_copy = is_copy
+
+    constant = np.ones(2)
+    constant.flags.writeable = False
+    for variable, why in (
+        (Bare(constant), "the value is read-only"),
+        (Bare(installed("jax.numpy").ones(2)), "an array of JAX, which never changes"),
+        (Bare(np.ones(2), is_copy=True), "a copy of one elsewhere"),
+    ):
+        averages = MovingAverages([variable])
+        with pytest.raises(ValueError, match=why), averages.in_place():
+            pass

@@ -258,9 +258,17 @@ def _gpu_library(asked: Sequence[str] = ()) -> str | None:
                 importlib.import_module(library)
             except ImportError:
                 continue
-        if library in sys.modules and count(sys.modules[library]):
+        module = sys.modules.get(library)
+        if module is None:
+            continue
+        if module in _with_gpus or count(module):
+            _with_gpus.add(module)
             return library
     return None
+
+
+_with_gpus: set[Any] = set()
+"""Libraries that have found a GPU, which are not asked again whether they do."""
 
 
 def _of_jax(kind: str, *, ask: bool = False) -> list[Any]:
