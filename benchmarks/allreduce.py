@@ -1,6 +1,6 @@
 """All-reduce on one node against three MPI libraries, each at its best, and Gloo; near and far.
 
-    python benchmarks/allreduce.py [--ranks 2] [--dtype float32] [--json file] [--plot file.png]
+    python benchmarks/allreduce.py [--ranks 2] [--dtype float32] [--json file] [--plot file.svg]
 
 Each setting of Open MPI and each other library is a job of its own, in which ours and the peers
 take turns at every size, near and far apart, with arrays written anew before each call: `turns.py`.
@@ -38,6 +38,8 @@ from turns import (
     machine,
     told_apart,
 )  # fmt: skip
+
+from collectives.tools import plot
 
 SIZES = [8, 64, 512, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 
@@ -220,7 +222,7 @@ def draw(options: argparse.Namespace, tables: dict[str, Row]) -> None:
     all_axes[0].set(ylabel="median time of the slowest rank, us")
     all_axes[0].legend()
     figure.suptitle(f"All-reduce of {options.dtype}, {options.ranks} ranks on one node")
-    figure.savefig(options.plot)
+    plot.save(figure, options.plot)
 
 
 def worker(options: argparse.Namespace) -> None:

@@ -32,6 +32,7 @@ from collectives.links import DEFAULT, Link
 from collectives.simulation import calls
 from collectives.simulation.clock import Stopped
 from collectives.simulation.cluster import Cluster
+from collectives.tools import plot
 
 OPERATIONS = ["allreduce", "allreduce", "broadcast", "reduce", "reduce_scatter", "allgather"]
 MACHINES = [16, 17, 24, 64, 100, 129, 256, 500, 1000, 1024]
@@ -187,7 +188,7 @@ def draw(found: dict[str, dict[str, float]], picture: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title("all-reduce of 100 MB, 100 Gbit/s, 5 us, simulated")
-    figure.savefig(picture)
+    plot.save(figure, picture)
     plt.close(figure)
 
 
