@@ -73,7 +73,7 @@ def page(browser, site):
 
 def address(site: Path, name: str) -> str:
     """Where a page is, without a server."""
-    return f"{(site / name).with_suffix('.html').as_uri()}"
+    return (site / f"{name}.html").as_uri()
 
 
 def names_of(site: Path) -> list[str]:
