@@ -19,6 +19,7 @@ FLOORS = {
             "crowding",
             "errors",
             "links",
+            "preparation",
             "timeline",
             "topology",
             "version",

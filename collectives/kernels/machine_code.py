@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from collectives import preparation
 from collectives.kernels import turn
 
 __all__ = ["KNOWN_SYMBOLS", "address", "function"]
@@ -72,7 +73,8 @@ def address(module: str, *words: str) -> int:
     name = (module, *words)
     with _lock:
         if name not in _addresses:
-            _addresses[name] = _load(name)
+            with preparation.preparing():
+                _addresses[name] = _load(name)
         return _addresses[name]
 
 

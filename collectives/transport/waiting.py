@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from collectives import preparation
 from collectives.errors import CollectiveError, CollectiveTimeout
 
 __all__ = [
@@ -197,6 +198,11 @@ def _listed(word: str, numbers: Sequence[int]) -> str:
     return f"{word}{'s' * (len(numbers) > 1)} {' '.join(map(str, numbers[:_NAMES]))}{more}"
 
 
+def _clock() -> float:
+    """Seconds, but for those in which this process has made what it needs once."""
+    return time.monotonic() - preparation.seconds()
+
+
 class Deadline:
     """When one call of one operation has waited long enough.
 
@@ -223,13 +229,13 @@ class Deadline:
         self.limit = limit
         self._warn_after = warn_after
         self._whereabouts = whereabouts
-        self._start = time.monotonic()
+        self._start = _clock()
         self._stop = this_thread.stop
 
     @property
     def waited(self) -> float:
-        """Seconds since the call began."""
-        return time.monotonic() - self._start
+        """Seconds since the call began, but for those in which this process compiled."""
+        return _clock() - self._start
 
     def check(
         self,

@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 
+from collectives import preparation
+from collectives.errors import CollectiveTimeout
 from collectives.transport import waiting
-from collectives.transport.waiting import Wait
+from collectives.transport.waiting import Deadline, Known, Ranks, Wait
 
 
 class Clock:
@@ -66,3 +68,17 @@ def test_who_asks_until_a_limit_gets_the_last_answer(clock):
     assert clock.naps == [0.01, 0.01]
     assert not waiting.until(lambda: False, limit=0.1, every=0.01)
     assert clock.now < 0.2
+
+
+def test_no_limit_counts_what_this_process_compiles_meanwhile(clock, monkeypatch):
+    monkeypatch.setattr(preparation, "time", clock)
+    ranks = Ranks()
+    ranks.rank, ranks.size = 0, 2
+    missing = [Known("rank 1 to enter the call", (1,), has_come=False)]
+    deadline = Deadline("allreduce", 5.0)
+    with preparation.preparing():
+        clock.now += 60.0
+    deadline.check(ranks, missing)
+    clock.now += 5.0
+    with pytest.raises(CollectiveTimeout, match="allreduce: no answer within 5 s.* rank 1 to ent"):
+        deadline.check(ranks, missing)
