@@ -1,4 +1,4 @@
-"""The name of the project, which is no module: says what to import instead."""
+"""The name of the project, which is not a module: says what to import instead."""
 
 raise ImportError(
     "unisono: the project is called so, its packages are not, expected `import collectives as cc` "

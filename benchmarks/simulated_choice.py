@@ -37,7 +37,7 @@ from collectives.operations import compare
 from collectives.simulation import calls
 from collectives.simulation.clock import Stopped
 from collectives.simulation.cluster import Cluster
-from collectives.tools import explain
+from collectives.tools import explain, plot
 from collectives.tools.explain import Question
 
 OPERATIONS = ["allreduce", "allreduce", "broadcast", "reduce", "reduce_scatter", "allgather"]
@@ -213,7 +213,7 @@ def draw(found: dict[str, dict[str, float]], picture: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title("all-reduce of 100 MB, 100 Gbit/s, 5 us, simulated")
-    figure.savefig(picture)
+    plot.save(figure, picture)
     plt.close(figure)
 
 

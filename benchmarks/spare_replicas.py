@@ -29,6 +29,7 @@ import numpy as np
 
 import collectives as cc
 import strategies
+from collectives.tools import plot
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SIGMA = 0.5  # of the logarithm of a delay
@@ -210,7 +211,7 @@ def picture(figures: dict[int, dict[str, float]], path: str) -> None:
     axes.set_ylim(bottom=0)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path)
+    plot.save(figure, path)
     plt.close(figure)
 
 

@@ -31,6 +31,7 @@ from collectives.algorithms.layout import Layout
 from collectives.links import DEFAULT, Link
 from collectives.simulation import training
 from collectives.simulation.training import Compute
+from collectives.tools import plot
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 BETA, LATENCY = 8e-11, 5e-6
@@ -212,7 +213,7 @@ def draw(found: dict[str, Any], picture: Path) -> None:
         axes.set_ylabel("times one replica")
         axes.grid(alpha=0.3)
     all_axes[0, 0].legend(fontsize=7)
-    figure.savefig(picture)
+    plot.save(figure, picture)
     plt.close(figure)
 
 

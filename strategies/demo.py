@@ -106,7 +106,7 @@ def train(folder: Path, epochs: int = 30) -> float:
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-    """Return the images in an order of chance, shape (1797, 64), from 0 to 1, and their digits."""
+    """Return the images in a random order, shape (1797, 64), from 0 to 1, and their digits."""
     table = np.loadtxt(_digits_file(), delimiter=",")
     np.random.default_rng(0).shuffle(table)
     return table[:, :64] / 16, table[:, 64].astype(int)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from collectives.tools.explain import Point
 
-__all__ = ["draw", "draw_curve", "draw_efficiency", "draw_sizes", "is_possible"]
+__all__ = ["draw", "draw_curve", "draw_efficiency", "draw_sizes", "is_possible", "save"]
+
+# Colours of matplotlib -> what they are called in an SVG, on a light card and on a dark one. Text
+# and lines on each have a contrast of 3 : 1 at least, as pictures need.
+_COLOURS = {
+    "#ffffff": ("card", "#ffffff", "#161b22"),
+    "#000000": ("ink", "#1f2328", "#f0f3f6"),
+    "#b0b0b0": ("grid", "#8c959f", "#7d8590"),
+    "#cccccc": ("edge", "#d0d7de", "#3d444d"),
+    "#808080": ("grey", "#57606a", "#9ea7b3"),
+    "#d3d3d3": ("call", "#d0d7de", "#3d444d"),
+    "#add8e6": ("span", "#cfe3ff", "#123a70"),
+    "#1f77b4": ("h0", "#1f6fb4", "#79b0ff"),
+    "#ff7f0e": ("h1", "#b8620a", "#f0a35c"),
+    "#2ca02c": ("h2", "#2b7a3b", "#6fcf83"),
+    "#d62728": ("h3", "#c0262d", "#ff8f8a"),
+    "#9467bd": ("h4", "#7a4fb0", "#bda4f5"),
+    "#8c564b": ("h5", "#8c564b", "#d0a79d"),
+    "#e377c2": ("h6", "#b53f93", "#f29ccb"),
+}
 
 
 def is_possible() -> bool:
@@ -21,6 +43,36 @@ def is_possible() -> bool:
     except ImportError:
         return False
     return True
+
+
+def save(figure: Figure, path: Path | str) -> None:
+    """Write a picture into a file; an SVG can be read on light pages and on dark ones.
+
+    Its background is a card of its own, whose colours follow the reader's preference.
+    """
+    if Path(path).suffix != ".svg":
+        figure.savefig(path)
+        return
+    import io
+
+    import matplotlib
+
+    text = io.StringIO()
+    # Without a date, and with ids that are the same each time.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "unisono"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    drawn = text.getvalue()
+    for colour, (name, *_) in _COLOURS.items():
+        drawn = drawn.replace(colour, f"var(--{name})")
+    light, dark = (
+        "".join(f"--{name}:{shades[night]};" for name, *shades in _COLOURS.values())
+        for night in (0, 1)
+    )
+    style = (
+        f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
+        "text{fill:var(--ink)}</style>"
+    )
+    Path(path).write_text(re.sub(r"(<svg[^>]*>)", rf"\1\n {style}", drawn, count=1))
 
 
 def draw(
@@ -61,7 +113,7 @@ def draw(
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def draw_curve(title: str, points: Sequence[Point], path: Path) -> None:
@@ -83,7 +135,7 @@ def draw_curve(title: str, points: Sequence[Point], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title(title)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def draw_sizes(title: str, curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
@@ -102,7 +154,7 @@ def draw_sizes(title: str, curves: Mapping[str, Sequence[tuple[int, float]]], pa
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title(title)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def draw_efficiency(title: str, curve: Sequence[tuple[int, float]], path: Path) -> None:
@@ -119,4 +171,4 @@ def draw_efficiency(title: str, curve: Sequence[tuple[int, float]], path: Path) 
     axes.set_ylim(0, 102)
     axes.grid(alpha=0.3)
     axes.set_title(title)
-    figure.savefig(path)
+    save(figure, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from collectives.operations.watch import KINDS
+from collectives.tools import plot
 from collectives.tools.timeline_files import Ranks, stretches
 
 __all__ = ["draw"]
@@ -41,4 +42,4 @@ def draw(ranks: Ranks, path: Path) -> None:
     known = {"a span": "lightblue", "a call": "lightgrey", **_COLORS}
     patches = [Patch(color=color, label=name) for name, color in known.items()]
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize=8)
-    figure.savefig(path, dpi=110)
+    plot.save(figure, path)

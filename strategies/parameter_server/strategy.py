@@ -89,7 +89,7 @@ class ParameterServerStrategy(Strategy):
         shared_name: tells strategies of one server apart.
 
     Raises:
-        ValueError: there is no ps or no worker, or an argument is of no use; on all tasks.
+        ValueError: there is no ps or no worker, or an argument cannot be used; on all tasks.
         TypeError: the optimizer is none of `strategies.optimizers`; on all tasks.
         MismatchError: the tasks' arguments differ; on all of them.
 

@@ -95,8 +95,7 @@ def test_every_public_module_has_a_page(monkeypatch):
     assert {name for name in alone if "__all__" in FILES[name].read_text()} <= described
 
 
-# What takes longest to import is imported when first needed. Measured at once: `collectives` 0.3 s,
-# `strategies` 0.16 s beyond it, of which NumPy is 0.1 s; numba alone would take 0.5 s.
+# What takes longest to import is imported when first needed: docs/support.md has what that leaves.
 LATE = ["numba", "llvmlite", "torch", "jax", "optax", "cupy", "mpi4py.MPI", "matplotlib", "sklearn",
         "tensorboardX", "fsspec"]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Programs of the first page and of the tutorials print what is shown there."""
+"""Programs of the first page, of the tutorials and of short answers print what is shown there."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ DOCS = ROOT / "docs"
 ELSEWHERE = ("git clone", "pip install", "export ", "venv", "--host", "strategies submit", "cat ")
 PAGES = {
     "start.md": 4,
+    "how-to/checkpoints.md": 1,
+    "how-to/hangs.md": 1,
+    "how-to/my-launcher.md": 1,
+    "how-to/sixteen-bits.md": 1,
+    "how-to/uneven-data.md": 1,
     "tutorials/a-parameter-server.md": 1,
     "tutorials/files-and-queues.md": 2,
     "tutorials/from-one-machine-to-slurm.md": 1,
@@ -23,7 +28,11 @@ PAGES = {
     "tutorials/the-slow-rank.md": 1,
 }
 ULFM_PAGES = {"tutorials/survive.md": 3}
-TORCH_PAGES = {"tutorials/a-horovod-script.md": 1, "tutorials/a-torch-script.md": 2}
+TORCH_PAGES = {
+    "how-to/gpus.md": 1,
+    "tutorials/a-horovod-script.md": 1,
+    "tutorials/a-torch-script.md": 2,
+}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -45,8 +54,9 @@ def test_programs_of_torch_print_what_the_page_shows(page, tmp_path):
     assert programs.try_out(programs.read(DOCS / page), tmp_path, 90) == TORCH_PAGES[page]
 
 
-def test_every_tutorial_is_tried():
-    found = {f"tutorials/{path.name}" for path in (DOCS / "tutorials").glob("*.md")}
+def test_every_tutorial_and_short_answer_is_tried():
+    folders = ("tutorials", "how-to")
+    found = {f"{name}/{path.name}" for name in folders for path in (DOCS / name).glob("*.md")}
     pages = [*PAGES, *ULFM_PAGES, *TORCH_PAGES]
     assert found == {page for page in pages if page != "start.md"}
 
