@@ -2,8 +2,9 @@
 
     python benchmarks/pictures.py
 
-`allreduce-2-ranks`, `spare-replicas` and `strategies-at-scale` are drawn from the JSON beside them,
-so they say what was measured last. The timeline is of a program that runs for a tenth of a second.
+`allreduce-2-ranks`, `spare-replicas`, `strategies-at-scale` and `simulated-shares` are drawn from
+the kept JSON, so they say what was measured last. The timeline is of a program that runs for a
+tenth of a second.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import allreduce
+import simulated_choice
 import spare_replicas
 import strategies_at_scale
 
@@ -61,6 +63,8 @@ def main() -> None:
         for way, cells in ways.items():
             ways[way] = {int(replicas): cell for replicas, cell in cells.items()}
     strategies_at_scale.draw(found, KEPT / "strategies-at-scale.svg")
+    shares = kept("simulated-choice")["shares of the line"]
+    simulated_choice.draw(shares, KEPT / "simulated-shares.svg")
     timeline(DOCS / "timeline.svg")
 
 

@@ -198,12 +198,10 @@ def shares() -> dict[str, dict[str, float]]:
 
 def draw(found: dict[str, dict[str, float]], picture: Path) -> None:
     """Draw what `shares` has found."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for name, cells in found.items():
         reached = [100 * share for share in cells.values()]
         axes.semilogx([int(each) for each in cells], reached, "o-", label=name, base=2)
@@ -214,7 +212,6 @@ def draw(found: dict[str, dict[str, float]], picture: Path) -> None:
     axes.legend()
     axes.set_title("all-reduce of 100 MB, 100 Gbit/s, 5 us, simulated")
     plot.save(figure, picture)
-    plt.close(figure)
 
 
 if __name__ == "__main__":
