@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import collectives as cc
-from strategies.errors import DeadlineExceededError, InternalError
+from strategies.errors import DeadlineExceededError, InternalError, UnavailableError
 from strategies.remote import message as protocol
 from strategies.remote.incoming import Incoming, Work
 from strategies.remote.message import Kind, Message
@@ -189,7 +189,7 @@ class Exchange:
         self._orderly = False
         lost = self._incoming.give_up(task)
         _log.warning("service: %s; %d answers under way to it were taken back", why, lost)
-        self.requests.gone(task, why)
+        self.requests.gone(task, UnavailableError(why))
 
     def _depart(self, task: int, why: str | None) -> None:
         with self._departure:

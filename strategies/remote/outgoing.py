@@ -133,10 +133,10 @@ class Requests:
         """Note a sign of life."""
         self._heard[task] = time.monotonic()
 
-    def gone(self, task: int, why: str) -> None:
+    def gone(self, task: int, error: UnavailableError) -> None:
         """Fail what a task owes, now and from now on."""
-        self._gone.setdefault(task, why)
-        self._fail(task, UnavailableError(why))
+        self._gone.setdefault(task, str(error))
+        self._fail(task, error)
 
     def look_after(self) -> None:
         """Ask silent tasks for a sign of life; give up on those that have been silent too long."""

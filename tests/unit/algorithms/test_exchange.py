@@ -10,8 +10,6 @@ from collectives.algorithms import ring
 from collectives.settings import Settings
 from collectives.transport.transport import Deadline
 
-LIMIT = Deadline("exchange", 20.0)
-
 
 @pytest.mark.parametrize("mode", inprocess.MODES)
 @pytest.mark.parametrize("numbers", [(9, 9), (9, 2), (0, 7), (1, 1), (0, 0)])
@@ -36,7 +34,7 @@ def test_all_slices_arrive_in_order_and_few_are_under_way(numbers, mode):
         into = [np.zeros(3, int) for _ in range(numbers[peer])]
         transport.start_send = watched(transport.start_send)
         transport.start_receive = watched(transport.start_receive)
-        ring.exchange(transport, away, peer, into, peer, LIMIT, taken.append)
+        ring.exchange(transport, away, peer, into, peer, Deadline("exchange", 20.0), taken.append)
         assert taken == list(range(numbers[peer]))
         for number, slice_ in enumerate(into):
             assert slice_.tolist() == [10 * peer + number] * 3
