@@ -13,7 +13,7 @@ from requirements import installed, require
 DOCS = ROOT / "docs"
 # What is not run here: installing (tests/package), two machines (tests/netns/test_first_page.py),
 # Slurm (tests/slurm/test_tutorial_job.py).
-ELSEWHERE = ("git clone", "pip install", "export ", "venv", "--host", "strategies submit", "cat ")
+ELSEWHERE = ("git clone", "pip install", "export ", "venv", "--host", "strategies submit", "tail ")
 PAGES = {
     "start.md": 4,
     "how-to/checkpoints.md": 1,
