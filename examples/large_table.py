@@ -2,6 +2,7 @@
 
     mpirun -np 4 python examples/large_table.py
     mpirun -np 4 python examples/large_table.py --rows 100000000        # 6.4 GB on 2 ps tasks
+    mpirun -np 4 python examples/large_table.py --checkpoint run        # twice: the second goes on
 
 Every ps draws its own rows, the same whatever the number of ps tasks. A worker looks up the rows of
 a batch, and pushes gradients for these alone, until each row's sum is what it should be. Each task
@@ -28,7 +29,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=2_000_000, help="of 16 numbers of float32")
     parser.add_argument("--steps", type=int, default=60, help="of each worker")
-    parser.add_argument("--checkpoint", help="a directory; each ps writes its own rows there")
+    parser.add_argument(
+        "--checkpoint", help="a directory; each ps writes its own rows there, and reads them again"
+    )
     options = parser.parse_args()
     spec = strategies.cluster.ClusterSpec.from_ranks(ps=2)
     with strategies.Cluster(spec) as cluster, strategies.Server(cluster) as server:
@@ -43,26 +46,43 @@ def main() -> None:
             name="table",
             resident=False,
         )
-        made = time.perf_counter() - began
-        if cluster.job == "worker":
-            losses = learn(strategy, table, cluster.workers.rank, options)
-        cluster.comm.barrier()  # all have learnt
+        seconds = {"made": time.perf_counter() - began}
+        checkpoints, before = None, 0
         if options.checkpoint:
             checkpoints = strategies.CheckpointManager(
                 options.checkpoint, cluster.comm, sharded=True
             )
-            checkpoints.save(strategy.state_slices(), step=options.steps)
+            before, seconds["read"] = restore(strategy, checkpoints)
+        if cluster.job == "worker":
+            losses = learn(strategy, table, cluster.workers.rank, options)
+        cluster.comm.barrier()  # all have learnt
+        if checkpoints is not None:
+            began = time.perf_counter()
+            checkpoints.save(strategy.state_slices(), step=before + options.steps)
+            seconds["written"] = time.perf_counter() - began
             checkpoints.close()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         if cluster.job == "worker" and cluster.workers.rank == 0:
             size = options.rows * WIDTH * 4 / 1e6
-            print(f"table of {size:.0f} MB, made in {made:.1f} s")
+            told = ", ".join(f"{what} in {took:.1f} s" for what, took in seconds.items() if took)
+            print(f"table of {size:.0f} MB: {told}")
             print(f"loss {losses[0]:.3f} at first, {losses[-1]:.5f} in the end")
         task = cluster.device_of(cluster.comm.rank)
         for line in cluster.comm.gather_object(f"{task}: {peak:.0f} MiB at most") or []:
             print(line)
         if cluster.job == "ps":
             server.join()
+
+
+def restore(strategy, checkpoints) -> tuple[int, float]:
+    """Let each ps go on from its rows of the newest checkpoint; returns its step, and the time."""
+    began = time.perf_counter()
+    found = checkpoints.restore_or_none(slices=strategy.state_boxes())
+    if found is None:
+        return 0, 0.0
+    strategy.load_state_slices(found.tensors)
+    strategy.cluster.comm.barrier()  # no worker asks for rows before
+    return found.step, time.perf_counter() - began
 
 
 def learn(strategy, table, worker: int, options) -> list[float]:

@@ -42,9 +42,10 @@ def add(total: Any, gradient: Any, weight: float = 1) -> Any:
         more = arrays.wide(gradient) if weight == 1 else arrays.wide(gradient) * weight
         if isinstance(total, Rows):
             total = _spread(np.zeros_like(more), total)
-        if not isinstance(total, np.ndarray) or total.dtype != more.dtype:
+        if total.dtype != more.dtype:
             return total + more
-        return np.add(total, more, out=total)
+        total += more  # arrays of JAX, which cannot be changed, make a new one
+        return total
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
@@ -87,13 +88,28 @@ def mean(column: Iterable[tuple[Any, float]], whole: float, dtype: str) -> Any:
         None if there are none.
     """
     counted = [(gradient, weight) for gradient, weight in column if gradient is not None and weight]
-    total = None
     if counted and all(isinstance(gradient, Rows) for gradient, _ in counted):
-        total = joined([add(None, gradient, weight) for gradient, weight in counted])
-    else:
-        for gradient, weight in counted:
-            total = add(total, gradient, weight)
+        rows = joined([add(None, gradient, weight) for gradient, weight in counted])
+        return rounded(over(rows, whole), dtype)
+    total = None
+    if _are_plain(counted[:2]):
+        (first, _), (second, _), *counted = counted
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = arrays.wide(first) + arrays.wide(second)  # saves a copy of the first
+    for gradient, weight in counted:
+        total = add(total, gradient, weight)
+    if total is not None and whole != 1 and arrays.dtype_name(total) in ("float32", "float64"):
+        total /= whole  # its memory is nobody else's
+        return rounded(total, dtype)
     return rounded(over(total, whole), dtype)
+
+
+def _are_plain(counted: Sequence[tuple[Any, float]]) -> bool:
+    """Whether these are two arrays of one dtype, with a weight of 1."""
+    if len(counted) < 2 or any(weight != 1 or isinstance(g, Rows) for g, weight in counted):
+        return False
+    (first, _), (second, _) = counted
+    return bool(first.dtype == second.dtype)
 
 
 def weights(examples: Sequence[float | None], whose: str) -> list[float]:

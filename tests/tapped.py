@@ -32,6 +32,7 @@ class Channel:
         handled: the types of the messages with which the service is done.
         lost: of messages of this type nothing leaves but a note in `withheld`.
         killed: ranks that count as dead, besides those that are.
+        received: how many bytes have come.
         free: cleared while the service is to handle nothing; see `silence`.
     """
 
@@ -39,6 +40,7 @@ class Channel:
         self.channel = channel
         self.handled, self.withheld = [], []
         self.lost = None
+        self.received = 0
         self.killed = frozenset()
         self.free = threading.Event()
         self.free.set()
@@ -64,6 +66,7 @@ class Channel:
         arrived = self.channel.poll()
         if arrived is not None:
             self._taken = [int(arrived.frames[0][1])]
+            self.received += sum(memoryview(frame).nbytes for frame in arrived.frames)
         return arrived
 
 

@@ -29,7 +29,7 @@ from collectives import bucket_layout
 from collectives.arrays import reduction, views
 from collectives.arrays.reduction import MEAN, Op
 from collectives.buckets import on_device
-from collectives.buckets.memory import Bucket, Options, Places
+from collectives.buckets.memory import Bucket, BucketMemory, Options, Places
 from collectives.buckets.on_device import PlacesOnDevice
 from collectives.compression import NONE, Compression, chosen
 from collectives.errors import CollectiveError, CollectiveTimeout, some
@@ -123,8 +123,7 @@ def plan_buckets(
     if there and bucket_bytes is None:  # whatever memory the ranks meet in, slices pass through it
         limits = limits[0], BUCKET_BYTES_MESSAGES
     options = Options(op, compression, limits, timeout, name, in_memory)
-    places: Places | PlacesOnDevice
-    places = (
+    places: BucketMemory = (
         PlacesOnDevice(ranks, kinds, options, there) if there else Places(ranks, kinds, options)
     )
     return Buckets(ranks, places, names or [str(i) for i in range(len(kinds))])
@@ -160,7 +159,7 @@ class Buckets:
         names: of the arrays.
     """
 
-    def __init__(self, group: Group, places: Places | PlacesOnDevice, names: Sequence[str]) -> None:
+    def __init__(self, group: Group, places: BucketMemory, names: Sequence[str]) -> None:
         self._group = group
         self._progress = Progress(lambda: group)
         self._places = places

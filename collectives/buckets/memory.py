@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from collectives.operations.reduce import allreduce
 from collectives.operations.shared import shared_empty
 from collectives.operations.signatures import Compressing
 
-__all__ = ["Bucket", "Options", "Places", "check_fits"]
+__all__ = ["Bucket", "BucketMemory", "Options", "Places", "check_fits"]
 
 
 class Bucket(NamedTuple):
@@ -61,8 +61,43 @@ class Options:
     in_memory: bool
 
 
+class BucketMemory(Protocol):
+    """Memory of several arrays, where they are reduced: on the host, or on a device.
+
+    Attributes:
+        kinds: of the arrays.
+        options: of all reductions.
+        shown: the places, as arrays that users write to.
+    """
+
+    kinds: Sequence[Kind]
+    options: Options
+    shown: list[Any]
+
+    def results(self) -> list[Any]:
+        """Return what callers get of the places."""
+
+    def fitting(self, operation: str, index: int, value: Any, name: str) -> Any:
+        """See an array of any kind as `fill` and `put` want it; errors as `check_fits`."""
+
+    def fill(self, bucket: Bucket, arrays: Sequence[Any], scale: float) -> None:
+        """Write the arrays of a bucket, of all arrays, to their places; None for zeros."""
+
+    def put(self, index: int, array: Any) -> None:
+        """Write one array to its place; None if it stands there."""
+
+    def buckets(self, order: Sequence[int]) -> list[Bucket]:
+        """Group the arrays as they become ready; *collective*.
+
+        Neighbours in a bucket that do not lie side by side are reduced one after the other.
+
+        Args:
+            order: the indices of all arrays; equal on all ranks.
+        """
+
+
 class Places:
-    """Memory of several arrays, laid out once, from the last array to the first.
+    """Memory on the host, laid out once, from the last array to the first; a `BucketMemory`.
 
     Attributes:
         shown: the places, as arrays that users write to.
@@ -105,13 +140,7 @@ class Places:
             self._views[index].memory[...] = array
 
     def buckets(self, order: Sequence[int]) -> list[Bucket]:
-        """Group the arrays as they become ready; *collective*.
-
-        Neighbours in a bucket that do not lie side by side are reduced one after the other.
-
-        Args:
-            order: the indices of all arrays; equal on all ranks.
-        """
+        """Group the arrays as they become ready; *collective*."""
         groups = self._groups(order)
         make = self._planned if self.options.in_memory else self._by_messages
         buckets = []

@@ -63,7 +63,7 @@ def _device_id(array: Resident) -> int:
 
 
 class PlacesOnDevice:
-    """Memory of several arrays on one device, as `Places` on the host.
+    """Memory on one device, laid out as `Places` on the host; a `BucketMemory`.
 
     Attributes:
         shown: the places, as arrays of the kinds that were asked for.
@@ -97,7 +97,7 @@ class PlacesOnDevice:
         return list(self.shown)
 
     def buckets(self, order: Sequence[int]) -> list[Bucket]:
-        """Group the arrays as they become ready; as `Places.buckets`."""
+        """Group the arrays as they become ready; *collective*."""
         made = []
         self._stretches = {}
         for number, members in enumerate(self._groups(order)):

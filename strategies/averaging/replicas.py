@@ -81,6 +81,7 @@ class Optimizers:
         ranks = self._strategy.ranks
 
         def local() -> Gradients:
+            _check_kind(optimizer)
             own = combine(replicas)
             _check_owner(self._strategy, own.pairs)
             return own
@@ -123,6 +124,20 @@ class _Updates(NamedTuple):
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
         self.strategy.update(variables, lambda: self.optimizer.apply_gradients(pairs))
+
+
+def _check_kind(optimizer: Any) -> None:
+    """Refuse what cannot be applied.
+
+    Raises:
+        TypeError: it is such an optimizer.
+    """
+    if not callable(getattr(optimizer, "apply_gradients", None)):
+        raise TypeError(
+            f"apply_gradients: the optimizer has no apply_gradients, expected one of "
+            f"strategies.optimizers, such as strategies.optimizers.Optax(transformation), got "
+            f"{type(optimizer).__name__}"
+        )
 
 
 def _check_owner(strategy: ReplicaStrategy, pairs: Sequence[tuple[Any, Any]]) -> None:

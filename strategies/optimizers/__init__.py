@@ -21,6 +21,7 @@ from strategies.optimizers.adaptive import Adagrad, Adam, AdamW, RMSProp
 from strategies.optimizers.base import LearningRate, Optimizer
 from strategies.optimizers.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from strategies.optimizers.descent import LARS, SGD, Momentum
+from strategies.optimizers.transformation import Optax
 
 __all__ = [
     "LARS",
@@ -30,6 +31,7 @@ __all__ = [
     "AdamW",
     "LearningRate",
     "Momentum",
+    "Optax",
     "Optimizer",
     "RMSProp",
     "clip_by_global_norm",

@@ -18,6 +18,12 @@ __all__ = ["Adagrad", "Adam", "AdamW", "RMSProp"]
 _EPSILON = float(np.finfo(np.float32).tiny)
 
 
+def _epsilons(name: str, epsilon: float, in_root: bool) -> tuple[float, float]:
+    """Return what is added to a square before its root is taken, and to the root."""
+    checked = number(name, "epsilon", epsilon, least=_EPSILON)
+    return (checked, 0.0) if in_root else (0.0, checked)
+
+
 class Adagrad(Optimizer):
     """Steps that shrink with the sum of the squares of all gradients so far.
 
@@ -25,6 +31,7 @@ class Adagrad(Optimizer):
 
         total = total + gradient ** 2
         variable -= learning_rate * gradient / (sqrt(total) + epsilon)
+        variable -= learning_rate * gradient / sqrt(total + epsilon)      if epsilon_in_root
 
     A gradient of `Rows` has the same effect as the array that it stands for.
 
@@ -32,20 +39,26 @@ class Adagrad(Optimizer):
         learning_rate: a number >= 0, or a function that gives one for each step.
         initial_total: a number >= 0.
         epsilon: a number > 0.
+        epsilon_in_root: add it to what the root is taken of, as Optax does.
 
     Source: J. Duchi, E. Hazan, Y. Singer, "Adaptive subgradient methods for online learning and
     stochastic optimization", JMLR 12 (2011).
     """
 
     def __init__(
-        self, learning_rate: LearningRate, *, initial_total: float = 0.0, epsilon: float = 1e-10
+        self,
+        learning_rate: LearningRate,
+        *,
+        initial_total: float = 0.0,
+        epsilon: float = 1e-10,
+        epsilon_in_root: bool = False,
     ) -> None:
         initial = number("Adagrad", "initial_total", initial_total)
         super().__init__(learning_rate, rules.adagrad, {"total": initial})
-        self._epsilon = number("Adagrad", "epsilon", epsilon, least=_EPSILON)
+        self._epsilons = _epsilons("Adagrad", epsilon, epsilon_in_root)
 
     def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
-        return (rate, self._epsilon)
+        return (rate, *self._epsilons)
 
 
 class RMSProp(Optimizer):
@@ -57,6 +70,7 @@ class RMSProp(Optimizer):
         mean = decay * mean + (1 - decay) * gradient                      if centered
         step = gradient / (sqrt(square) + epsilon)
         step = gradient / (sqrt(square - mean ** 2) + epsilon)            if centered
+        step = gradient / sqrt(square (- mean ** 2) + epsilon)            if epsilon_in_root
         slot = momentum * slot + step                                     if momentum is not 0
         variable -= learning_rate * (slot or step)
 
@@ -67,6 +81,7 @@ class RMSProp(Optimizer):
         decay: a number in [0, 1).
         momentum: a number in [0, 1).
         epsilon: a number > 0.
+        epsilon_in_root: add it to what the root is taken of, as Optax does unless told otherwise.
         centered: divide by an estimate of the standard deviation.
 
     Source: T. Tieleman, G. Hinton, "Lecture 6.5: RMSProp", Coursera, 2012; centered: A. Graves,
@@ -80,11 +95,12 @@ class RMSProp(Optimizer):
         decay: float = 0.9,
         momentum: float = 0.0,
         epsilon: float = 1e-8,
+        epsilon_in_root: bool = False,
         centered: bool = False,
     ) -> None:
         self._decay = number("RMSProp", "decay", decay, below=1)
         self._momentum = number("RMSProp", "momentum", momentum, below=1)
-        self._epsilon = number("RMSProp", "epsilon", epsilon, least=_EPSILON)
+        self._epsilons = _epsilons("RMSProp", epsilon, epsilon_in_root)
         slots = ["square", *["mean"] * centered, *["momentum"] * (self._momentum > 0)]
         choices: dict[tuple[str, ...], rules.Rule] = {
             ("square",): rules.rmsprop,
@@ -95,7 +111,7 @@ class RMSProp(Optimizer):
         super().__init__(learning_rate, choices[tuple(slots)], dict.fromkeys(slots, 0.0))
 
     def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
-        return (rate, self._decay, 1 - self._decay, self._momentum, self._epsilon)
+        return (rate, self._decay, 1 - self._decay, self._momentum, *self._epsilons)
 
 
 class _ByMoments(Optimizer):

@@ -6,7 +6,9 @@ Importing this module loads JAX, so import it inside the function that needs it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +18,9 @@ import numpy as np
 from strategies import arrays
 from strategies.optimizers.rules import Rule
 
-__all__ = ["Change", "apply"]
+__all__ = ["Change", "apply", "gradients_to_spare"]
+
+_to_spare: ContextVar[bool] = ContextVar("_to_spare", default=False)
 
 
 class Change(NamedTuple):
@@ -28,25 +32,51 @@ class Change(NamedTuple):
     numbers: Sequence[float]
 
 
+@contextmanager
+def gradients_to_spare() -> Iterator[None]:
+    """Let `apply` put what it makes into the memory of its gradients, which nobody else has.
+
+    New memory for each step took 8 devices of the host 0.5 ms, of 11 for a step.
+    """
+    before = _to_spare.set(True)
+    try:
+        yield
+    finally:
+        _to_spare.reset(before)
+
+
 def apply(rule: Rule, changes: Sequence[Change]) -> list[list[Any]]:
-    """Return for each variable its new value and its new slots, in the dtypes of the old ones."""
-    numbers = _numbers(tuple(tuple(map(float, change.numbers)) for change in changes))
-    taken = [(change.value, change.gradient, list(change.slots)) for change in changes]
-    made: list[list[Any]] = _compiled(rule)(taken, numbers)
+    """Return for each variable its new value and its new slots, in the dtypes of the old ones.
+
+    The memory of the old slots is used for the new ones: nobody else has them.
+    """
+    # To bring the numbers to 8 devices of the host in each step took 0.2 ms.
+    there = {change.value.sharding for change in changes}
+    rows = tuple(tuple(map(float, change.numbers)) for change in changes)
+    numbers = _numbers(rows, there.pop() if len(there) == 1 else None)
+    slots = [list(change.slots) for change in changes]
+    gradients = [change.gradient for change in changes]
+    values = [change.value for change in changes]
+    run = _compiled(rule, (0, 1) if _to_spare.get() else (0,))
+    made: list[list[Any]] = run(slots, gradients, values, numbers)
     return made
 
 
 @functools.lru_cache(maxsize=16)
-def _numbers(rows: tuple[tuple[float, ...], ...]) -> Any:
-    """Keep numbers that are the same at every step where JAX has them."""
-    return jnp.asarray(np.array(rows))
+def _numbers(rows: tuple[tuple[float, ...], ...], sharding: Any) -> Any:
+    """Keep numbers that are the same at every step where JAX has them, on all devices."""
+    numbers = np.array(rows)
+    if sharding is None or not sharding.is_fully_replicated:
+        return jnp.asarray(numbers)
+    return jax.device_put(jnp.asarray(numbers), sharding)
 
 
 @functools.cache
-def _compiled(rule: Rule) -> Any:
-    def run(changes: Any, numbers: Any) -> Any:
+def _compiled(rule: Rule, to_spare: tuple[int, ...]) -> Any:
+    def run(slots_of: Any, gradients: Any, values: Any, numbers: Any) -> Any:
         made = []
-        for (value, gradient, slots), row in zip(changes, numbers, strict=True):
+        changes = zip(slots_of, gradients, values, numbers, strict=True)
+        for slots, gradient, value, row in changes:
             wide = arrays.wide(value)
             own = tuple(number.astype(wide.dtype) for number in row)
             results = rule(wide, arrays.wide(gradient), *slots, own)
@@ -54,4 +84,4 @@ def _compiled(rule: Rule) -> Any:
             made.append([new.astype(old.dtype) for old, new in kept])
         return made
 
-    return jax.jit(run)
+    return jax.jit(run, donate_argnums=to_spare)

@@ -5,7 +5,8 @@
 | sgd | `SGD`, `Momentum` | |
 | adam | `Adam` | no eps_root, mu_dtype, nesterov |
 | adamw | `AdamW` | the same, a constant weight_decay, no mask |
-| rmsprop | `RMSProp` | eps_in_sqrt=False, initial_scale 0, no nesterov, bias_correction |
+| rmsprop | `RMSProp` | initial_scale 0, no nesterov, bias_correction |
+| adagrad | `Adagrad` | |
 
 A transformation is a pair of functions that says nothing about itself. What it is made of is read
 from what these functions have kept; and a few steps with numbers are compared, so that a wrong
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from strategies.optimizers.adaptive import Adam, AdamW, RMSProp
+from strategies.optimizers.adaptive import Adagrad, Adam, AdamW, RMSProp
 from strategies.optimizers.base import LearningRate, Optimizer
 from strategies.optimizers.descent import SGD, Momentum
 
@@ -39,7 +40,8 @@ def equivalent(transformation: Any) -> Optimizer:
     Raises:
         ValueError: there is none.
     """
-    links = [(name, kept) for name, kept in _links(transformation.update) if name != "identity"]
+    found = _links(transformation.update, transformation.init)
+    links = [(name, kept) for name, kept in found if name != "identity"]
     make = _TABLE.get(tuple(name for name, _ in links))
     if make is None:
         raise _refusal(f"got {' '.join(name for name, _ in links) or 'no steps'}")
@@ -54,22 +56,23 @@ def equivalent(transformation: Any) -> Optimizer:
 def _refusal(got: str) -> ValueError:
     return ValueError(
         "DistributedOptimizer: with strategy= the steps are made by optimizers of this package, "
-        "expected optax.sgd, adam, adamw, or rmsprop with eps_in_sqrt=False, without what changes "
-        f"gradients or updates beside them, {got}"
+        "expected optax.sgd, adam, adamw, rmsprop or adagrad, without what changes gradients or "
+        f"updates beside them, {got}"
     )
 
 
-def _links(update: Any) -> Iterator[tuple[str, Kept]]:
+def _links(update: Any, init: Any) -> Iterator[tuple[str, Kept]]:
     """Yield the names of the functions that a chain was made by, and what each has kept."""
     kept = inspect.getclosurevars(inspect.unwrap(update)).nonlocals
+    of_init = inspect.getclosurevars(inspect.unwrap(init)).nonlocals
     name = update.__qualname__.split(".")[0]
     if name == "chain":
-        for inner in kept["update_fns"]:
-            yield from _links(inner)
+        for pair in zip(kept["update_fns"], of_init["init_fns"], strict=True):
+            yield from _links(*pair)
     elif name == "with_extra_args_support":
-        yield from _links(kept["tx"].update)
+        yield from _links(kept["tx"].update, kept["tx"].init)
     else:
-        yield name, kept
+        yield name, {**of_init, **kept}
 
 
 def _sgd(scale: Kept) -> Optimizer:
@@ -101,7 +104,7 @@ def _moments(kept: Kept) -> dict[str, Any]:
 def _rmsprop(
     squares: Kept, scale: Kept, trace: Kept | None = None, *, centered: bool = False
 ) -> Optimizer:
-    _only(squares, eps_in_sqrt=False, bias_correction=False)
+    _only(squares, bias_correction=False)
     momentum = 0.0
     if trace is not None:
         _only(trace, nesterov=False, accumulator_dtype=None)
@@ -113,7 +116,17 @@ def _rmsprop(
         decay=float(squares["decay"]),
         momentum=momentum,
         epsilon=float(squares["eps"]),
+        epsilon_in_root=bool(squares["eps_in_sqrt"]),
         centered=centered,
+    )
+
+
+def _adagrad(squares: Kept, scale: Kept) -> Optimizer:
+    return Adagrad(
+        _rate(scale),
+        initial_total=float(squares["initial_accumulator_value"]),
+        epsilon=float(squares["eps"]),
+        epsilon_in_root=True,
     )
 
 
@@ -141,6 +154,7 @@ _TABLE: dict[tuple[str, ...], Callable[..., Optimizer]] = {
     ("scale_by_stddev", "scale", "trace"): partial(_rmsprop, centered=True),
     ("scale_by_rms", "scale"): _rmsprop,
     ("scale_by_rms", "scale", "trace"): _rmsprop,
+    ("scale_by_rss", "scale"): _adagrad,
 }
 # The same where the learning rate is a schedule.
 _TABLE |= {

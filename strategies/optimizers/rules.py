@@ -78,25 +78,25 @@ def scaled_momentum(value: Any, gradient: Any, slot: Any, numbers: Numbers) -> t
 
 def adagrad(value: Any, gradient: Any, total: Any, numbers: Numbers) -> tuple[Any, Any]:
     """Steps divided by the root of the sum of all squares."""
-    rate, epsilon = numbers
+    rate, within, epsilon = numbers
     total = total + gradient * gradient
-    return value - rate * gradient / (square_root(total) + epsilon), total
+    return value - rate * gradient / (square_root(total + within) + epsilon), total
 
 
 def rmsprop(value: Any, gradient: Any, square: Any, numbers: Numbers) -> tuple[Any, Any]:
     """Steps divided by the root of a moving mean of squares."""
-    rate, decay, rest, _, epsilon = numbers
+    rate, decay, rest, _, within, epsilon = numbers
     square = decay * square + rest * (gradient * gradient)
-    return value - rate * gradient / (square_root(square) + epsilon), square
+    return value - rate * gradient / (square_root(square + within) + epsilon), square
 
 
 def rmsprop_momentum(
     value: Any, gradient: Any, square: Any, slot: Any, numbers: Numbers
 ) -> tuple[Any, Any, Any]:
     """As rmsprop, with momentum."""
-    rate, decay, rest, kept, epsilon = numbers
+    rate, decay, rest, kept, within, epsilon = numbers
     square = decay * square + rest * (gradient * gradient)
-    slot = kept * slot + gradient / (square_root(square) + epsilon)
+    slot = kept * slot + gradient / (square_root(square + within) + epsilon)
     return value - rate * slot, square, slot
 
 
@@ -104,23 +104,23 @@ def rmsprop_centered(
     value: Any, gradient: Any, square: Any, mean: Any, numbers: Numbers
 ) -> tuple[Any, Any, Any]:
     """As rmsprop, with the square of a moving mean taken off: an estimate of the variance."""
-    rate, decay, rest, _, epsilon = numbers
+    rate, decay, rest, _, within, epsilon = numbers
     square = decay * square + rest * (gradient * gradient)
     mean = decay * mean + rest * gradient
     # Not below zero, where rounding could bring the difference.
     variance = larger(square, mean * mean) - mean * mean
-    return value - rate * gradient / (square_root(variance) + epsilon), square, mean
+    return value - rate * gradient / (square_root(variance + within) + epsilon), square, mean
 
 
 def rmsprop_centered_momentum(
     value: Any, gradient: Any, square: Any, mean: Any, slot: Any, numbers: Numbers
 ) -> tuple[Any, Any, Any, Any]:
     """As rmsprop_centered, with momentum."""
-    rate, decay, rest, kept, epsilon = numbers
+    rate, decay, rest, kept, within, epsilon = numbers
     square = decay * square + rest * (gradient * gradient)
     mean = decay * mean + rest * gradient
     variance = larger(square, mean * mean) - mean * mean
-    slot = kept * slot + gradient / (square_root(variance) + epsilon)
+    slot = kept * slot + gradient / (square_root(variance + within) + epsilon)
     return value - rate * slot, square, mean, slot
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -117,7 +118,8 @@ class Client:
 
     def pull(self) -> None:
         """Bring the copies of all resident variables up to date."""
-        self._take(self._ask("pull", [{"values_as": self._values_as}] * len(self.servers)))
+        told = [{"version": v, "values_as": self._values_as} for v in self._versions]
+        self._take(self._ask("pull", told))
 
     def push(
         self,
@@ -269,15 +271,23 @@ class Client:
         raise error
 
     def _take(self, answers: Sequence[Answer]) -> None:
-        """Let the copies be what the ps tasks have answered."""
-        found: dict[str, npt.NDArray[Any]] = {}
+        """Bring the copies up to date by what the ps tasks have answered.
+
+        For each part that is nothing, if the copy here is up to date, the whole, or indices and
+        rows.
+        """
+        found: dict[str, list[npt.NDArray[Any]]] = {}
         for server, answer in enumerate(answers):
             self._versions[server] = answer.metadata["version"]
-            found |= zip(self._residents[server], answer.values, strict=True)
+            values = iter(answer.values)
+            for name, count in zip(self._residents[server], answer.metadata["frames"], strict=True):
+                found[name] = list(itertools.islice(values, count))
         for variable in self._variables:
             if variable.resident:
-                parts = [self._widened(found[part.name], variable) for part in variable.parts]
-                variable.take(parts[0] if len(parts) == 1 else np.concatenate(parts))
+                news = [found[part.name] for part in variable.parts]
+                variable.renew(
+                    [[*new[:-1], self._widened(new[-1], variable)] if new else [] for new in news]
+                )
 
     def _widened(self, value: npt.NDArray[Any], variable: ServedVariable) -> npt.NDArray[Any]:
         """Return values of a variable as they were before they travelled."""

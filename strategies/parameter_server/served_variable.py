@@ -124,6 +124,8 @@ class ServedVariable:
             of its own; None for that of the optimizer. Of several workers that make an update
             together, the first one's counts.
         is_copy: that `value` is one, which is not to be changed.
+        in_place: whether new rows are written into the copy that is there, as into the parameters
+            of a model, which all see it change.
     """
 
     is_copy = True
@@ -146,6 +148,7 @@ class ServedVariable:
         self.strategy = strategy
         self.resident = value is not None
         self.learning_rate: float | None = None
+        self.in_place = False
         self.seen = seen or Seen(None)
         self._value = value
 
@@ -196,6 +199,25 @@ class ServedVariable:
     def take(self, value: Array) -> None:
         """Let the copy be this array, which nobody else changes any more."""
         self._value = value
+
+    def renew(self, news: Sequence[Sequence[Array]]) -> None:
+        """Let the copy be what is new of each part: nothing, all of it, or indices and rows.
+
+        Where only rows are new, the array that was shown so far stays as it is, unless the variable
+        is renewed in place.
+        """
+        if all(len(new) == 1 for new in news):
+            parts = [new[0] for new in news]
+            self.take(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        elif any(news):
+            kept = self.in_place and self.own.flags.writeable
+            whole = self.own if kept else self.own.copy()
+            for new, first, last in zip(news, self.offsets, self.offsets[1:], strict=False):
+                if len(new) == 1:
+                    whole[first:last] = new[0]
+                elif new:
+                    whole[first + new[0]] = new[1]
+            self.take(whole[:])  # another object, so that those who convert it see that it is new
 
     def assign(self, value: npt.ArrayLike) -> None:
         """Let the variable take another value on its ps tasks, and in the copy here.

@@ -1,8 +1,8 @@
 """The variables of one ps task, and the updates that workers push to them.
 
 Requests come in by the service's thread and are worked off by a thread of the shard, one after the
-other, so that what a worker gets is never half of an update. Inside an update, large variables are
-changed at the same time, by several threads.
+other, so that what a worker gets is never half of an update. `Parts` are what is updated; here is
+when, and by whose gradients.
 
 ::
 
@@ -18,7 +18,6 @@ because the worker has left, or is dead.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from strategies import sums
-from strategies.arrays import COMPUTE, dtype_name
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -37,23 +35,16 @@ from strategies.errors import (
     UnavailableError,
 )
 from strategies.optimizers import Optimizer
-from strategies.parameter_server import saved
+from strategies.parameter_server.parts import Parts
 from strategies.parameter_server.saved import State
 from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
 from strategies.remote.containers import ResourceKind, register
 from strategies.remote.incoming import Work
-from strategies.sparse import Gradient, Rows, fitted
-from strategies.variables.actions import rounded, widened
-from strategies.variables.store import Stored
+from strategies.sparse import Gradient
 
 __all__ = ["PARAMETERS", "Rules", "Shard"]
 
 log = logging.getLogger(__name__)
-
-# Bytes of gradients from which an update is worth several threads: handing out the work takes some
-# 0.1 ms, in which one thread changes about this much.
-_WORTH_THREADS = 1 << 20
-_MOST_THREADS = min(4, os.cpu_count() or 1)  # more do not make memory faster
 
 
 class Rules(NamedTuple):
@@ -103,8 +94,7 @@ class Shard:
     def __init__(self, name: str) -> None:
         self.name = name
         self._rules: Rules | None = None
-        self._parts: list[Stored] = []
-        self._residents: list[Stored] = []  # of which workers have copies
+        self._parts = Parts(name)
         self._ledger = Ledger()
         self._members: dict[int, Work] = {}  # worker -> its `join`
         self._waiting: dict[int, _Push] = {}  # worker -> its push in this round
@@ -112,7 +102,6 @@ class Shard:
         self._warm_at: int | None = None  # version at which it was over
         self._before = 0  # updates that a checkpoint has brought
         self._line = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix=f"{name}-update")
 
     def prepare(self, rules: Rules) -> None:
         """Say how this is trained; before any worker joins.
@@ -145,18 +134,8 @@ class Shard:
             optimizer: of this variable, which gets a copy; that of the rules if None.
             resident: whether workers hold a copy, which every answer brings up to date.
         """
-
-        def hold() -> None:
-            part = Stored(name)
-            part.initialize(value, optimizer or self.rules.optimizer)
-            # Others are never updated, only assigned.
-            if part.optimizer is not None and dtype_name(part.held) in COMPUTE:
-                part.optimizer.prepare([part.named()])
-            self._parts.append(part)
-            if resident:
-                self._residents.append(part)
-
-        self._line.submit(hold).result()
+        own = optimizer or self.rules.optimizer
+        self._line.submit(self._parts.add, name, value, own, resident=resident).result()
 
     @property
     def rules(self) -> Rules:
@@ -189,7 +168,7 @@ class Shard:
                 push.work.fail(gone)
             self._waiting.clear()
             self._held.clear()
-            self._threads.shutdown(wait=False)
+            self._parts.close()
 
         self._later(end, end)
         self._line.shutdown(wait=False)
@@ -261,21 +240,7 @@ class Shard:
     def _checked(self, work: Work) -> _Push:
         """Look at all gradients before the first variable is changed."""
         told = work.arguments
-        values = iter(work.values)
-        given: dict[int, Gradient] = {}
-        rates: dict[int, float] = {}
-        for number, sparse, rate in told["parts"]:
-            part = self._parts[number]
-            if number in given:
-                raise InvalidArgumentError(f"push: a part is given twice (variable: {part.name})")
-            indices = next(values) if sparse else None
-            array = widened(next(values), told, part.held.dtype)
-            gradient = array if indices is None else Rows(indices, array)
-            given[number] = gradient
-            if rate is not None:
-                rates[number] = rate
-            where = f"variable: {part.name}"
-            fitted(gradient, part.held.shape, dtype_name(part.held), "push", where)
+        given, rates = self._parts.gradients(told, work.values)
         if not 0 <= told["version"] <= self._ledger.version:
             raise InvalidArgumentError(
                 f"push: no such version, expected 0 .. {self._ledger.version}, got "
@@ -316,33 +281,17 @@ class Shard:
             rates: dict[int, float] = {}
             for push, _ in reversed(useful):  # so that those of the first worker count
                 rates |= push.rates
-            self._update(self._means(useful), rates)
+            self._update(self._parts.means([(p.gradients, w) for p, w in useful]), rates)
         for push in pushes:
             self._reply(push, decisions.get(push.worker, Decision(0, 0.0)))
-
-    def _means(self, pushes: Sequence[tuple[_Push, float]]) -> dict[int, Gradient]:
-        """Return the mean gradient of each variable that has one; a missing one counts as zero."""
-        columns: dict[int, list[tuple[Gradient, float]]] = {}
-        total = sum(weight for _, weight in pushes)
-        for push, weight in pushes:
-            for i, gradient in push.gradients.items():
-                columns.setdefault(i, []).append((gradient, weight / total))
-        dtypes = {i: dtype_name(self._parts[i].held) for i in columns}
-        return {i: sums.mean(column, 1, dtypes[i]) for i, column in columns.items()}
 
     def _update(
         self, given: Mapping[int, Gradient], rates: Mapping[int, float], factor: float = 1.0
     ) -> None:
-        """Change variables by their gradients, at the same time where that is worth it."""
+        """Change variables by their gradients."""
         if self._warm_at is not None:
             factor *= self.rules.rate_scale
-
-        def step(number: int) -> None:
-            self._parts[number].step(given[number], factor, rates.get(number))
-
-        sizes = [g.values.nbytes if isinstance(g, Rows) else g.nbytes for g in given.values()]
-        side_by_side = len(sizes) > 1 and sum(sizes) >= _WORTH_THREADS
-        list((self._threads.map if side_by_side else map)(step, given))
+        self._parts.update(given, rates, factor, self._ledger.version + 1)
         self._ledger.version += 1
 
     @property
@@ -354,9 +303,10 @@ class Shard:
         self._answer(push.work, staleness=decision.staleness, weight=decision.weight)
 
     def _answer(self, work: Work, **facts: Any) -> None:
-        how = work.arguments.get("values_as")
-        values = [rounded(part.view(), how) for part in self._residents]
-        work.reply(values, version=self._ledger.version, **facts)
+        """Answer with what the copies of a worker lack, as `Client` reads it."""
+        told = work.arguments
+        values, counts = self._parts.news(told["version"], told.get("values_as"))
+        work.reply(values, version=self._ledger.version, frames=counts, **facts)
 
     def _end(self, work: Work, error: OpError | None = None) -> None:
         """End a request if it waits: with an error, or because nobody wants an answer."""
@@ -383,25 +333,17 @@ class Shard:
         return DeadlineExceededError(f"{error.message}; {why}")
 
     def pull(self, work: Work) -> None:
-        """Answer with the values of all resident variables."""
+        """Answer with what is new of all resident variables."""
         self._answer(work)
 
     def rows(self, work: Work) -> None:
         """Answer with some rows of a variable."""
-        part = self._parts[work.arguments["part"]]
-        rows = part.held[work.values[0]]
-        work.reply([rounded(rows, work.arguments.get("values_as"))])
+        told = work.arguments
+        work.reply([self._parts.rows(told["part"], work.values[0], told.get("values_as"))])
 
     def assign(self, work: Work) -> None:
         """Let a variable take another value."""
-        part, value = self._parts[work.arguments["part"]], work.values[0]
-        if (value.shape, value.dtype) != (part.held.shape, part.held.dtype):
-            raise InvalidArgumentError(
-                f"assign: the value does not fit, expected {part.held.dtype} of shape "
-                f"{part.held.shape}, got {value.dtype} of shape {value.shape} (variable: "
-                f"{part.name})"
-            )
-        part.writable(keep=False)[...] = value
+        self._parts.assign(work.arguments["part"], work.values[0], self._ledger.version)
         work.reply()
 
     def report(self, work: Work) -> None:
@@ -414,28 +356,18 @@ class Shard:
 
     def state(self, work: Work) -> None:
         """Answer with all that a checkpoint keeps."""
-        states = [saved.state_of(part) for part in self._parts]
+        states = self._parts.states().values()
         arrays = [array for held in states for array in held.arrays.values()]
         parts = [[held.counts, list(held.arrays)] for held in states]
         work.reply(arrays, parts=parts, updates=self._updates)
 
     def own_state(self) -> tuple[dict[str, State], int]:
         """Return name of a part -> its state, as views, and the number of updates."""
-
-        def look() -> tuple[dict[str, State], int]:
-            return {part.name: saved.state_of(part) for part in self._parts}, self._updates
-
-        return self._line.submit(look).result()
+        return self._line.submit(lambda: (self._parts.states(), self._updates)).result()
 
     def load_own(self, states: Mapping[str, State], updates: int) -> None:
         """Go on from what `own_state` has returned."""
-
-        def load() -> None:
-            for part in self._parts:
-                saved.load(part, states[part.name])
-            self._go_on_from(updates)
-
-        self._line.submit(load).result()
+        self._line.submit(self._go_on_from, states, updates).result()
 
     def load(self, work: Work) -> None:
         """Go on from what `state` has answered."""
@@ -446,12 +378,15 @@ class Shard:
             )
         told = work.arguments
         values = iter(work.values)
-        for part, (counts, kinds) in zip(self._parts, told["parts"], strict=True):
-            saved.load(part, State(counts, {kind: next(values) for kind in kinds}))
-        self._go_on_from(told["updates"])
+        states = {
+            name: State(counts, {kind: next(values) for kind in kinds})
+            for name, (counts, kinds) in zip(self._parts.names(), told["parts"], strict=True)
+        }
+        self._go_on_from(states, told["updates"])
         work.reply()
 
-    def _go_on_from(self, updates: int) -> None:
+    def _go_on_from(self, states: Mapping[str, State], updates: int) -> None:
+        self._parts.load(states, self._ledger.version)
         self._before = updates - self._ledger.version
         if self._updates < self.rules.warmup_steps:
             self._warm_at = None

@@ -14,10 +14,8 @@ mean.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,29 +28,24 @@ from strategies.checks import integer, number
 from strategies.cluster.scopes import Placeable
 from strategies.cluster.setter import RoundRobin
 from strategies.optimizers import Optimizer
-from strategies.parameter_server import saved
+from strategies.parameter_server import making, saved
 from strategies.parameter_server.client import Client, Report
-from strategies.parameter_server.hosted_parameters import HostedParameters
-from strategies.parameter_server.served_variable import (
-    Part,
-    ServedVariable,
-    number_of_parts,
-    parts_of,
-)
+from strategies.parameter_server.making import Wanted
+from strategies.parameter_server.served_variable import Part, ServedVariable, parts_of
 from strategies.parameter_server.shard import PARAMETERS, Rules, Shard
 from strategies.parameter_server.staleness import Decision, StalenessRule
 from strategies.ranks import Ranks
 from strategies.remote.server import Server
 from strategies.replicas import datasets
 from strategies.replicas.context import require_cross_replica
-from strategies.replicas.copies import Seen, fetched
+from strategies.replicas.copies import fetched
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.sparse import Gradient, Rows, fitted
 from strategies.strategy import Strategy
 from strategies.training.slices import Box, Slice
 from strategies.variables import partition
 from strategies.variables.partition import Partitioner
-from strategies.wrapping.hosting import Parameter, refuse_others
+from strategies.wrapping.hosting import Hosted, Parameter, refuse_others
 
 __all__ = ["ParameterServerStrategy", "Report"]
 
@@ -247,48 +240,29 @@ class ParameterServerStrategy(Strategy):
         require_cross_replica(self, "variable")
         chosen = self._free_name() if name is None else name
 
-        def local() -> tuple[npt.NDArray[Any] | None, tuple[int, ...], np.dtype[Any], int, Seen]:
+        def described() -> Wanted:
             self._refuse_taken(chosen)
             self._refuse_no_optimizer(chosen, optimizer)
-            given: Any = initial_value
-            value = None
-            if shape is None:
-                given = given() if callable(given) else given
-                of_torch = str(dtype).startswith("torch.")
-                wanted = str(dtype).removeprefix("torch.") if of_torch else dtype
-                value = np.array(fetched(given), dtype=wanted)
-                whole, kind = value.shape, value.dtype
-            else:
-                whole, kind = _checked_shape(given, shape, chosen), np.dtype(dtype or np.float32)
-            count = number_of_parts(chosen, whole, kind, self._partitioner)
-            return value, whole, kind, count, Seen(given)
+            return making.wanted(chosen, initial_value, dtype, shape, self._partitioner)
 
         name_of_call = f"variable {chosen}"
-        value, whole, kind, count, seen = self._all.prepared(name_of_call, local)
-        parts = self._all.prepared(name_of_call, lambda: self._cut(chosen, whole, kind, count))
-        self._all.agree(f"variable {chosen} {kind} {whole} {parts} {resident}")
+        wanted = self._all.prepared(name_of_call, described)
+        parts = self._all.prepared(name_of_call, lambda: self._cut(wanted))
+        self._all.agree(f"variable {chosen} {wanted.dtype} {wanted.shape} {parts} {resident}")
+        copy = value = wanted.value
         if value is not None:
             chief, first = self._workers[0], value
-            value = self._all.together(
+            copy = value = self._all.together(
                 "variable", lambda: self.cluster.comm.broadcast(first, root=chief)
             )
-        make: Any = initial_value
-        copy = value
-        if resident and value is None:
-            copy = self._all.prepared(
-                name_of_call, lambda: np.array(make(0, whole[0], whole, kind))
-            )
+        elif resident:
+            copy = self._all.prepared(name_of_call, wanted.whole)
         own = copy if resident else None
-        variable = ServedVariable(chosen, whole, kind, parts, self, own, seen)
+        variable = ServedVariable(chosen, wanted.shape, wanted.dtype, parts, self, own, wanted.seen)
         self._client.add(variable)
         self.variables[chosen] = variable
         self._names.add(chosen)
-        pieces: Sequence[Any]
-        if value is None:
-            ends = itertools.pairwise(variable.offsets)
-            pieces = [partial(_made, make, low, high, variable) for low, high in ends]
-        else:
-            pieces = variable.pieces(value)
+        pieces = making.pieces(variable, value, wanted.initializer)
         self._all.prepared(
             f"variable {chosen} is there", lambda: self._hold(variable, pieces, optimizer)
         )
@@ -302,9 +276,10 @@ class ParameterServerStrategy(Strategy):
                 f"before, got none (variable: {name})"
             )
 
-    def _cut(self, name: str, shape: tuple[int, ...], dtype: Any, count: int) -> list[Part]:
+    def _cut(self, wanted: Wanted) -> list[Part]:
         """Return the parts of a new variable."""
-        parts = parts_of(name, shape, dtype, count, self._choice)
+        name = wanted.name
+        parts = parts_of(name, wanted.shape, wanted.dtype, wanted.number, self._choice)
         taken = {part.name for known in self.variables.values() for part in known.parts}
         if both := taken & {part.name for part in parts}:
             raise ValueError(
@@ -344,9 +319,7 @@ class ParameterServerStrategy(Strategy):
         self._all.agree(f"use of {type(optimizer).__name__}")
         self.optimizer = optimizer
 
-    def host(
-        self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False
-    ) -> HostedParameters:
+    def host(self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False) -> Hosted:
         """Put the parameters of a model of another library on the ps tasks; *collective*.
 
         `DistributedOptimizer(optimizer, strategy=...)` does it.
@@ -363,7 +336,18 @@ class ParameterServerStrategy(Strategy):
         made = [self.variable(p.value, name=p.name, optimizer=p.optimizer) for p in given]
         if alike:
             self._all.prepared("DistributedOptimizer", lambda: refuse_others(given, made))
-        return HostedParameters(self, made)
+        for variable in made:
+            variable.in_place = True  # not to copy a table for the rows of a step
+        own = operator.attrgetter("own")
+        return Hosted(made, value_of=own, push=self._push_at, pull=self.pull)
+
+    def _push_at(
+        self, pairs: list[tuple[Any, Any]], rates: Sequence[float | None], examples: Any
+    ) -> None:
+        """Push gradients of variables that are updated at this worker's rates."""
+        for (_, variable), rate in zip(pairs, rates, strict=True):
+            variable.learning_rate = rate
+        self.apply_gradients(self.optimizer, pairs, examples=examples)
 
     def pull(self) -> None:
         """Bring the copies of all resident variables up to date.
@@ -599,28 +583,6 @@ def _on_host(gradient: Any) -> Gradient:
     if isinstance(gradient, Rows):
         return Rows(gradient.indices, fetched(gradient.values))
     return fetched(gradient)
-
-
-def _checked_shape(initializer: Any, shape: Sequence[int], name: str) -> tuple[int, ...]:
-    """Return the shape that an initializer is to fill."""
-    sizes = tuple(map(operator.index, shape))
-    if not callable(initializer) or not sizes or min(sizes) < 0:
-        raise ValueError(
-            f"variable: expected an initializer, and a shape of at least one axis, got "
-            f"{type(initializer).__name__} and {sizes} (variable: {name})"
-        )
-    return sizes
-
-
-def _made(
-    initializer: Callable[..., npt.ArrayLike], first: int, last: int, variable: ServedVariable
-) -> npt.NDArray[Any]:
-    """Return some rows of a variable, as its initializer makes them."""
-    rows = np.require(
-        initializer(first, last, variable.shape, variable.dtype), variable.dtype, ["C", "W"]
-    )
-    partition.check_shape("variable", rows, (last - first, *variable.shape[1:]), variable.name)
-    return rows
 
 
 def _count(examples: Any) -> int | None:

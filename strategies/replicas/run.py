@@ -165,14 +165,16 @@ class _Threads:
             error = caught
         with self._lock:
             self.results[i], self._errors[i], self._ended[i] = result, error, True
-            self._lock.notify_all()
+            if self._all_came() or self._all_ended():
+                self._lock.notify_all()
 
     def wait(self, i: int, meeting: Meeting) -> Any:
         """In the thread of replica `i`: wait for the others, and return what came of it."""
         with self._lock:
             if not self._stopped:
                 self._meetings[i] = meeting
-                self._lock.notify_all()
+                if self._all_came():  # who would wake for less takes time from those that compute
+                    self._lock.notify_all()
                 self._lock.wait_for(lambda: self._stopped or self._meetings[i] is None)
             if self._stopped:
                 raise _Stop
@@ -186,12 +188,7 @@ class _Threads:
             RuntimeError: they have come to different meetings.
         """
         with self._lock:
-            self._lock.wait_for(
-                lambda: all(
-                    meeting or ended
-                    for meeting, ended in zip(self._meetings, self._ended, strict=True)
-                )
-            )
+            self._lock.wait_for(self._all_came)
             failed = [(i, error) for i, error in enumerate(self._errors) if error is not None]
             found = list(self._meetings)
         for i, error in failed[1:]:
@@ -222,4 +219,13 @@ class _Threads:
     def join(self) -> None:
         """Wait until all replicas that were started have ended."""
         with self._lock:
-            self._lock.wait_for(lambda: sum(self._ended) == self._started)
+            self._lock.wait_for(self._all_ended)
+
+    def _all_came(self) -> bool:
+        """Whether every replica waits for the others, or has ended."""
+        return all(
+            meeting or ended for meeting, ended in zip(self._meetings, self._ended, strict=True)
+        )
+
+    def _all_ended(self) -> bool:
+        return sum(self._ended) == self._started

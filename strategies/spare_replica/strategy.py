@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,10 +15,10 @@ from strategies.remote.service import Service
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
-from strategies.spare_replica.hosted_parameters import HostedParameters, OptimizerOfEach
+from strategies.spare_replica.optimizer_of_each import OptimizerOfEach
 from strategies.spare_replica.steps import SpareSteps, StepReport
 from strategies.strategy import Strategy
-from strategies.wrapping.hosting import Parameter, refuse_others
+from strategies.wrapping.hosting import Hosted, Parameter, refuse_others
 
 __all__ = ["SpareReplicaStrategy"]
 
@@ -180,9 +181,7 @@ class SpareReplicaStrategy(Strategy):
     def use(self, optimizer: Any) -> None:
         """Do nothing: the optimizer is that of `apply_gradients`."""
 
-    def host(
-        self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False
-    ) -> HostedParameters:
+    def host(self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False) -> Hosted:
         """Make the parameters of a model of another library variables; *collective*.
 
         `DistributedOptimizer(optimizer, strategy=...)` does it.
@@ -200,7 +199,13 @@ class SpareReplicaStrategy(Strategy):
         if alike:
             self._everyone.prepared("DistributedOptimizer", lambda: refuse_others(given, made))
         optimizer = OptimizerOfEach({p.name: p.optimizer for p in given})
-        return HostedParameters(self, made, optimizer)
+
+        def push(pairs: Any, rates: Any, examples: Any) -> None:  # the chief's rates count
+            self.apply_gradients(optimizer, pairs, examples=examples)
+
+        # A worker has the values of its step, and cannot learn of others before the next one.
+        value = operator.attrgetter("value")
+        return Hosted(made, value_of=value, push=push, pull=lambda: None)
 
     def report(self) -> StepReport:
         """Return what became of the gradients so far.

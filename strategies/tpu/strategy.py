@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.averaging.replicas import Gradients
 from strategies.cluster.local_devices import of_jax, put_jax
 from strategies.cluster.resolvers import TPUClusterResolver
+from strategies.optimizers import Optimizer
 from strategies.options import CommunicationOptions
 from strategies.ranks import of_this_job
 from strategies.replicas import context, datasets
@@ -85,7 +87,7 @@ class TPUStrategy(Strategy):
         self._reasons: set[str] = set()
 
     def _make_mesh(self) -> Any:
-        from strategies.tpu.program import Mesh
+        from strategies.tpu.arguments import Mesh
 
         return Mesh(self.devices, [of_jax(name) for name in self.devices])
 
@@ -134,7 +136,8 @@ class TPUStrategy(Strategy):
         """Return the program for a call, its arguments, and why there is none."""
         import jax
 
-        from strategies.tpu.program import Arguments, Program
+        from strategies.tpu.arguments import Arguments
+        from strategies.tpu.program import Program
         from strategies.tpu.replica import Untraceable
 
         try:
@@ -170,7 +173,12 @@ class TPUStrategy(Strategy):
             return
 
         def act(strategy: Any, pairs: list[tuple[Any, Any]], told: float | None) -> None:
-            self._apply(optimizer, [Gradients(pairs, told)])
+            from strategies.optimizers.compiled import gradients_to_spare
+
+            # They are the program's. What averaging returns may lie in memory of its own.
+            direct = self.ranks.size == 1 and isinstance(optimizer, Optimizer)
+            with gradients_to_spare() if direct else nullcontext():
+                self._apply(optimizer, [Gradients(pairs, told)])
 
         pairs = Gradients.of(grads_and_vars, None).pairs
         replica.apply(act, pairs, examples)  # type: ignore[attr-defined]
@@ -182,4 +190,7 @@ class TPUStrategy(Strategy):
         return [put_jax(value, name) for name in self.devices]
 
     def _on_devices(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return datasets.on_devices(batches, self.devices, put_jax)
+        from strategies.tpu.arguments import Joined
+
+        placed = datasets.on_devices(batches, self.devices, put_jax)
+        return (Joined.of(self._mesh, batch) for batch in placed)

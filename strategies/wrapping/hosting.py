@@ -35,16 +35,38 @@ class Parameter(NamedTuple):
     optimizer: Optimizer
 
 
-class Hosted(Protocol):
-    """Parameters of a model that a strategy updates."""
+class Hosted:
+    """Parameters of a model that a strategy updates, as variables of its own.
+
+    Args:
+        variables: in the order of the parameters.
+        value_of: a variable -> its newest array that this task knows, in host memory.
+        push: lets variables be updated: pairs of a gradient and a variable, the learning rate of
+            each, None for that of its optimizer, and examples.
+        pull: learns of the newest values.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        *,
+        value_of: Callable[[Any], Any],
+        push: Callable[[list[tuple[Any, Any]], Sequence[float | None], Any], None],
+        pull: Callable[[], None],
+    ) -> None:
+        self._variables = tuple(variables)
+        self._value_of = value_of
+        self._push = push
+        self.pull = pull
 
     @property
-    def values(self) -> Sequence[Any]:
+    def values(self) -> list[Any]:
         """The newest values that this task knows, in host memory.
 
         A parameter may have its numbers in that memory: later values come in other memory, or are
         written there by `push` and `pull`.
         """
+        return [self._value_of(variable) for variable in self._variables]
 
     def push(
         self, gradients: Sequence[Gradient | None], rates: Sequence[float | None], examples: Any
@@ -56,9 +78,7 @@ class Hosted(Protocol):
             rates: the learning rate of each; None for that of its optimizer.
             examples: how many rows they are the mean of, None if all gradients count alike.
         """
-
-    def pull(self) -> None:
-        """Learn of the newest values."""
+        self._push(list(zip(gradients, self._variables, strict=True)), rates, examples)
 
 
 class HostingStrategy(Protocol):

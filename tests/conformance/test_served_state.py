@@ -261,6 +261,13 @@ def test_rows_and_values_travel_as_16_bits(strategy, server):
     if not training(server):
         return
     strategy.pull()
+    np.testing.assert_array_equal(w.value, start)  # nothing has changed, and nothing travels
+    server.cluster.workers.barrier()
+    if server.cluster.is_chief:
+        w.assign(start)
+        count.assign(np.int64(1 << 40))
+    server.cluster.workers.barrier()
+    strategy.pull()
     np.testing.assert_array_equal(w.value, 1)  # rounded, while the ps has all digits
     assert w.value.dtype == np.float32
     assert count.value == 1 << 40

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import numpy as np
 
-from launcher import ROOT, mpirun
+from launcher import ROOT, mpirun, run
 from requirements import needs
 
 
@@ -32,3 +33,16 @@ def test_the_devices_of_jax_train_alike(tmp_path):
         for mine, other in zip(alone, weights, strict=True):
             # Gradients are added in another order in each of 156 steps.
             np.testing.assert_allclose(mine, other, rtol=0, atol=1e-3)
+
+
+def test_an_ensemble_on_devices_answers_without_the_one_that_is_late():
+    needs("jax", "sklearn")
+    program = str(ROOT / "examples" / "ensemble_of_devices.py")
+    options = ["--slow", "2", "--epochs", "2", "--deadline", "1", "--batches", "3"]
+    result = run([sys.executable, program, *options], timeout=60, NPROC="32")
+    assert result.status == 0, result
+    # The late one, whose answer takes three deadlines, is not asked again before.
+    answered = re.findall(r"^batch \d: answered by (.*) within", result.stdout, re.M)
+    assert answered == ["0 1 3 4 5 6 7"] * 3, result
+    (accuracy,) = re.findall(r"^accuracy of what was answered in time: (.*)$", result.stdout, re.M)
+    assert float(accuracy) > 0.9

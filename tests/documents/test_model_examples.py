@@ -22,6 +22,7 @@ NAMES = [
     "pipelined_rnn",
     "hyper_parameter_search",
     "ensemble",
+    "ensemble_of_devices",
     "ensemble_of_ranks",
 ]
 

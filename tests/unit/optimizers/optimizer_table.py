@@ -13,7 +13,11 @@ MAKERS = {
     "nesterov": lambda rate: Momentum(rate, 0.9, nesterov=True),
     "lars": lambda rate: LARS(rate, momentum=0.9, weight_decay=0.1, trust=0.02),
     "adagrad": lambda rate: Adagrad(rate, initial_total=0.1),
+    "adagrad-in-root": lambda rate: Adagrad(
+        rate, initial_total=0.1, epsilon=1e-3, epsilon_in_root=True
+    ),
     "rmsprop": lambda rate: RMSProp(rate, decay=0.9),
+    "rmsprop-in-root": lambda rate: RMSProp(rate, decay=0.9, epsilon=1e-3, epsilon_in_root=True),
     "rmsprop-momentum": lambda rate: RMSProp(rate, decay=0.9, momentum=0.8),
     "rmsprop-centered": lambda rate: RMSProp(rate, decay=0.9, centered=True),
     "rmsprop-both": lambda rate: RMSProp(rate, decay=0.9, momentum=0.8, centered=True),
@@ -51,6 +55,12 @@ def directions(name, gradients, weights, rate):
         elif name == "adagrad":
             second = (0.1 if step == 0 else second) + g**2
             yield lr * g / (np.sqrt(second) + 1e-10)
+        elif name == "adagrad-in-root":
+            second = (0.1 if step == 0 else second) + g**2
+            yield lr * g / np.sqrt(second + 1e-3)
+        elif name == "rmsprop-in-root":
+            second = 0.9 * second + 0.1 * g**2
+            yield lr * g / np.sqrt(second + 1e-3)
         elif name.startswith("rmsprop"):
             second = 0.9 * second + 0.1 * g**2
             mean = 0.9 * mean + 0.1 * g

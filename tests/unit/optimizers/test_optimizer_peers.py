@@ -54,10 +54,17 @@ OPTAX = {
         Momentum(RATE, 0.9, nesterov=True),
         lambda optax: optax.sgd(RATE, momentum=0.9, nesterov=True),
     ),
-    # Optax adds epsilon under the root.
     "adagrad": (
-        Adagrad(RATE, initial_total=0.1, epsilon=1e-30),
-        lambda optax: optax.adagrad(RATE, initial_accumulator_value=0.1, eps=1e-30),
+        Adagrad(RATE, initial_total=0.1, epsilon=1e-7, epsilon_in_root=True),
+        lambda optax: optax.adagrad(RATE),
+    ),
+    "rmsprop, its default": (
+        RMSProp(RATE, epsilon=1e-3, epsilon_in_root=True),
+        lambda optax: optax.rmsprop(RATE, eps=1e-3),
+    ),
+    "rmsprop-both in root": (
+        RMSProp(RATE, momentum=0.8, centered=True, epsilon=1e-3, epsilon_in_root=True),
+        lambda optax: optax.rmsprop(RATE, momentum=0.8, centered=True, eps=1e-3),
     ),
     "rmsprop": (RMSProp(RATE), lambda optax: optax.rmsprop(RATE, eps_in_sqrt=False)),
     "rmsprop-momentum": (

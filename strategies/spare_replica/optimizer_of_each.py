@@ -1,16 +1,14 @@
-"""The parameters of a model of another library, updated by the chief of spare replicas."""
+"""An optimizer for each variable, as one: what a chief updates the parameters of a model by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from strategies.optimizers import Optimizer
 from strategies.optimizers.pairs import split
-from strategies.replicas.variable import Variable
-from strategies.sparse import Gradient
 
-__all__ = ["HostedParameters", "OptimizerOfEach"]
+__all__ = ["OptimizerOfEach"]
 
 
 class OptimizerOfEach:
@@ -52,46 +50,3 @@ class OptimizerOfEach:
     def _all(self) -> list[Optimizer]:
         """Return the different optimizers, in the order of the variables."""
         return list({id(o): o for o in self._optimizers.values()}.values())
-
-
-class _Strategy(Protocol):
-    """What it asks of the strategy that made it."""
-
-    def apply_gradients(
-        self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, examples: Any = None
-    ) -> None: ...
-
-
-class HostedParameters:
-    """Parameters of a model, which are variables of a `SpareReplicaStrategy`; see `Hosted`.
-
-    Args:
-        strategy: that made the variables.
-        variables: in the order of the parameters.
-        optimizer: of all of them.
-
-    Attributes:
-        optimizer: as given.
-    """
-
-    def __init__(
-        self, strategy: _Strategy, variables: Sequence[Variable], optimizer: OptimizerOfEach
-    ) -> None:
-        self.optimizer = optimizer
-        self._strategy = strategy
-        self._variables = tuple(variables)
-
-    @property
-    def values(self) -> list[Any]:
-        """Those of `local_step`."""
-        return [variable.value for variable in self._variables]
-
-    def push(
-        self, gradients: Sequence[Gradient | None], rates: Sequence[float | None], examples: Any
-    ) -> None:
-        """Do as `SpareReplicaStrategy.apply_gradients`; the chief's rates count."""
-        pairs = zip(gradients, self._variables, strict=True)
-        self._strategy.apply_gradients(self.optimizer, pairs, examples=examples)
-
-    def pull(self) -> None:
-        """Do nothing: a worker has the values of its step."""
