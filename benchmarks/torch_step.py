@@ -1,14 +1,16 @@
 """Training steps, and all-reduces of torch.distributed: this project beside Gloo, in turns.
 
-    mpirun -np 2 python benchmarks/torch_step.py [--only steps|calls] [--json FILE]
+    mpirun -np 2 python benchmarks/torch_step.py [--only steps|calls] [--keep-memory] [--json FILE]
 
 Prints medians, in milliseconds and microseconds, and how many times as long DDP, or `all_reduce`,
-takes over Gloo, which gets `LOCAL_WORLD_SIZE` as `torchrun` sets it: its shared memory. `alone` is
-the same step without any exchange, `hook` DDP with `strategies.torch.ddp_hook`. The rate at which
-512 KiB go from core to core is told before and after; with `--json` a run is added to the file.
+takes over Gloo, which gets `LOCAL_WORLD_SIZE` as `torchrun` sets it: its shared memory. All ways
+take turns, every other round backwards; a ratio is the median of the rounds', with its quartiles.
+Short steps are timed several at a time. `alone` is the same step without any exchange, `hook` DDP
+with `strategies.torch.ddp_hook`. The rate at which 512 KiB go from core to core is told before and
+after; with `--json` a run is added to the file.
 
-PyTorch gives the memory of large gradients back to the system, and each step waits for new pages.
-`MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592` lets glibc keep it.
+PyTorch gives the memory of large gradients back to the system, and each step waits for new pages;
+with `--keep-memory` it is kept (`strategies.torch.keep_memory`), for all ways alike.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ import strategies.torch  # the backend
 
 ROUNDS, FIRST = 15, 4
 
+# Of the small model: rounds, and steps of a turn.
+SMALL_ROUNDS, SMALL_STEPS = 60, 10
+
 # Calls that are timed together: one alone would mostly be the wait for the other rank.
 CALLS = {4 << 10: 100, 1 << 20: 10, 64 << 20: 1}
 
@@ -40,13 +45,14 @@ def main() -> None:
     """Measure what was asked for; rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=["steps", "calls"])
+    parser.add_argument("--keep-memory", action="store_true", help="of what is freed")
     parser.add_argument("--json", type=Path, help="file to add the figures to")
     options = parser.parse_args()
     torch.set_num_threads(1)
     comm = cc.init()
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(comm.local_size))
     handover = Handover(comm.to_mpi())
-    kept = "MALLOC_TRIM_THRESHOLD_" in os.environ
+    kept = options.keep_memory and strategies.torch.keep_memory()
     found = {
         "machine": machine(),
         "memory is kept": kept,
@@ -59,10 +65,10 @@ def main() -> None:
     }
     if options.only != "calls":
         rows = torch.randn(8, 2048)
-        for name, make, x in (
-            ("161 tensors of ResNet-50", Gradients, torch.ones(1)),
-            ("perceptron 25 M", perceptron, rows),
-            ("small CNN", cnn, torch.randn(16, 1, 28, 28)),
+        for name, make, x, rounds, count in (
+            ("161 tensors of ResNet-50", Gradients, torch.ones(1), ROUNDS, 1),
+            ("perceptron 25 M", perceptron, rows, ROUNDS, 1),
+            ("small CNN", cnn, torch.randn(16, 1, 28, 28), SMALL_ROUNDS, SMALL_STEPS),
         ):
             ways = {"alone": in_step(make(), x, None), "optimizer": in_step(make(), x, "auto")}
             ways["overlap"] = in_step(make(), x, True)
@@ -70,13 +76,14 @@ def main() -> None:
             for group_name, group in groups.items():
                 ways[group_name] = step(make(), x, group, False)
                 ways[f"{group_name}, views"] = step(make(), x, group, True)
-            found[name] = report(name, "ms", measure(ways, ROUNDS))
+            turns = {way: repeated(run, count) for way, run in ways.items()}
+            report(found, name, "ms", measure(turns, rounds, count))
     if options.only != "steps":
         for nbytes, count in CALLS.items():
             x = torch.zeros(nbytes // 4)
-            calls = {g: call(x, group, count) for g, group in groups.items()}
+            calls = {g: repeated(call(x, group), count) for g, group in groups.items()}
             name = f"all_reduce {nbytes >> 10} KiB"
-            found[name] = report(name, "us", measure(calls, 2 * ROUNDS, count))
+            report(found, name, "us", measure(calls, 2 * ROUNDS, count))
     found["GB/s from core to core"].append(handover.rate())
     if comm.rank == 0:
         print(f"{found['machine']}, GB/s from core to core: {found['GB/s from core to core']}")
@@ -139,36 +146,46 @@ def in_step(module, x, overlap):
     return run
 
 
-def call(x, group, count):
-    def run():
-        for _ in range(count):
-            distributed.all_reduce(x, group=group)
+def call(x, group):
+    return lambda: distributed.all_reduce(x, group=group)
 
-    return run
+
+def repeated(run, count):
+    def several():
+        for _ in range(count):
+            run()
+
+    return several
 
 
 def measure(runs, rounds, count=1):
-    """Return the median seconds of each, taken in turns; the first rounds do not count."""
+    """Return the seconds of each in each round, taken in turns; the first rounds do not count."""
     times = {name: [] for name in runs}
     for number in range(rounds + FIRST):
-        for name, run in runs.items():
+        for name in list(runs)[:: -1 if number % 2 else 1]:  # none is always the one after Gloo
+            run = runs[name]
             distributed.barrier()
             began = time.perf_counter()
             run()
             if number >= FIRST:
                 times[name].append((time.perf_counter() - began) / count)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+    return times
 
 
-def report(what, unit, medians):
-    """Print medians on rank 0; return them in `unit`."""
+def report(found, what, unit, times):
+    """Add medians in `unit`, and Gloo's time over each, to what was found; rank 0 prints them."""
     factor = {"ms": 1e3, "us": 1e6}[unit]
+    medians, ratios = {}, {}
+    for name, seconds in times.items():
+        medians[name] = round(statistics.median(seconds) * factor, 3)
+        rounds = [gloo / own for gloo, own in zip(times["Gloo"], seconds, strict=True)]
+        ratios[name] = [round(cut, 3) for cut in statistics.quantiles(rounds)]
+    found[what], found[f"{what}: Gloo's time over it, quartiles"] = medians, ratios
     if distributed.get_rank() == 0:
         print(f"{what}, {unit}")
-        for name, seconds in medians.items():
-            ratio = medians["Gloo"] / seconds
-            print(f"    {name:16} {seconds * factor:9.2f}   Gloo is {ratio:5.2f}", flush=True)
-    return {name: round(seconds * factor, 3) for name, seconds in medians.items()}
+        for name, (low, median, high) in ratios.items():
+            said = f"Gloo is {median:5.2f} ({low:.2f} to {high:.2f})"
+            print(f"    {name:16} {medians[name]:9.2f}   {said}", flush=True)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,16 @@ FLOORS = {
         {"__main__"},
     ],
     "strategies": [
-        {"arrays", "checks", "errors", "model_parallel", "options", "structures", "urls"},
+        {
+            "arrays",
+            "checks",
+            "errors",
+            "memory",
+            "model_parallel",
+            "options",
+            "structures",
+            "urls",
+        },  # fmt: skip
         {"agreement", "sparse"},
         {"optimizers", "ranks", "sums"},
         {"cluster", "training"},

@@ -188,6 +188,7 @@ def check(operation: str, algorithm: str, *, in_memory: bool, on_device: bool = 
         ValueError: there is none of that name, or "node" where ranks do not share memory.
     """
     moved = operation.split()[-1].removeprefix("grouped_").removeprefix("plan_")
+    moved = "allreduce" if moved == "buckets" else moved
     on_devices = ON_DEVICES.get(moved, ())
     known = ["auto", "node", *ALGORITHMS.get(moved, SCANS), *on_devices]
     if algorithm not in known:

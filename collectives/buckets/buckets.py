@@ -60,6 +60,7 @@ def plan_buckets(
     compression: Compression | None = NONE,
     bucket_bytes: int | None = None,
     first_bucket_bytes: int | None = None,
+    algorithm: str = "auto",
     timeout: float | None = None,
     name: str | None = None,
     names: Sequence[str] | None = None,
@@ -75,6 +76,7 @@ def plan_buckets(
         compression: as for `allreduce`; with feedback, every bucket has its own residual.
         bucket_bytes: after how many bytes a bucket is full.
         first_bucket_bytes: the same for the first one.
+        algorithm: as for `allreduce`, of each bucket; not "nccl".
         timeout: seconds, of the reduction of each bucket.
         name: of these arrays, for compression with feedback; numbered if None.
         names: of the single arrays, for errors; their numbers if None.
@@ -82,7 +84,7 @@ def plan_buckets(
     Raises:
         TypeError: there is no such dtype, or the op is not defined for it; this is not a
             compression; bytes are not an integer.
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or there is no such algorithm.
         MismatchError: ranks differ in number, shapes or dtypes, or in the options; on all ranks.
 
     Cost: the bytes of all arrays, in shared memory where there is some.
@@ -101,7 +103,7 @@ def plan_buckets(
         for dtype in {kind.dtype for kind in kinds}:
             reduction.check(op, dtype, operation=call.operation)
             compression.codec(dtype, op, network=True, name="")
-        in_memory = call.engine is not None
+        in_memory = call.engine_for(algorithm) is not None
         usual = BUCKET_BYTES if in_memory else BUCKET_BYTES_MESSAGES
         first = FIRST_BUCKET_BYTES if first_bucket_bytes is None else first_bucket_bytes
         later = usual if bucket_bytes is None else bucket_bytes
@@ -115,6 +117,7 @@ def plan_buckets(
         call.describe(
             op=op.value, count=len(kinds), compression=compression, bytes=limits,
             arrays=bucket_layout.shortened([(kind.dtype.name, kind.shape) for kind in kinds]),
+            algorithm=algorithm,
         )  # fmt: skip
         call.agree()
     ranks = groups.duplicate(group)
@@ -122,7 +125,7 @@ def plan_buckets(
     there = on_device.everywhere(ranks, like, timeout)
     if there and bucket_bytes is None:  # whatever memory the ranks meet in, slices pass through it
         limits = limits[0], BUCKET_BYTES_MESSAGES
-    options = Options(op, compression, limits, timeout, name, in_memory)
+    options = Options(op, compression, limits, timeout, name, in_memory, algorithm)
     places: BucketMemory = (
         PlacesOnDevice(ranks, kinds, options, there) if there else Places(ranks, kinds, options)
     )

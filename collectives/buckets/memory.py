@@ -51,6 +51,7 @@ class Options:
         timeout: seconds, of each reduction.
         name: for residuals.
         in_memory: the ranks meet in shared memory.
+        algorithm: by which they are reduced.
     """
 
     op: Op
@@ -59,6 +60,7 @@ class Options:
     timeout: float | None
     name: str
     in_memory: bool
+    algorithm: str
 
 
 class BucketMemory(Protocol):
@@ -158,8 +160,11 @@ class Places:
 
     def _planned(self, parts: Sequence[Array], _: str) -> Callable[[], None]:
         """Make a function that reduces stretches of shared memory in place."""
-        op, timeout = self.options.op, self.options.timeout
-        plans = [plan_allreduce(self._group, part, op=op, timeout=timeout) for part in parts]
+        op, algorithm, timeout = self.options.op, self.options.algorithm, self.options.timeout
+        plans = [
+            plan_allreduce(self._group, part, op=op, algorithm=algorithm, timeout=timeout)
+            for part in parts
+        ]
 
         def reduce() -> None:
             for plan in plans:
@@ -173,6 +178,7 @@ class Places:
         how = Compressing(
             op=self.options.op,
             compression=self.options.compression,
+            algorithm=self.options.algorithm,
             name=name,
             timeout=self.options.timeout,
         )

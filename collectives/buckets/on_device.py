@@ -152,7 +152,8 @@ class PlacesOnDevice:
         for number, stretch in enumerate(stretches):
             allreduce(
                 self._group, stretch.array, out=stretch.array, op=options.op,
-                compression=options.compression, timeout=options.timeout,
+                compression=options.compression, algorithm=options.algorithm,
+                timeout=options.timeout,
                 name=f"{name}, {number}" if number else name,
             )  # fmt: skip
 

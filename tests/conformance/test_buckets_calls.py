@@ -59,6 +59,19 @@ def test_every_way_equals_one_allreduce_for_each(world, op):
     world.run(check)
 
 
+def test_buckets_go_by_the_algorithm_that_is_asked_for(world):
+    def check(comm):
+        kinds = kinds_for(cc.SUM)
+        for algorithm in world.algorithms("allreduce"):
+            with comm.plan_buckets(kinds, op=cc.SUM, algorithm=algorithm, **SMALL) as buckets:
+                inputs = everyones(comm, kinds)
+                assert_reduced(buckets.allreduce(inputs[comm.rank]), inputs, cc.SUM)
+        with pytest.raises(ValueError, match="plan_buckets: unknown algorithm, expected one of"):
+            comm.plan_buckets(kinds, op=cc.SUM, algorithm="rings")
+
+    world.run(check)
+
+
 def test_with_the_sizes_that_are_usual_too(world):
     def check(comm):
         kinds = kinds_for(cc.SUM)
