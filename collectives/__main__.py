@@ -255,7 +255,7 @@ def _explain(options: argparse.Namespace) -> int:
         (nbytes,) = units.sizes(options.bytes)
         layout = Layout(options.ranks, options.nodes, known.machine)
         question = explain.Question(options.operation, nbytes)
-        print(explain.table(question, layout, known))
+        print(explain.table(question, layout, known, configuration.stores))
         if options.upto is None:
             return 0
         points = explain.curve(question, layout, options.upto)

@@ -41,12 +41,13 @@ SECOND_SIZES = (2, 3)
 
 # Where another library may do something else: messages of all sizes and their order, the library's
 # own collectives, calls from several threads, split communicators, and probes for what comes
-# unasked. The rest is built on these, and never calls MPI by itself.
+# unasked. The rest is built on these, and never calls MPI by itself. `stores` takes a
+# few seconds: with either way of storing the same bits.
 SECOND_FILES = tuple(
     f"{CONFORMANCE}/test_{name}.py"
     for name in (
         "operations", "point_to_point", "large_counts", "several_nodes", "errors",
-        "asynchronous", "channels", "shared_queues", "served_state",
+        "asynchronous", "channels", "shared_queues", "served_state", "stores",
     )
 )  # fmt: skip
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from collectives import links, tuned
 from collectives.algorithms import selection
 from collectives.algorithms.layout import Layout
+from collectives.node import engine
 from collectives.operations import compare
-from collectives.settings import Settings
+from collectives.settings import Settings, Stores
 from collectives.tools import units
 
 __all__ = ["Point", "Question", "curve", "doubled", "drawn", "picked", "rests_on", "table"]
@@ -24,6 +25,18 @@ _TOGETHER = ("allreduce", "barrier", "broadcast", "reduce", "reduce_scatter", "s
 
 # Columns of the longest bar of a curve; each stands for the same factor of time.
 _BAR = 30
+
+
+# How bytes are handed over on a node, by kind of call and by the setting of stores.
+_WAYS = {
+    "one_shot": "one round (each rank combines all arrays)",
+    "pipelined": "chunks (each rank combines one and hands the result on)",
+}
+_STORED = {
+    "auto": "Each rank stores into the caches or past them, as it has measured: `info` says what.",
+    "plain": "Each rank stores into the caches: UNISONO_STORES=plain.",
+    "streaming": "Each rank stores past the caches: UNISONO_STORES=streaming.",
+}
 
 
 class Question(NamedTuple):
@@ -36,13 +49,14 @@ class Question(NamedTuple):
         return f"{self.operation}, {units.size_text(self.nbytes)} bytes"
 
 
-def table(question: Question, layout: Layout, known: links.Links) -> str:
+def table(question: Question, layout: Layout, known: links.Links, stores: Stores = "auto") -> str:
     """Lay out what each algorithm should take, fastest first, for people.
 
     Args:
         question: which call.
         layout: the ranks, with the links of `known`.
         known: the links and where they come from.
+        stores: the setting.
 
     Raises:
         ValueError: as `selection.estimate`.
@@ -59,9 +73,7 @@ def table(question: Question, layout: Layout, known: links.Links) -> str:
         marks = ["fastest"] * (name == fastest) + ["picked by auto"] * (name == auto)
         rows.append(f"{name:<14}{1e3 * own:12.4f}  {', '.join(marks)}".rstrip())
     if auto == "node":
-        rows.append(
-            "Each rank stores into the caches or past them, as it has measured: `info` says what."
-        )
+        rows += [*_handed_over(question, layout.size), _STORED[stores]]
     elif layout.size > 1:
         compared = 1e3 * compare.seconds(0, layout)
         rows.append(f"{'comparison':<14}{compared:12.4f}  of the call, before any of these")
@@ -72,6 +84,17 @@ def table(question: Question, layout: Layout, known: links.Links) -> str:
             "with the comparison"
         )
     return "\n".join(rows)
+
+
+def _handed_over(question: Question, ranks: int) -> list[str]:
+    """Say in which kind of call private arrays are reduced for all ranks of a node."""
+    if question.operation != "allreduce":
+        return []
+    ways = [engine.way(question.nbytes, ranks, converts=converts) for converts in (False, True)]
+    said = f"Private arrays go in {_WAYS[ways[0]]}"
+    return [
+        said + ("." if ways[0] == ways[1] else f", means and 16-bit floats in {_WAYS[ways[1]]}.")
+    ]
 
 
 def rests_on(configuration: Settings, known: links.Links) -> str:

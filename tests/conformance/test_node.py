@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import logging
@@ -14,9 +13,12 @@ import pytest
 import collectives as cc
 import inprocess
 import oracle
-from collectives import topology
+from collectives import links, topology
+from collectives.algorithms.layout import Layout
+from collectives.kernels import machine_code
 from collectives.node import engine
 from collectives.settings import Settings
+from collectives.tools import explain
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
 
@@ -164,56 +166,21 @@ def test_shared_arrays_are_reduced_in_place_in_whole_or_in_part(world):
     world.run(check)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_how_a_rank_stores_changes_no_bit(world, dtype):
+def test_explain_says_in_which_kind_of_call_arrays_are_reduced(world):
     def check(comm):
-        whole = comm.split(0)  # settings of its own
-        whole.barrier()
-        own = np.random.default_rng(comm.rank)
-
-        def results(count):
-            # Not aligned to lines of the cache.
-            x = oracle.data(comm.rank, (count + 1,), np.dtype(dtype))[1:]
-            for op in (cc.SUM, cc.MAX):
-                yield whole.allreduce(x, op=op)
-                yield whole.allreduce(x.copy(), op=op, out=x.copy())
-                yield whole.reduce_scatter(x, op=op)
-            yield whole.reduce(x, 0, op=cc.SUM)
-            yield whole.broadcast(x, comm.size - 1)
-            yield whole.allgather(x)
-
-        for count in (5, 4099, 70_001, 600_011):
-            expected = list(results(count))
-            for _ in range(2):
-                found = []
-                for result in results(count):
-                    found.append(result)
-                    if whole.node_engine:  # ranks do otherwise, and change between two calls
-                        whole.node_engine.choose_stores(str(own.choice(["plain", "streaming"])))
-                for one, other in zip(expected, found, strict=True):
-                    np.testing.assert_array_equal(one, other)
-
-    world.run(check)
-
-
-def test_the_way_of_storing_is_a_setting_and_is_told(world):
-    def check(comm):
-        if comm.size == 1:
-            return
-        for way in ("plain", "streaming"):
-            part = comm.split(0)
-            part.settings = dataclasses.replace(comm.settings, stores=way)
-            x = np.ones(100_000)
-            np.testing.assert_array_equal(part.allreduce(x, op=cc.SUM), comm.size)
-            assert part.node_engine is None or part.node_engine.stores == (way, 0.0)
-        part = comm.split(0)
-        part.barrier()
-        if part.node_engine:
-            assert part.node_engine.stores == ("plain", 0.0)
-            part.allreduce(np.ones(1 << 20))
-            way, rate = part.node_engine.stores
-            assert rate > 0
-            assert way in ("plain", "streaming")
+        if not comm.node_engine or comm.size > (os.cpu_count() or 1):
+            return  # `explain` supposes a core for each rank
+        layout = Layout(comm.size, 1, links.DEFAULT)
+        known = links.Links(links.DEFAULT, ("default",) * 3)
+        for nbytes in (8, 8 << 10, (8 << 10) + 8, 256 << 10, (256 << 10) + 8, 1 << 20):
+            said = explain.table(explain.Question("allreduce", nbytes), layout, known)
+            line = next(row for row in said.splitlines() if row.startswith("Private arrays"))
+            plain, _, converted = line.partition(", means")
+            for op, words in ((cc.SUM, plain), (cc.MEAN, converted or plain)):
+                x = np.zeros(nbytes // 8)
+                kernel = comm.node_engine.plan_allreduce(x, x, op, 1).kernel
+                kind = "one_shot" if "one round" in words else "pipelined"
+                assert kernel is machine_code.function("collectives.node.rounds", kind), said
 
     world.run(check)
 

@@ -1,0 +1,65 @@
+"""How ranks of a node store for each other: chosen or forced, it changes no result."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import oracle
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_how_a_rank_stores_changes_no_bit(world, dtype):
+    def check(comm):
+        whole = comm.split(0)  # settings of its own
+        whole.barrier()
+        own = np.random.default_rng(comm.rank)
+
+        def results(count):
+            # Not aligned to lines of the cache.
+            x = oracle.data(comm.rank, (count + 1,), np.dtype(dtype))[1:]
+            for op in (cc.SUM, cc.MAX):
+                yield whole.allreduce(x, op=op)
+                yield whole.allreduce(x.copy(), op=op, out=x.copy())
+                yield whole.reduce_scatter(x, op=op)
+            yield whole.reduce(x, 0, op=cc.SUM)
+            yield whole.broadcast(x, comm.size - 1)
+            yield whole.allgather(x)
+
+        for count in (5, 4099, 70_001, 600_011):
+            expected = list(results(count))
+            for _ in range(2):
+                found = []
+                for result in results(count):
+                    found.append(result)
+                    if whole.node_engine:  # ranks do otherwise, and change between two calls
+                        whole.node_engine.choose_stores(str(own.choice(["plain", "streaming"])))
+                for one, other in zip(expected, found, strict=True):
+                    np.testing.assert_array_equal(one, other)
+
+    world.run(check)
+
+
+def test_the_way_of_storing_is_a_setting_and_is_told(world):
+    def check(comm):
+        if comm.size == 1:
+            return
+        for way in ("plain", "streaming"):
+            part = comm.split(0)
+            part.settings = dataclasses.replace(comm.settings, stores=way)
+            x = np.ones(100_000)
+            np.testing.assert_array_equal(part.allreduce(x, op=cc.SUM), comm.size)
+            assert part.node_engine is None or part.node_engine.stores == (way, 0.0)
+        part = comm.split(0)
+        part.barrier()
+        if part.node_engine:
+            assert part.node_engine.stores == ("plain", 0.0)
+            part.allreduce(np.ones(1 << 20))
+            way, rate = part.node_engine.stores
+            assert rate > 0
+            assert way in ("plain", "streaming")
+
+    world.run(check)
