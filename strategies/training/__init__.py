@@ -1,8 +1,9 @@
 """What surrounds the training loop: sessions, checkpoints, metrics and progress.
 
 `session` carries a loop from its beginning, or its last checkpoint, to its end; `hooks` and
-`reporting` are what it does around the steps, `wishes` what its ranks agree on after each, and
-`preemption` how they hear that the batch system wants the job to stop. `evaluation` scores
+`reporting` are what it does around the steps, `wishes` what its ranks agree on after each,
+`stopping` what follows from it, and `preemption` how they hear that the batch system wants the job
+to stop. `evaluation` scores
 what they save.
 
 `saver` takes things as they are: `things` knows what there is, `content` turns it into named arrays

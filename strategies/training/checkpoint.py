@@ -289,7 +289,12 @@ def pieces(draft: Draft, share: Iterable[tuple[str, Box]] | None = None) -> list
 
 
 def write_part(
-    part: Location, suffix: str, rank: int, given: list[Piece], job: str = "rank"
+    part: Location,
+    suffix: str,
+    rank: int,
+    given: list[Piece],
+    job: str = "rank",
+    rest: Callable[[], object] | None = None,
 ) -> Written:
     """Write one file of a checkpoint; any process that reaches the directory may do it.
 
@@ -299,6 +304,7 @@ def write_part(
         rank: who writes.
         given: what to write.
         job: what the number counts.
+        rest: called between pieces of about a MiB.
 
     Raises:
         OpError: it cannot be written.
@@ -306,7 +312,7 @@ def write_part(
     name = f"{job}-{rank:05d}{suffix}.safetensors"
     path = part / name
     with explained("save", path), writing.new_file(path) as put:
-        nbytes, entries = shards.write(put, name, given)
+        nbytes, entries = shards.write(put, name, given, rest)
     shapes = {piece.name: (piece.array.dtype.name, piece.shape) for piece in given}
     return Written(name, nbytes, shapes, entries)
 
@@ -333,11 +339,13 @@ def finish(begun: Writing, draft: Draft, write: Callable[[Writing], list[Written
     return begun.final
 
 
-def write_alone(root: Location, draft: Draft, given: list[Piece]) -> Location:
+def write_alone(
+    root: Location, draft: Draft, given: list[Piece], rest: Callable[[], object] | None = None
+) -> Location:
     """Write a checkpoint in one file; the caller holds the right to write in the directory."""
 
     def write(begun: Writing) -> list[Written]:
-        return [write_part(begun.part, begun.suffix, 0, given)]
+        return [write_part(begun.part, begun.suffix, 0, given, rest=rest)]
 
     return finish(writing.begin(root, draft.step), draft, write)
 

@@ -147,7 +147,8 @@ class CheckpointManager:
             if self._background is None:
                 return checkpoint.write_alone(self._directory, draft, given)
             copied = self._copied(given)
-            self._behind(lambda: checkpoint.write_alone(self._directory, draft, copied))
+            rest = self._background.rest
+            self._behind(lambda: checkpoint.write_alone(self._directory, draft, copied, rest))
             return self._directory / name_of(draft.step)
 
         return self._on_rank_0("save", write)
@@ -164,10 +165,11 @@ class CheckpointManager:
         number, given = crew.next(), checkpoint.pieces(draft, share)
         if self._background is not None:
             given = self._ranks.prepared("save: copy", lambda: self._copied(given))
+            rest = self._background.rest
             self._behind(
-                (lambda: crew.follow(given, number))
+                (lambda: crew.follow(given, number, rest))
                 if comm.rank
-                else (lambda: crew.lead(self._directory, draft, given, number))
+                else (lambda: crew.lead(self._directory, draft, given, number, rest))
             )
             return self._directory / name_of(draft.step)
         return self._on_rank_0(

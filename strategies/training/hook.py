@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from strategies.checks import integer, number
 from strategies.training.location import Location
 
-__all__ = ["Hook", "Session", "Timer", "Values"]
+__all__ = ["Hook", "InOrder", "Session", "Timer", "Values"]
 
 Values = Mapping[str, Any]
 
@@ -67,6 +67,40 @@ class Hook:
 
     def close(self) -> None:
         """Called last, also after an error; not together with other ranks."""
+
+
+class InOrder:
+    """The hooks of a session, which calls them in the order of their places.
+
+    Args:
+        hooks: in any order; those of one place stay in theirs.
+
+    Attributes:
+        before_run: what is called before each step: the methods of those hooks that have one.
+        after_run: after each step.
+        after_save: after each checkpoint.
+    """
+
+    def __init__(self, hooks: Iterable[Hook]) -> None:
+        self._hooks = sorted(hooks, key=lambda hook: hook.order)
+        self.before_run, self.after_run, self.after_save = (
+            [getattr(hook, name) for hook in self._hooks if _has(hook, name)]
+            for name in ("before_run", "after_run", "after_save")
+        )
+
+    def call(self, name: str, session: Session) -> None:
+        """Call one method of all of them."""
+        for hook in self._hooks:
+            getattr(hook, name)(session)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for hook in self._hooks:
+            hook.close()
+
+
+def _has(hook: Hook, name: str) -> bool:
+    return getattr(type(hook), name) is not getattr(Hook, name)
 
 
 class Timer:

@@ -110,20 +110,26 @@ class Preemption:
     ) -> None:
         """Take signals no longer, and leave the program if a session has stopped for one.
 
+        From there on they are ignored: the batch system may tell nodes one after the other, and a
+        signal that comes late must not end a rank that is leaving, and with it the status.
+
         Raises:
             SystemExit: with status 85; on all ranks that live.
         """
+        leaves = False
         try:
             if kind is None and self._comm is not None:
                 self._comm = without_the_dead(self._comm, self._share)
+            leaves = kind is None and self.accepted
         finally:
             for each, before in self._before.items():
-                signal.signal(each, signal.SIG_DFL if before is None else before)
+                after = signal.SIG_DFL if before is None else before
+                signal.signal(each, signal.SIG_IGN if leaves else after)
             self._before.clear()
             if self._notes is not None:
                 self._notes.close()
                 self._notes = None
-        if kind is None and self.accepted:
+        if leaves:
             cc.leave(STOPPED_EARLY)
 
     def _share(self, comm: cc.Communicator) -> None:

@@ -22,13 +22,13 @@ from strategies.checks import integer
 from strategies.ranks import Ranks
 from strategies.training import events
 from strategies.training.faults import inject
-from strategies.training.hook import Hook
+from strategies.training.hook import Hook, InOrder
 from strategies.training.hooks import Checkpoints, StopAtStep
 from strategies.training.keeping import Kept
 from strategies.training.preemption import Preemption
 from strategies.training.saver import Saver
 from strategies.training.state import State
-from strategies.training.wishes import Wishes, agreement
+from strategies.training.stopping import Stopping
 
 __all__ = ["TrainingSession"]
 
@@ -38,9 +38,6 @@ _log = logging.getLogger(__name__)
 
 _ENDS = (errors.OutOfRangeError, StopIteration)
 _RECOVERABLE = (errors.AbortedError, errors.UnavailableError)
-
-# Of the time that is left after a signal, this many steps and saves are kept for the last ones.
-_SPARE_STEPS, _SPARE_SAVES = 6, 2
 
 
 class TrainingSession:
@@ -130,16 +127,12 @@ class TrainingSession:
         self._in_step, self._restores, self._metric = in_step, restore, metric
         self._state = state
         self._commit_steps = integer("TrainingSession", "commit_steps", commit_steps)
-        self._hooks = list(hooks)
-        self._last_step_hooks = [hook for hook in self._hooks if isinstance(hook, StopAtStep)]
+        every = list(hooks)
+        self._last_step_hooks = [hook for hook in every if isinstance(hook, StopAtStep)]
         if saver is not None and (save_steps, save_seconds) != (None, None):
             seconds = save_seconds if save_steps is None else None
-            self._hooks.append(Checkpoints(every_steps=save_steps, every_seconds=seconds))
-        self._hooks.sort(key=lambda hook: hook.order)
-        self._before, self._after, self._saved_hooks = (
-            [getattr(hook, name) for hook in self._hooks if _has(hook, name)]
-            for name in ("before_run", "after_run", "after_save")
-        )
+            every.append(Checkpoints(every_steps=save_steps, every_seconds=seconds))
+        self._hooks = InOrder(every)
         self._global_step = global_step
         self._preemption = Preemption() if preemption is None else preemption
         self._owns_preemption = preemption is None
@@ -149,8 +142,8 @@ class TrainingSession:
         self._recover_ranks = recover
         self._step, self._saved_step, self._committed_step, self._steps_done = 0, -1, 0, 0
         self._values: Mapping[str, Any] = {}
-        self._stopping = self._stop_wanted = self._save_wanted = self._asked = False
-        self._began = self._save_time = 0.0
+        self._stop = Stopping(self._preemption)
+        self._open = False
         self._meet(saver, shared if comm is None else comm)
 
     def _meet(self, saver: Saver | None, comm: cc.Communicator | None) -> None:
@@ -190,15 +183,15 @@ class TrainingSession:
 
     def should_stop(self) -> bool:
         """Whether there is no further step to be made; the same on all ranks that are in step."""
-        return self._stopping
+        return self._stop.stopping
 
     def request_stop(self) -> None:
         """Stop after the current step; on all ranks that are in step, if one of them says so."""
-        self._stop_wanted = True
+        self._stop.request_stop()
 
     def request_save(self) -> None:
         """Write a checkpoint after the current step; of ranks not in step, the chief says so."""
-        self._save_wanted = True
+        self._stop.request_save()
 
     def __getitem__(self, name: str) -> Any:
         """Return a thing of the saver: the one that was given last, or restored since."""
@@ -229,10 +222,10 @@ class TrainingSession:
 
         Cost: 2 to 6 us, and an all-reduce of 40 bytes if the session is in step.
         """
-        if self._stopping or not self._began:
+        if self._stop.stopping or not self._open:
             raise RuntimeError(
                 f"run: expected an open session that is not to stop, which `should_stop` says "
-                f"before each step, got one that {'is to stop' if self._began else 'is not open'} "
+                f"before each step, got one that {'is to stop' if self._open else 'is not open'} "
                 f"(step {self._step})"
             )
         failures = 0
@@ -247,7 +240,7 @@ class TrainingSession:
 
     def _attempt(self, function: Callable[[], R]) -> R:
         def body() -> R:
-            for call in self._before:
+            for call in self._hooks.before_run:
                 call(self)
             inject(self._step, self._kept.arrays())
             try:
@@ -272,7 +265,7 @@ class TrainingSession:
         """Show the values to the hooks; returns the error of one of them."""
         self._values = result if isinstance(result, Mapping) else {}
         try:
-            for call in self._after:
+            for call in self._hooks.after_run:
                 call(self, self._values)
         except Exception as error:
             return error
@@ -280,48 +273,11 @@ class TrainingSession:
 
     def _settle(self, failure: Exception | None = None) -> None:
         """Agree on what is to be done after this step, and do it."""
-        own = Wishes(
-            self._stop_wanted,
-            self._save_wanted,
-            self._preemption.asked,
-            self._preemption.asked and self._out_of_time(),
-            failure is not None,
-        )
-        try:
-            wanted = self._agreed(own)
-        except cc.MismatchError as mismatch:  # a rank has not come to the end of the step
-            self._ranks.agree("run", failure or mismatch)
-            raise
-        if wanted.failed:
-            self._ranks.agree("run", failure)
-        if not any(wanted):
-            return
-        self._stop_wanted = self._save_wanted = False
-        first = wanted.asked and not self._asked
-        if first:
-            events.write("asked", step=self._step)
-        leave = wanted.leave or (first and self._preemption.grace_seconds is None)
-        self._asked = wanted.asked
-        self._stopping |= wanted.stop or leave
-        if (wanted.save or first or leave) and self._steps_match(leave):
+        due = self._stop.settle(self._step, self._steps_done, failure)
+        if due.save and (self._in_step or not due.leave):  # others: when all have stopped
             self._save()
-        if leave and not wanted.stop:
-            _log.info("asked to stop: leaving after step %d", self._step)
-            events.write("left", step=self._step)
-            self._preemption.accept()
-
-    def _steps_match(self, leave: bool) -> bool:
-        """Whether to save now; ranks that are not in step do so when all have stopped."""
-        return self._in_step or not leave
-
-    def _out_of_time(self) -> bool:
-        """Whether the time after a signal ends so soon that no further step should begin."""
-        grace, asked_at = self._preemption.grace_seconds, self._preemption.asked_at
-        if grace is None or asked_at is None:
-            return False
-        now = time.monotonic()
-        mean = (now - self._began) / max(1, self._steps_done)
-        return now > asked_at + grace - _SPARE_STEPS * mean - _SPARE_SAVES * self._save_time
+        if due.leave and not due.stop:
+            self._stop.left(self._step)
 
     def _recover(self, error: Exception) -> None:
         """Go back to the last commit, or checkpoint."""
@@ -337,17 +293,12 @@ class TrainingSession:
     def _begin_steps(self) -> None:
         """Let hooks know that the state is there, and learn whether there is anything to do."""
         self._call_hooks("after_create")
-        self._agreed = agreement(self._ranks.comm)
+        self._stop.meet(self._ranks)
         self._settle()
 
     def _call_hooks(self, name: str) -> None:
         """Call one method of all hooks, which may be collective."""
-
-        def calls() -> None:
-            for hook in self._hooks:
-                getattr(hook, name)(self)
-
-        self._all.together(name, calls)
+        self._all.together(name, lambda: self._hooks.call(name, self))
 
     def _is_back(self, step: int | None) -> bool:
         """Count from a step to which things have gone back; False if there is none."""
@@ -368,14 +319,15 @@ class TrainingSession:
         path = self._kept.save(self._step, metric)
 
         def tell() -> None:
-            for call in self._saved_hooks if path is not None and self.is_chief else ():
+            for call in self._hooks.after_save if path is not None and self.is_chief else ():
                 call(self, path)
 
         self._ranks.prepared("save: hooks", tell)
         self._saved_step = self._step
-        self._save_time = time.monotonic() - began
+        seconds = time.monotonic() - began
+        self._stop.saved(seconds)
         if path is not None:
-            events.write("saved", step=self._step, seconds=round(self._save_time, 6))
+            events.write("saved", step=self._step, seconds=round(seconds, 6))
 
     def __enter__(self) -> TrainingSession:
         if self._owns_preemption:
@@ -383,7 +335,8 @@ class TrainingSession:
         try:
             self._call_hooks("begin")
             restored = self._is_back(self._kept.begin(self._restores))
-            self._began = time.monotonic()
+            self._open = True
+            self._stop.begin()
             self._begin_steps()
             if not restored and self._saved_step < 0:
                 self._save()  # what there is to go back to before the next one
@@ -421,7 +374,7 @@ class TrainingSession:
     def _end(self) -> None:
         if not self._in_step:
             self._all.agree("end of the session")
-            if self._steps_done or self._asked:
+            if self._steps_done or self._stop.asked:
                 self._saved_step = -1  # others may have trained on since this rank saved
         if self._step != self._saved_step:
             self._save()
@@ -432,10 +385,5 @@ class TrainingSession:
         self._all.agree("the session has ended")
 
     def _close(self) -> None:
-        self._stopping = True
-        for hook in self._hooks:
-            hook.close()
-
-
-def _has(hook: Hook, name: str) -> bool:
-    return getattr(type(hook), name) is not getattr(Hook, name)
+        self._stop.stopping = True
+        self._hooks.close()

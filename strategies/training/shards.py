@@ -132,7 +132,10 @@ def empty(name: str, shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def write(
-    put: Callable[[Any], object], file: str, pieces: Sequence[Piece]
+    put: Callable[[Any], object],
+    file: str,
+    pieces: Sequence[Piece],
+    rest: Callable[[], object] | None = None,
 ) -> tuple[int, list[tuple[str, SliceEntry]]]:
     """Write the slices.
 
@@ -140,6 +143,7 @@ def write(
         put: appends bytes to the file, all of those given.
         file: its name, for the manifest.
         pieces: what to write.
+        rest: called after each chunk.
 
     Returns:
         The length of the file, and of each slice the tensor's name and what the manifest says.
@@ -173,6 +177,8 @@ def write(
         for chunk in _chunks(as_bytes(piece.array)):
             checksum = add(chunk, checksum)
             put(chunk.data)
+            if rest is not None:
+                rest()
         entries.append((piece.name, SliceEntry(file, *piece.box, checksum)))
     return 8 + len(text) + end, entries
 

@@ -13,6 +13,7 @@ report: rank 0 abandons the checkpoint, and has the error.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import collectives as cc
@@ -66,7 +67,14 @@ class Crew:
         self._tag += 1
         return self._tag
 
-    def lead(self, root: Location, draft: Draft, given: list[Piece], number: int) -> Location:
+    def lead(
+        self,
+        root: Location,
+        draft: Draft,
+        given: list[Piece],
+        number: int,
+        rest: Callable[[], object] | None = None,
+    ) -> Location:
         """On rank 0: write a checkpoint with the others; returns where it is.
 
         Raises:
@@ -80,7 +88,7 @@ class Crew:
             self._tell((begun.part, begun.suffix), number)
             error: BaseException | None = None
             try:
-                written = [checkpoint.write_part(begun.part, begun.suffix, 0, given)]
+                written = [checkpoint.write_part(begun.part, begun.suffix, 0, given, rest=rest)]
             except BaseException as caught:
                 error = caught
             reports = [
@@ -101,7 +109,9 @@ class Crew:
             if not told:
                 self._tell(None, number)
 
-    def follow(self, given: list[Piece], number: int) -> None:
+    def follow(
+        self, given: list[Piece], number: int, rest: Callable[[], object] | None = None
+    ) -> None:
         """On other ranks: write this rank's part, and report to rank 0.
 
         Raises:
@@ -112,7 +122,8 @@ class Crew:
             if place is None:
                 return
             part, suffix = place
-            report: Any = "", checkpoint.write_part(part, suffix, self._comm.rank, given)
+            rank = self._comm.rank
+            report: Any = "", checkpoint.write_part(part, suffix, rank, given, rest=rest)
         except BaseException as error:
             self._comm.send_object((type(error).__name__, str(error)), 0, tag=number)
             raise

@@ -19,7 +19,10 @@ pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("machines")]
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 JOB_SECONDS = 90.0  # one takes some seconds; the machine may be busy
-EPOCHS = 200
+EPOCHS = 40
+# The job waits so long at this epoch, the third after a checkpoint: a busy Slurm takes some seconds
+# to ask it to go, in which it would have trained to its end.
+PAUSE = "step=12,rank=0,kind=slow:15"
 HERE = {"UNISONO_CHECKOUT": str(CHECKOUT), "UNISONO_VENV": sys.prefix}
 
 
@@ -111,7 +114,7 @@ def test_a_job_that_was_preempted_and_requeued_ends_with_the_bits_of_one_that_wa
     """
     needs("torch")
     folders = [tmp_path / "preempted", tmp_path / "whole"]
-    preempted = train_on_both_nodes(slurm_cluster, folders[0])
+    preempted = train_on_both_nodes(slurm_cluster, folders[0], UNISONO_FAULT=PAUSE)
     checkpoint = folders[0] / "out/step-000010"
     slurm_cluster.until("a checkpoint", lambda: checkpoint.exists() or None, JOB_SECONDS, preempted)
     urgent = slurm_cluster.submit(
@@ -140,7 +143,7 @@ def test_a_job_that_was_preempted_and_requeued_ends_with_the_bits_of_one_that_wa
     assert accuracies(outputs[0]) == accuracies(outputs[1])
 
 
-def train_on_both_nodes(slurm_cluster: SlurmCluster, folder: Path) -> int:
+def train_on_both_nodes(slurm_cluster: SlurmCluster, folder: Path, **given: str) -> int:
     """Submit examples/torch_digits.py with one rank on each node; checkpoints go to folder/out."""
     folder.mkdir()
     # Ranks of other numbers add in another order: both jobs have one on each node.
@@ -148,7 +151,7 @@ def train_on_both_nodes(slurm_cluster: SlurmCluster, folder: Path) -> int:
         [sys.executable, "-m", "strategies", "submit", CHECKOUT / "examples" / "torch_digits.py",
          "--nodes", "2", f"--sbatch=--output={slurm_cluster.directory}/out/%j", "--",
          "--checkpoints", "out", "--epochs", str(EPOCHS)],
-        cwd=folder, env=os.environ | slurm_cluster.environment(), capture_output=True,
+        cwd=folder, env=os.environ | slurm_cluster.environment() | given, capture_output=True,
         text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done

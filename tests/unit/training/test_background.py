@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from checkpoint_samples import assert_same_bits, leftovers, steps, tensors_of
 
 from strategies import errors
 from strategies.training import checkpoint, durable
+from strategies.training.background import Background
 from strategies.training.checkpoint_manager import CheckpointManager
 
 DEADLINE = 20  # seconds until a thread that should come has not
@@ -142,3 +144,38 @@ def test_a_copy_that_does_not_fit_in_memory_says_so(tmp_path, monkeypatch):
         monkeypatch.undo()
         manager.save({"w": np.ones(3)}, step=1)
     assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_the_work_leaves_the_core_to_the_program_unless_it_is_awaited(awaited):
+    rests, done = [], threading.Event()
+
+    def work():
+        for _ in range(4):
+            began = time.perf_counter()
+            while time.perf_counter() - began < 0.01:
+                pass
+            ended = time.perf_counter()
+            background.rest()
+            rests.append(time.perf_counter() - ended)
+        done.set()
+
+    background = Background()
+    background.start(work)
+    if not awaited:
+        assert done.wait(DEADLINE)
+    background.finish()
+    if awaited:
+        assert min(rests[1:]) < 0.02
+    else:
+        assert min(rests) >= 0.03
+
+
+def test_a_large_array_is_written_with_rests(tmp_path, monkeypatch):
+    rests = []
+    monkeypatch.setattr(Background, "rest", lambda self: rests.append(1))
+    with CheckpointManager(tmp_path, background=True) as manager:
+        manager.save({"w": np.ones(3 << 20, np.uint8)}, step=1)
+    assert len(rests) >= 3
+    CheckpointManager(tmp_path).save({"w": np.ones(3 << 20, np.uint8)}, step=2)
+    assert len(rests) == 3, "nothing rests that the program waits for"

@@ -323,11 +323,17 @@ def test_asked_at_the_last_step_it_has_come_to_its_end(training):
 
 
 SIGNALLED = """
-import os, signal, sys
+import atexit, os, signal, sys
 import numpy as np
 import strategies
 from strategies.training import Saver, TrainingSession, hooks
 
+def told_again():
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+if "--told-again" in sys.argv:
+    atexit.register(told_again)
 weights = np.zeros(2)
 with strategies.CheckpointManager(sys.argv[1]) as checkpoints:
     saver = Saver(checkpoints, weights=weights)
@@ -342,21 +348,28 @@ print(weights.tobytes().hex(), signal.getsignal(signal.SIGTERM).name)
 """
 
 
+def signalled(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", SIGNALLED, str(folder), *arguments],
+        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_leaves_a_checkpoint_and_status_85(tmp_path, name):
-    def program(folder, *arguments):
-        return subprocess.run(
-            [sys.executable, "-c", SIGNALLED, str(folder), *arguments],
-            cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=60, check=False,
-        )  # fmt: skip
-
-    first = program(tmp_path / "a", name)
+    first = signalled(tmp_path / "a", name)
     assert (first.returncode, first.stdout) == (85, ""), first
-    second = program(tmp_path / "a", name, "--resume")
-    whole = program(tmp_path / "b", name, "--resume")
+    second = signalled(tmp_path / "a", name, "--resume")
+    whole = signalled(tmp_path / "b", name, "--resume")
     assert whole.returncode == 0, whole
     assert second.stdout == whole.stdout
     assert whole.stdout.endswith("SIG_DFL\n"), "the handlers are given back"
+
+
+def test_a_signal_that_comes_late_does_not_end_who_is_leaving(tmp_path):
+    """Slurm tells each node by itself, and mpirun of the first one its ranks: on busy ones late."""
+    late = signalled(tmp_path, "SIGUSR1", "--told-again")
+    assert (late.returncode, late.stderr) == (85, ""), late
 
 
 def test_a_session_gives_handlers_back(training):
