@@ -10,7 +10,8 @@ mean over the ranks, without the shared memory of a node, whose file is the only
 for it. `init` begins here where MPI has started and every rank knows where the others are (one
 `MPI_Allgather` of 8 bytes). A group by `split` is an all-gather of a number each, and MPI's own
 agreement about a number for it. Rows with 8 ranks on a node count what goes between nodes; inside
-of one there is shared memory.
+of one there is shared memory. A rank that never calls is waited for until nothing is under way;
+over MPI the others then ask who is missing (`transport.whereabouts`).
 
 An all-to-all of more than 256 ranks is not simulated, which would take many minutes: its row says
 what its schedule says (`topology.ring_neighbours` at every distance), beside the comparison.
@@ -37,7 +38,7 @@ import numpy as np
 
 import collectives as cc
 from collectives import settings, topology
-from collectives.operations import broadcast, compare, reduce, rows, settle
+from collectives.operations import broadcast, compare, groups, planned, reduce, rows, settle
 from collectives.operations.group import Group
 from collectives.simulation import ranks
 from collectives.simulation.cluster import Cluster
@@ -92,6 +93,25 @@ def mismatch(group: Group) -> None:
         raise AssertionError("no mismatch was found")
 
 
+def silent(group: Group) -> None:
+    """Wait for a rank that never calls."""
+    if group.rank == group.size // 2:
+        return
+    with contextlib.suppress(cc.CollectiveTimeout):  # as soon as nothing is under way any more
+        reduce.allreduce(group, np.zeros(4, np.float32))
+
+
+def split(group: Group) -> None:
+    """Make a group of all; MPI's own part of it is not counted, and here is nothing."""
+    group.transport.split = lambda color, key: group.transport  # type: ignore[method-assign]
+    groups.split(group, 0)
+
+
+def run_twice(plan: Callable[[], object]) -> None:
+    plan()
+    plan()
+
+
 ACTS: dict[str, Callable[[Group], object]] = {
     "init: settings are settled": lambda g: settle.settle(g.settings, g.transport),
     "compare a call": lambda g: compare.agree(g, 1, {"operation": "x"}, Deadline("x", LIMIT)),
@@ -101,6 +121,20 @@ ACTS: dict[str, Callable[[Group], object]] = {
     "barrier": lambda g: broadcast.barrier(g),
     "allgather, a number each": lambda g: rows.allgather(g, np.zeros(1)),
     "a mismatch is named": mismatch,
+    "a silent rank is waited for": silent,
+    "split, without MPI's part": split,
+    "plan_allreduce, 128 KiB, two runs": lambda g: run_twice(
+        planned.plan_allreduce(g, np.zeros(1 << 15, np.float32))
+    ),
+    "plan_broadcast, 128 KiB, two runs": lambda g: run_twice(
+        planned.plan_broadcast(g, np.zeros(1 << 15, np.float32))
+    ),
+    "plan_allgather, a number each, two runs": lambda g: run_twice(
+        planned.plan_allgather(g, np.zeros(1))
+    ),
+    "plan_reduce_scatter, 128 KiB, two runs": lambda g: run_twice(
+        planned.plan_reduce_scatter(g, np.zeros((1 << 15, 1), np.float32))
+    ),
     "alltoall, a number each": lambda g: rows.alltoall(g, np.zeros(g.size)),
 }
 

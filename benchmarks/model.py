@@ -20,9 +20,10 @@ How busy the cores are without the job is measured before and after it; where th
 A row is one layout and one size; "auto" is right there if what it does takes at most 10 % more than
 the fastest call. That is timed twice, as "auto" and by its name, and the better time counts, so
 that one disturbance is no wrong choice; what travels with the comparison has no name. A time is the
-slowest rank's, arrays are reduced in place. All of it is simulated, too, over the links that were
-measured, with the comparison of the call. How far off that was is printed for each layout and size,
-and for long arrays by algorithm.
+slowest rank's, arrays are reduced in place. All of it is simulated, too: whole calls, on the cores
+that the ranks share, over links that two ranks have measured while the others slept; what a byte
+costs on the lines is of all ranks at once. How far off that was is printed for each layout and
+size, and for long arrays by algorithm.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.algorithms import ring
+from collectives.algorithms import ring, tree
 from collectives.arrays.reduction import MAX
+from collectives.transport.waiting import POLLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from collectives.communicator import Communicator
+    from collectives.links import Link, Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "netns")]
@@ -75,6 +78,9 @@ SLOW_BURST_BYTES, BURST_BYTES = 4 << 10, 256 << 10
 USED_UP_BYTES = 384 << 10
 MOST_CALLS, CALLS_BYTES = 8, 32 << 10
 LEAST_ROUNDS = 3
+
+# How often a rank's patience is measured.
+LOOKS = 20
 
 # The share of the cores that others may use, and the seconds for which that is looked at.
 BUSY, LOOK_SECONDS = 0.1, 2.0
@@ -133,7 +139,7 @@ def earlier(file: Path | None) -> list[dict[str, Any]]:
     if file is None or not file.exists():
         return []
     layouts = json.loads(file.read_text())["layouts"]
-    return [each for each in layouts if {*NAMES, "machine", "busy"} <= each.keys()]
+    return [each for each in layouts if {*NAMES, "pairs", "busy"} <= each.keys()]
 
 
 def write(file: Path | None, layouts: list[dict[str, Any]]) -> None:
@@ -177,22 +183,30 @@ def simulate(layout: dict[str, Any]) -> None:
     from collectives.simulation import calls
     from collectives.simulation.cluster import Cluster
 
-    machine = Machine(*(Link(*link) for link in layout["machine"]))
-    ranks = layout["machines"] * layout["ranks_per_machine"]
-    burst = BURST_BYTES if layout["mbit"] > 100 else SLOW_BURST_BYTES
-    cluster = Cluster(ranks, layout["machines"], machine, burst=burst)
+    by_all, by_pairs = (
+        Machine(*(Link(*link) for link in layout[which])) for which in ("machine", "pairs")
+    )
+    # What a byte costs on lines that all use; the rest where every rank has a core.
+    machine = by_pairs._replace(network=by_pairs.network._replace(beta=by_all.network.beta))
+    machines = layout["machines"]
+    cluster = Cluster(
+        machines * layout["ranks_per_machine"],
+        machines,
+        machine,
+        burst=BURST_BYTES if layout["mbit"] > 100 else SLOW_BURST_BYTES,
+        cores=layout["cores"],
+        nodes_per_host=machines,
+        patience=layout["patience"],
+    )
     by_nodes = compare.by_nodes(cluster.layout)
-    before = calls.together(0, cluster, by_nodes=by_nodes)
     for size in layout["sizes"]:
+        how = {"by_nodes": by_nodes, "calls": several(size["bytes"])}
         names = {name for name, _, _ in size["times"]} - {"auto"}
-        found = {
-            name: before + calls.seconds("allreduce", name, size["bytes"], cluster)
-            for name in names
-        }
-        if size["auto"] == "letters":
-            found["auto"] = calls.together(size["bytes"], cluster, by_nodes=by_nodes)
-        else:
-            found["auto"] = found[size["auto"]]
+        found = {name: calls.whole(name, size["bytes"], cluster, **how) for name in names}
+        carried = size["auto"] == "letters"
+        found["auto"] = (
+            calls.whole(None, size["bytes"], cluster, **how) if carried else found[size["auto"]]
+        )
         size["simulated"] = found
 
 
@@ -232,12 +246,17 @@ def choices(layouts: list[dict[str, Any]]) -> str:
     )
 
 
+def several(nbytes: int) -> int:
+    """Return how many calls a time is the mean of."""
+    return max(1, min(MOST_CALLS, CALLS_BYTES // nbytes))
+
+
 def timed(
     comm: Communicator, cases: dict[str, Callable[[], object]], nbytes: int, seconds: float
 ) -> dict[str, float]:
     """Return what calls take, of the slowest rank: the first quartile, since others only add."""
     transport, deadline = comm.transport, comm.deadline("model")
-    several = max(1, min(MOST_CALLS, CALLS_BYTES // nbytes))
+    together = several(nbytes)
     chunk = USED_UP_BYTES // max(1, comm.size - 1)
     bounds = [chunk * rank for rank in range(comm.size + 1)]
     burst = np.zeros(bounds[-1], np.uint8)
@@ -248,13 +267,58 @@ def timed(
     while rounds < LEAST_ROUNDS or comm.broadcast(np.array(time.perf_counter() - began)) < seconds:
         rounds += 1
         for name, case in cases.items():
-            ring.allgather(transport, burst, bounds, deadline)  # and all have come
+            ring.allgather(transport, burst, bounds, deadline)
+            tree.barrier(transport, deadline)  # what was sent has come, and all begin at once
             start = time.perf_counter()
-            for _ in range(several):
+            for _ in range(together):
                 case()
-            spent = np.array((time.perf_counter() - start) / several)
+            spent = np.array((time.perf_counter() - start) / together)
             found[name].append(float(comm.allreduce(spent, op=MAX)))
     return {name: sorted(each)[len(each) // 4] for name, each in found.items()}
+
+
+def by_pairs(comm: Communicator, seconds: float) -> tuple[Machine, float]:
+    """Measure links between two ranks while the others sleep, so that each has a core.
+
+    Returns:
+        The links, and how long a rank that waits polls; the same on all ranks.
+    """
+    from collectives import links
+    from collectives.tools import measure
+
+    first = {node: rank for rank, node in reversed([*enumerate(comm.allgather([comm.node_rank]))])}
+    found: dict[str, Link] = {}
+    patience = 0.0
+    for two in ((0, first.get(1)), (0, 1 if comm.allgather([comm.node_rank])[1] == 0 else None)):
+        if None in two:
+            continue
+        pair = comm.split(0 if comm.rank in two else None)
+        if pair is not None:
+            with pair:
+                found |= measure.measure(measure.Clock(pair), seconds)
+                patience = max(patience, polled(pair))
+        comm.barrier()
+    found, patience = comm.broadcast_object((found, patience))
+    changes = {name: link._asdict() for name, link in found.items()}
+    return links.overridden(links.defaults(), changes, "measured").machine, patience
+
+
+def polled(pair: Communicator) -> float:
+    """Return how long a rank polls for a message before it gives its core away."""
+    transport, deadline = pair.transport, pair.deadline("model")
+    data = np.zeros(8, np.uint8)
+    times = []
+    for _ in range(LOOKS):
+        message = transport.start_receive(data, 1 - pair.rank)
+        began, polls = time.perf_counter(), 0
+        while not message.done():  # as `Transport.wait`
+            polls += 1
+            if polls > POLLS:
+                break
+        times.append(time.perf_counter() - began)
+        transport.send(data.copy(), 1 - pair.rank, deadline)
+        transport.wait([message], deadline)
+    return statistics.median(times)
 
 
 def rank_main(seconds: float) -> int:
@@ -272,7 +336,8 @@ def rank_main(seconds: float) -> int:
     clock = measure.Clock(world)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "links.json"
-        found = measure.measure(clock, seconds / 3)
+        found = measure.measure(clock, seconds / 5)
+        pairs, patience = by_pairs(world, seconds / 15)
         if world.rank == 0:
             tuned.write(file, found, {})
         chosen = replace(settings.from_environment(), tuned=str(file))  # rank 0's counts
@@ -286,7 +351,7 @@ def rank_main(seconds: float) -> int:
             how = {"op": cc.MAX, "out": buffer, "algorithm": algorithm}
             return lambda: comm.allreduce(buffer, **how)
 
-        compared = compare.seconds(0, comm.layout)
+        compared = compare.seconds(0, comm.layout) + comm.layout.call
         times = selection.estimate("allreduce", nbytes, comm.layout)
         said = {name: compared + took for name, took in times.items()}
         carried = nbytes <= compare.most(comm.layout)
@@ -306,7 +371,8 @@ def rank_main(seconds: float) -> int:
     if comm.rank == 0:
         links = table_of(comm.settings.links).replace(str(file), "measured")
         machine = [list(link) for link in comm.settings.links.machine]
-        print(json.dumps({"links": links, "machine": machine, "sizes": sizes}))
+        facts = {"pairs": pairs, "patience": patience, "cores": len(os.sched_getaffinity(0))}
+        print(json.dumps({"links": links, "machine": machine, **facts, "sizes": sizes}))
     return 0
 
 

@@ -163,6 +163,10 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--oversubscribed", type=_seconds, default=1.0, help=text)
     text = "bytes that a node's line passes at once after it was idle (default 0)"
     simulate.add_argument("--burst", type=int, default=0, metavar="BYTES", help=text)
+    text = "cores that the ranks of a host share (default: each rank has one of its own)"
+    simulate.add_argument("--cores", type=int, metavar="CORES", help=text)
+    text = "nodes that are on one host, as containers are (default 1)"
+    simulate.add_argument("--nodes-per-host", type=int, default=1, metavar="NODES", help=text)
     text = "standard deviation of the programs' times over their mean (default %(default)g)"
     simulate.add_argument("--noise", type=float, default=0.0, help=text)
     simulate.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
@@ -278,7 +282,8 @@ def _simulate(options: argparse.Namespace) -> int:
         cluster = Cluster(
             options.nodes * options.ranks, options.nodes, known.machine,
             nodes_per_switch=options.switch, oversubscription=options.oversubscribed,
-            burst=options.burst, noise=options.noise, seed=options.seed, slow=dict(options.slow),
+            burst=options.burst, cores=options.cores, nodes_per_host=options.nodes_per_host,
+            noise=options.noise, seed=options.seed, slow=dict(options.slow),
             deaths=dict(options.dead),
         )  # fmt: skip
         if options.picture is not None and not plot.is_possible():

@@ -35,6 +35,8 @@ class Link(NamedTuple):
     beta: float  # seconds per byte moved
     gamma: float  # seconds per byte combined with another, of bytes that came this way
     letter: float = math.inf  # seconds per small message of compiled code; at most alpha
+    program: float = math.inf  # of alpha, what each of a message's two programs takes; at most half
+    call: float = 0.0  # seconds of Python before the messages of a call, whatever its size
 
     def compiled(self) -> Link:
         """Return what messages of compiled code cost (`algorithms.letters`)."""
@@ -51,12 +53,17 @@ class Machine(NamedTuple):
     @property
     def inside(self) -> float:
         """Seconds that a message inside a node costs each of its two programs."""
-        return self.node.alpha / 2
+        return min(self.node.program, self.node.alpha / 2)
 
     @property
     def between(self) -> float:
-        """Seconds that a message between nodes costs each program; the rest is the way."""
-        return min(self.node.alpha, self.network.alpha) / 2
+        """Seconds that a message between nodes costs each program; the rest is the way.
+
+        Where nobody has measured it, what a message inside a node costs.
+        """
+        if self.network.program < math.inf:
+            return min(self.network.program, self.network.alpha / 2)
+        return min(self.inside, self.network.alpha / 2)
 
 
 class Links(NamedTuple):
@@ -144,6 +151,8 @@ _READERS: dict[str, Callable[[str], float]] = {
     "beta": seconds_per_byte,
     "gamma": seconds_per_byte,
     "letter": seconds,
+    "program": seconds,
+    "call": seconds,
 }
 _MESSAGES = ("alpha", "beta", "gamma")  # what it takes to say all of a link
 
@@ -152,7 +161,7 @@ def parse(text: str) -> dict[str, float]:
     """Read what a setting says about a link.
 
     Args:
-        text: some of alpha, beta, gamma and letter, as "alpha=2us,beta=8GB/s".
+        text: some of alpha, beta, gamma, letter, program and call, as "alpha=2us,beta=8GB/s".
 
     Returns:
         Name -> seconds, or seconds per byte.

@@ -40,7 +40,7 @@ from collectives.arrays.host import Array
 from collectives.arrays.reduction import Op
 from collectives.links import DEFAULT, Machine
 from collectives.node import engine
-from collectives.transport.transport import Deadline, Message, Transport
+from collectives.transport.transport import Deadline, InC, Message, Transport
 
 __all__ = [
     "Levels",
@@ -283,6 +283,10 @@ class _Members(Transport):
 
     def number(self, rank: int) -> int:
         return self._ranks[rank]
+
+    @property
+    def in_c(self) -> InC | None:
+        return self._whole.in_c
 
     def look_around(self, operation: str, peers: Sequence[int] = ()) -> None:
         self._whole.look_around(operation, [self._ranks[rank] for rank in peers])

@@ -83,6 +83,11 @@ class Layout:
         """Ranks of the fullest node."""
         return -(-self.size // self.num_nodes)
 
+    @property
+    def call(self) -> float:
+        """Seconds of Python that a call takes whose array goes by messages of its own."""
+        return (self.machine.network if self.num_nodes > 1 else self.machine.node).call
+
     def links(self) -> list[tuple[Link, float, int]]:
         """Return the links that neighbours of all kinds use.
 

@@ -116,7 +116,8 @@ class Letters:
     """Exchanges letters among the ranks of a transport.
 
     Args:
-        transport: whose messages compiled code can send; see `Transport.in_c`.
+        transport: whose messages compiled code can send; see `Transport.in_c`. Of a part of a group
+            the ranks go, and are named, by the numbers that they have in the whole.
         most: bytes of the longest contribution.
     """
 
@@ -124,8 +125,13 @@ class Letters:
         calls = transport.in_c
         assert calls is not None
         self.kernel = _double()
-        self._transport = transport
-        self._steps = np.array(_steps(transport.rank, transport.size), np.int64)
+        self._transport = transport.whole
+        number = [*(transport.number(rank) for rank in range(transport.size)), -1]
+        steps = [
+            (number[to], number[source], then)
+            for to, source, then in _steps(transport.rank, transport.size)
+        ]
+        self._steps = np.array(steps, np.int64).reshape(len(steps), 3)
         longest = HEAD_BYTES + most
         stride = -(-longest // _ALIGNMENT) * _ALIGNMENT
         self._memory = np.empty(2 * stride + 2 * _ALIGNMENT, np.uint8)

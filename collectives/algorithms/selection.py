@@ -179,7 +179,7 @@ def check(operation: str, algorithm: str, *, in_memory: bool, on_device: bool = 
     """Refuse an algorithm that the operation does not have here.
 
     Args:
-        operation: a key of `ALGORITHMS`, or "scan" or "exscan".
+        operation: a key of `ALGORITHMS`, perhaps grouped or planned, or "scan" or "exscan".
         algorithm: what the caller asks for.
         in_memory: whether all ranks meet in shared memory.
         on_device: whether the array stays on a device.
@@ -187,8 +187,9 @@ def check(operation: str, algorithm: str, *, in_memory: bool, on_device: bool = 
     Raises:
         ValueError: there is none of that name, or "node" where ranks do not share memory.
     """
-    on_devices = ON_DEVICES.get(operation, ())
-    known = ["auto", "node", *ALGORITHMS.get(operation, SCANS), *on_devices]
+    moved = operation.split()[-1].removeprefix("grouped_").removeprefix("plan_")
+    on_devices = ON_DEVICES.get(moved, ())
+    known = ["auto", "node", *ALGORITHMS.get(moved, SCANS), *on_devices]
     if algorithm not in known:
         raise ValueError(
             f"{operation}: unknown algorithm, expected one of {' '.join(known)}, got {algorithm!r}"

@@ -66,24 +66,27 @@ class Detour(NamedTuple):
 
     def lend(self, loan: Borrowed) -> Borrowed:
         """Return what is to be reduced, in place, in place of a caller's array."""
-        own = self._before(loan.host)
+        own = np.empty(loan.host.shape, self.dtype)
+        self.put(loan.host, own)
 
         def give_back(result: Array) -> Any:
-            made = self._after(result)
+            made = self.back(result)
             return loan.give_back(made if loan.target is None else host.store(made, loan.target))
 
         return Borrowed(own, own, give_back)
 
-    def _before(self, array: Array) -> Array:
+    def put(self, array: Array, own: Array) -> None:
+        """Write to `own`, of the same shape and of `dtype`, what is to be reduced."""
         if self.asked in _BITWISE:
-            return np.asarray(array != 0, order="C")
-        own = np.array(array, self.dtype, order="C")
+            np.not_equal(array, 0, out=own)
+            return
+        own[...] = array
         if self.prescale != 1:
             with reduction.quiet():
                 own *= self.prescale
-        return own
 
-    def _after(self, result: Array) -> Array:
+    def back(self, result: Array) -> Array:
+        """Return what was asked for, perhaps in the memory of the result, which is overwritten."""
         with reduction.quiet():
             if self.asked is INTEGER_MEAN:
                 result = _truncated(result, self.size)

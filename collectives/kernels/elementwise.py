@@ -71,6 +71,20 @@ def _add(name: str, function: str) -> Loop:
     return add
 
 
+def _behind(name: str, function: str) -> Loop:
+    """Return a loop that combines two arrays of one type, the second operand in place."""
+    dtype = np.dtype(name)
+    combined = _FUNCTIONS[function]
+
+    def behind(dest: int, source: int, n: int, size: int) -> None:
+        b = carray(pointer(dest), n, dtype)
+        x = carray(pointer(source), n, dtype)
+        for i in range(n):
+            b[i] = combined(x[i], b[i])
+
+    return behind
+
+
 def _start_half(half: str, function: str) -> Loop:
     """Return a loop that combines two arrays of 16-bit floats into float32."""
     widen, _ = float16.CONVERSIONS[half]
@@ -131,6 +145,7 @@ _KINDS: dict[str, Callable[..., Loop]] = {
     "divide": _divide,
     "start": _start,
     "add": _add,
+    "behind": _behind,
     "start_half": _start_half,
     "add_half": _add_half,
     "round": _round,

@@ -17,7 +17,7 @@ from collectives.arrays.device import is_half
 from collectives.arrays.reduction import RULES, Op
 from collectives.kernels import machine_code
 
-__all__ = ["Loops", "loops"]
+__all__ = ["Loops", "behind", "loops"]
 
 
 class Loops(NamedTuple):
@@ -54,6 +54,15 @@ def loops(dtype: np.dtype[Any], op: str) -> Loops:
     storage = "uint8" if dtype.kind == "b" else dtype.name
     fill = _loop("divide", storage) if mean else 0
     return Loops(fill, _loop("start", storage, function), _loop("add", storage, function), 0)
+
+
+def behind(dtype: np.dtype[Any], op: str) -> int:
+    """Return the loop that puts other arrays before its own: as `add`, with operands exchanged.
+
+    0 for 16-bit floats, which are combined in float32 and not in place; arguments as `loops`.
+    """
+    storage = "uint8" if dtype.kind == "b" else dtype.name
+    return 0 if is_half(dtype) else _loop("behind", storage, RULES[Op(op)].function)
 
 
 def _loop(kind: str, *words: str) -> int:

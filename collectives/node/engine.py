@@ -10,14 +10,16 @@ filled, and up to which round its result is ready. Everything else follows from 
     rank 0            rank 1                 rank 0                     rank 1
     x -> slot 0       y -> slot 1            b0 -> slot 0               a1 -> slot 1
     FILLED            FILLED                 FILLED                     FILLED
-    slot 0 + slot 1   slot 0 + slot 1        a0 + slot 1 -> slot 0      slot 0 + b1 -> slot 1
+    x + slot 1        slot 0 + y             a0 + slot 1 -> slot 0      slot 0 + b1 -> slot 1
                                              READY (next b0 is there)   READY
                                              take b from slot 1         take a from slot 0
 
     arrays from `shared_empty`: rank 0 adds chunk a of both arrays and writes it to both, rank 1
     chunk b; nothing is copied.
 
-Small is what has at most 8 KiB, or 64 KiB where ranks outnumber the cores.
+Small is what has at most 8 KiB, or 64 KiB where ranks outnumber the cores; of two ranks 256 KiB,
+but for means and 16-bit floats. More than two ranks read their own array in their slot, too: the
+sum, in place, would replace it before its turn.
 
 Every call carries a hash of its description, compared by all ranks as they meet, for free.
 
@@ -50,7 +52,7 @@ from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
 from collectives.errors import PeerFailure
 from collectives.kernels import ahead, machine_code
-from collectives.kernels.loops import loops
+from collectives.kernels.loops import behind, loops
 from collectives.links import Link
 from collectives.node import folders, segment, words
 from collectives.node.shared_arrays import SharedArrays
@@ -64,7 +66,16 @@ if TYPE_CHECKING:
 
     Kernel = Callable[[int], int]
 
-__all__ = ["Engine", "Rows", "Work", "compile_ahead", "publish_seconds", "reduce_seconds", "start"]
+__all__ = [
+    "Engine",
+    "Rows",
+    "Work",
+    "compile_ahead",
+    "publish_seconds",
+    "reduce_seconds",
+    "start",
+    "way",
+]
 
 # Bytes of a slot: large, so that ranks wait for each other seldom, but a rank's two stay in its
 # level 2 cache. Time of a private all-reduce over that of all ranks copying as much, 2 ranks, for
@@ -81,8 +92,10 @@ _MOST_SLOT_BYTES = 1 << 20
 SLOT_BYTES_OF_PART = 1 << 20
 
 # Bytes of rows from which on they are stored past the caches, of which they would take more than
-# there are. A broadcast of 16 MiB to one rank, so / by plain stores, in ms: 1.58 / 1.95.
-_STREAMED_BYTES = 1 << 23
+# there are. 2 ranks on an AMD EPYC with 32 MiB of level 3 cache, so / by plain stores, in ms:
+# all-gather of 8 MiB 0.60 / 0.34, 16 MiB 1.15 / 0.90, 32 MiB 2.4 / 2.4, 64 MiB 4.6 / 5.0; gather of
+# 8 MiB 0.28 / 0.22, 16 MiB 0.60 / 0.53, 32 MiB 1.2 / 1.6, 64 MiB 2.5 / 3.5.
+_STREAMED_BYTES = 1 << 25
 
 # Bytes for the note of a rank's last call (`collectives.operations.status`).
 NOTE_BYTES = 128
@@ -92,6 +105,17 @@ NOTE_BYTES = 128
 # 8 KiB 0.90 / 1.17, 16 KiB 1.31 / 1.19, 64 KiB 5.7 / 3.6; 4 ranks on 2 cores, where a wait costs a
 # change of process, 8 KiB 4.4 / 6.2, 64 KiB 31 / 41, 128 KiB 80 / 52.
 ONE_SHOT_BYTES, ONE_SHOT_BYTES_CROWDED = 1 << 13, 1 << 16
+
+
+# Of two ranks, each of which reads its own array where it is, so that as many bytes pass from core
+# to core as by halves; of what need not be divided or rounded, which one shot does twice. How many
+# times as fast as pipelined, two near cores of an AMD EPYC, arrays written anew before each call,
+# in place / elsewhere, in two hours between which the host has halved the rate of both:
+# 16 KiB 1.42 1.33 / 1.23 1.23, 64 KiB 1.19 1.28 / 1.00 1.17, 256 KiB 1.14 1.27 / 0.93 1.14, 512 KiB
+# 0.99 1.22 / 0.94 1.21; MEAN 16 KiB 1.12 / 1.01, 64 KiB 0.95 / 0.89; float16 1.12 / 1.05, 1.03 /
+# 0.97. Stored past the caches, though near: 64 KiB 1.19 / 1.03, 256 KiB 1.04 to 1.08 / 0.88 to
+# 0.90; by parts, each read while the next is put, no size is faster, and 4 KiB parts of 64 KiB 0.8.
+ONE_SHOT_BYTES_OF_TWO = 1 << 18
 
 _PAGE = 4096
 
@@ -209,10 +233,9 @@ class Engine:
         self._scratch = np.empty(4 * words.TILE_BYTES, np.uint8)
         self.shared = SharedArrays(self.rank, self.size)
         base = address(memory)
-        crowded = self.size > (os.cpu_count() or 1)
+        self._crowded = crowded = self.size > (os.cpu_count() or 1)
         # Whether a second busy thread of every rank takes a core from somebody.
         self._two_are_many = 2 * self.size > (os.cpu_count() or 1)
-        self._one_shot_bytes = ONE_SHOT_BYTES_CROWDED if crowded else ONE_SHOT_BYTES
         self._template = np.zeros(words.WORDS, np.int64)
         for word, value in (
             (words.RANK, self.rank),
@@ -270,8 +293,11 @@ class Engine:
             table = self.shared.addresses(place)
             block[words.TABLE] = address(table)
             return Work(_kind("shared"), block, (bounds, table))
-        kernel = _kind("one_shot") if send.nbytes <= self._one_shot_bytes else _kind("pipelined")
-        return Work(kernel, block, (bounds,))
+        converts = bool(block[words.FILL] or block[words.SAVE])
+        kind = way(send.nbytes, self.size, crowded=self._crowded, converts=converts)
+        if kind == "one_shot" and self.size == 2:
+            block[words.BEHIND] = behind(send.dtype, op.value)
+        return Work(_kind(kind), block, (bounds,))
 
     def plan_reduce(self, send: Array, out: Array | None, op: Op, root: int, digest: int) -> Work:
         """As `plan_allreduce`, with the result on the root only; `out` is None elsewhere."""
@@ -438,12 +464,27 @@ class Engine:
         return block
 
 
+def way(nbytes: float, ranks: int, *, crowded: bool = False, converts: bool = False) -> str:
+    """Return which kind of call reduces private arrays for all, by what all ranks know.
+
+    Args:
+        nbytes: of the array.
+        ranks: of the node.
+        crowded: whether they outnumber its cores.
+        converts: whether numbers are divided or rounded beside being combined.
+    """
+    most = ONE_SHOT_BYTES_CROWDED if crowded else ONE_SHOT_BYTES
+    if ranks == 2 and not converts:
+        most = ONE_SHOT_BYTES_OF_TWO
+    return "one_shot" if nbytes <= most else "pipelined"
+
+
 def reduce_seconds(nbytes: float, ranks: int, link: Link) -> float:
     """Return how long a reduction should take among ranks of one node.
 
     One wait and P parts to read; or in slots, of which a rank combines its chunk.
     """
-    if nbytes <= ONE_SHOT_BYTES:
+    if way(nbytes, ranks) == "one_shot":
         return link.alpha + nbytes * link.beta + (ranks - 1) * nbytes * link.gamma
     slots = 2 * nbytes / SLOT_BYTES
     moved = 2 * nbytes * (ranks - 1) / ranks * link.beta

@@ -85,32 +85,64 @@ def _saved(block: Any, total: int, n: int) -> int:
     return total + w.TILE_BYTES
 
 
+@njit
+def _combine_all(block: Any, at: int, n: int) -> None:
+    """Combine so many elements of all ranks, each of whose slots is read."""
+    offset = at * block[w.WIDTH]
+    dest = block[w.OUT] + offset
+    total = block[w.SCRATCH] if block[w.SAVE] else dest
+    for rank in range(block[w.SIZE]):
+        _accumulate(block, total, slot(block, rank, block[w.FIRST]) + offset, n, rank)
+    if block[w.SAVE]:
+        call(block[w.SAVE], dest, total, n, block[w.SIZE])
+
+
+@njit
+def _combine_two(block: Any, at: int, n: int) -> None:
+    """Combine so many elements of two ranks; this one's are read where they are.
+
+    Two slots, whose addresses differ by a power of two, drive each other's lines out of the level 1
+    cache of some processors.
+    """
+    me, offset = block[w.RANK], at * block[w.WIDTH]
+    dest = block[w.OUT] + offset
+    own = _own(block, block[w.SEND] + offset, n, me)
+    theirs = slot(block, 1 - me, block[w.FIRST]) + offset
+    first, second = (own, theirs) if me == 0 else (theirs, own)
+    if block[w.SAVE]:
+        pair(block[w.START], block[w.SCRATCH], first, second, n)
+        call(block[w.SAVE], dest, block[w.SCRATCH], n, 2)
+    elif own != dest:
+        pair(block[w.START], dest, first, second, n)
+    elif me == 0:
+        call(block[w.ADD], dest, theirs, n, 2)
+    else:
+        call(block[w.BEHIND], dest, theirs, n, 2)
+
+
 def one_shot(address: int) -> int:
-    """Reduce arrays that fit in a slot: one round, in which every rank reads all slots.
+    """Reduce arrays that fit in a slot: one round, in which every rank combines all arrays.
 
     All ranks combine in rank order, so all get the same bits.
     """
     block = carray(pointer(address), w.WORDS, np.int64)
-    count, width = block[w.COUNT], block[w.WIDTH]
+    count = block[w.COUNT]
     if block[w.PHASE] == 0:
         number = next_round(block)
         _fill(block, slot(block, block[w.RANK], number), block[w.SEND], count)
         announce(block, number)
         tell(block, w.FILLED, number)
         block[w.PHASE] = 1
-    number = block[w.FIRST]
-    if not wait(block, w.FILLED, number):
+    if not wait(block, w.FILLED, block[w.FIRST]):
         return w.WAITING
     if not agreed(block):
         return end(block, w.MISMATCH, 1)
     for at in range(0, count, w.TILE):
         n = min(w.TILE, count - at)
-        dest = block[w.OUT] + at * width
-        total = block[w.SCRATCH] if block[w.SAVE] else dest
-        for rank in range(block[w.SIZE]):
-            _accumulate(block, total, slot(block, rank, number) + at * width, n, rank)
-        if block[w.SAVE]:
-            call(block[w.SAVE], dest, total, n, block[w.SIZE])
+        if block[w.SIZE] == 2:
+            _combine_two(block, at, n)
+        else:
+            _combine_all(block, at, n)
     return end(block, w.DONE, 1)
 
 

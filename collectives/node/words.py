@@ -46,7 +46,8 @@ LONGEST = 31  # bytes of the longest stream of all ranks, rounded up (flow)
 STREAMS = 32  # whether all results are stored past the caches (flow)
 DETAIL = 33  # hash of what ranks may know differently without an error (publish, flow); 0: nothing
 UNLIKE = 34  # whether they did in the last call, in which nothing has moved then
-WORDS = 35
+BEHIND = 35  # address of the loop that combines in place, with what comes before (one_shot)
+WORDS = 36
 
 TAKE_NONE, TAKE_OWN, TAKE_ALL = 0, 1, 2
 

@@ -176,7 +176,7 @@ def most(layout: Layout) -> int:
     if by_nodes(layout):
         return CARRIED_BYTES
     highest = max(CARRIED_BYTES, min(_MOST_CARRIED_BYTES, _MOST_OF_NODE // layout.per_node))
-    compared = letters.seconds(0, layout)
+    compared = letters.seconds(0, layout) + layout.call
 
     def is_slower(nbytes: int) -> bool:
         pick = selection.pick("allreduce", nbytes, layout)

@@ -79,6 +79,15 @@ class _Grouping(NamedTuple):
     ways: list[Detour]
 
 
+class _Asked(NamedTuple):
+    """What a caller asks for, scales by their words."""
+
+    op: Op
+    compression: Compression
+    scales: dict[str, float]
+    algorithm: str
+
+
 class Groupings:
     """What `grouped_allreduce` keeps of its calls in one group."""
 
@@ -128,6 +137,7 @@ class Grouping(TypedDict, total=False):
     compression: Compression | None
     prescale: float
     postscale: float
+    algorithm: str
     timeout: float | None
 
 
@@ -156,6 +166,7 @@ def grouped_allreduce(
     compression: Compression | None = NONE,
     prescale: float = 1,
     postscale: float = 1,
+    algorithm: str = "auto",
     timeout: float | None = None,
 ) -> list[Any]:
     """Reduce many arrays at once, as if `allreduce` were called for each.
@@ -171,6 +182,7 @@ def grouped_allreduce(
         compression: as for `allreduce`, without feedback.
         prescale: as for `allreduce`.
         postscale: likewise.
+        algorithm: as for `allreduce`, for each dtype; not "nccl".
         timeout: seconds.
 
     Returns:
@@ -180,7 +192,7 @@ def grouped_allreduce(
 
     Raises:
         TypeError: the op is not defined for a dtype, or this is not a compression.
-        ValueError: there is not an `out` for each array, or one does not fit.
+        ValueError: unknown algorithm; or there is not an `out` for each array, or one does not fit.
         MismatchError: ranks differ in number, shapes or dtypes; on all ranks.
 
     Cost: two copies of all arrays beside the reduction, in shared memory through the cache; memory
@@ -192,25 +204,25 @@ def grouped_allreduce(
         hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
         kinds = tuple([(array.shape, array.dtype) for array in hosts])
         scales = detour.scales(prescale, postscale, operation=call.operation)
-        key = op, str(compression), prescale, postscale, kinds
+        engine = call.engine_for(algorithm)
+        key = op, str(compression), prescale, postscale, algorithm, kinds
         groupings = group.kept(Groupings)
         known = groupings.known.get(key)
         if known is None:
-            known = _new(kinds, op, compression, scales, call)  # step 4
+            known = _new(kinds, _Asked(op, compression, scales, algorithm), call)  # step 4
             call.agree()
-            if call.engine is not None:
+            if engine is not None:
                 known.facts["planned"] = True  # what is driven below is not what was agreed by
                 call.describe(**known.facts)
-                planned = groupings.plan(call, call.engine, known.stages, known.op)
+                planned = groupings.plan(call, engine, known.stages, known.op)
                 known.work.extend(planned)  # step 5
         else:
             call.describe(**known.facts)
-            if call.engine is None or not known.stages:
+            if engine is None or not known.stages:
                 call.agree()
         if known.ways:
             loans = _by_ways(hosts, loans, known.ways)
             hosts = [loan.host for loan in loans if loan is not None]
-        engine = call.engine
         is_direct = engine is not None and (out is not None or bool(known.ways))
         direct = _apart(hosts, loans) if is_direct else None
         results = np.empty(0, np.uint8) if direct else groupings.results(known.nbytes)
@@ -229,7 +241,10 @@ def grouped_allreduce(
         for stage in known.stages:
             part = _part(stage, results)
             _pack(stage, hosts, part)
-            allreduce(group, part, op=known.op, out=part, compression=packed, timeout=timeout)
+            allreduce(
+                group, part, op=known.op, out=part, compression=packed, algorithm=algorithm,
+                timeout=timeout,
+            )  # fmt: skip
     if direct:
         return [loan.give_back(loan.host) for loan in loans if loan is not None]
     places = zip(hosts, known.starts, strict=True)
@@ -305,14 +320,9 @@ def handed(array: Array, loan: Borrowed, out: object) -> Any:
     return loan.give_back(host.store(array, loan.target))
 
 
-def _new(
-    kinds: tuple[_Kind, ...],
-    op: Op,
-    compression: Compression,
-    scales: dict[str, float],
-    call: Call,
-) -> _Grouping:
+def _new(kinds: tuple[_Kind, ...], asked: _Asked, call: Call) -> _Grouping:
     """Check and describe a call with arrays of these shapes and dtypes."""
+    op, compression, scales, algorithm = asked
     dtypes = [dtype for _, dtype in kinds]
     ways = []
     for dtype in dict.fromkeys(dtypes):
@@ -328,10 +338,12 @@ def _new(
         "arrays": bucket_layout.shortened([(dtype.name, shape) for shape, dtype in kinds]),
         "compression": compression,
         **scales,
+        "algorithm": algorithm,
     }
     call.describe(**facts)
     counts = [math.prod(shape) for shape, _ in kinds]
-    limit = sys.maxsize if call.engine is None else _stage_bytes(call.engine)
+    engine = call.engine_for(algorithm)
+    limit = sys.maxsize if engine is None else _stage_bytes(engine)
     work = [way.dtype for way in ways] or dtypes
     by = ways[0].op if ways else op
     return _Grouping(facts, *bucket_layout.stages(counts, work, limit), [], by, ways)

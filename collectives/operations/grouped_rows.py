@@ -28,7 +28,7 @@ from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
 from collectives.operations.grouped import handed, pairs
 from collectives.operations.messages import Reduction
-from collectives.operations.signatures import A, Detachable, Numbers, Unpack
+from collectives.operations.signatures import A, Detachable, Numbers, Unpack, Waiting
 
 __all__ = [
     "GroupedReducing",
@@ -44,28 +44,29 @@ class GroupedReducing(TypedDict, total=False):
     op: Op
     prescale: float
     postscale: float
+    algorithm: str
     timeout: float | None
 
 
 @overload
 def grouped_broadcast(
     group: Group, xs: Sequence[Numbers], root: int = 0, *, out: None = None,
-    timeout: float | None = None,
+    **options: Unpack[Waiting],
 ) -> list[Array]: ...  # fmt: skip
 @overload
 def grouped_broadcast(
     group: Group, xs: Sequence[Detachable[A]], root: int = 0, *, out: None = None,
-    timeout: float | None = None,
+    **options: Unpack[Waiting],
 ) -> list[A]: ...  # fmt: skip
 @overload
 def grouped_broadcast(
     group: Group, xs: Sequence[A], root: int = 0, *, out: None = None,
-    timeout: float | None = None,
+    **options: Unpack[Waiting],
 ) -> list[A]: ...  # fmt: skip
 @overload
 def grouped_broadcast(
     group: Group, xs: Sequence[object], root: int = 0, *, out: Sequence[A],
-    timeout: float | None = None,
+    **options: Unpack[Waiting],
 ) -> list[A]: ...  # fmt: skip
 def grouped_broadcast(
     group: Group,
@@ -73,6 +74,7 @@ def grouped_broadcast(
     root: int = 0,
     *,
     out: Sequence[Any] | None = None,
+    algorithm: str = "auto",
     timeout: float | None = None,
 ) -> list[Any]:
     """Give every rank the root's arrays, as if `broadcast` were called for each.
@@ -82,6 +84,7 @@ def grouped_broadcast(
             and dtypes.
         root: whose arrays.
         out: where to put the results, an array for each of `xs`, perhaps that one itself.
+        algorithm: as for `broadcast`; not "nccl".
         timeout: seconds.
 
     Returns:
@@ -100,7 +103,8 @@ def grouped_broadcast(
         ]
         call.check_root(root)
         kinds = [(loan.host.dtype.name, loan.host.shape) for loan in loans]
-        call.describe(count=len(loans), arrays=bucket_layout.shortened(kinds), root=root)
+        arrays = bucket_layout.shortened(kinds)
+        call.describe(count=len(loans), arrays=arrays, root=root, algorithm=algorithm)
         own = group.rank == root
         starts, nbytes = _places([loan.host for loan in loans])
         stream = np.empty(nbytes, np.uint8)
@@ -108,31 +112,32 @@ def grouped_broadcast(
         for part, loan in zip(parts, loans, strict=True):
             if own:
                 part[...] = loan.host
-        plans.broadcast(call, stream, root).first(call, stream, stream)
+        plans.broadcast(call, stream, root, algorithm).first(call, stream, stream)
     return [handed(part, loan, out) for part, loan in zip(parts, loans, strict=True)]
 
 
 @overload
 def grouped_allgather(
-    group: Group, xs: Sequence[Numbers], *, out: None = None, timeout: float | None = None
+    group: Group, xs: Sequence[Numbers], *, out: None = None, **options: Unpack[Waiting]
 ) -> list[Array]: ...
 @overload
 def grouped_allgather(
-    group: Group, xs: Sequence[Detachable[A]], *, out: None = None, timeout: float | None = None
+    group: Group, xs: Sequence[Detachable[A]], *, out: None = None, **options: Unpack[Waiting]
 ) -> list[A]: ...
 @overload
 def grouped_allgather(
-    group: Group, xs: Sequence[A], *, out: None = None, timeout: float | None = None
+    group: Group, xs: Sequence[A], *, out: None = None, **options: Unpack[Waiting]
 ) -> list[A]: ...
 @overload
 def grouped_allgather(
-    group: Group, xs: Sequence[object], *, out: Sequence[A], timeout: float | None = None
+    group: Group, xs: Sequence[object], *, out: Sequence[A], **options: Unpack[Waiting]
 ) -> list[A]: ...
 def grouped_allgather(
     group: Group,
     xs: Sequence[Any],
     *,
     out: Sequence[Any] | None = None,
+    algorithm: str = "auto",
     timeout: float | None = None,
 ) -> list[Any]:
     """Join the arrays of all ranks on every rank, as if `allgather` were called for each.
@@ -141,6 +146,7 @@ def grouped_allgather(
         xs: arrays of any kinds and dtypes, shape (n, ...) each; n may differ between ranks and
             arrays, the rest may not between ranks; a scalar counts as shape (1,).
         out: where to put the results, an array of its shape for each of `xs`.
+        algorithm: as for `allgather`.
         timeout: seconds.
 
     Returns:
@@ -164,7 +170,8 @@ def grouped_allgather(
             tos.append(host.borrow_rows(to, row, dtype, loan, operation=call.operation))
             arrays.append(array)
         kinds = [(array.dtype.name, array.shape[1:]) for array in arrays]
-        call.describe(count=len(arrays), arrays=bucket_layout.shortened(kinds))
+        shapes = bucket_layout.shortened(kinds)
+        call.describe(count=len(arrays), arrays=shapes, algorithm=algorithm)
         told = call.tell(*(len(array) for array in arrays), *(to.number for to in tos))
         told = told.reshape(group.size, 2, len(arrays))
         rows = told[:, 0].T.tolist()  # of each array, how many each rank brings
@@ -172,12 +179,16 @@ def grouped_allgather(
             expected = [sum(numbers)] * group.size
             if error := joins.unfit(group, call.operation, array.shape[1:], given, expected):
                 raise call.known(error)
-        results = _joined(call, arrays, rows, tos)
+        results = _joined(call, arrays, rows, tos, algorithm)
     return [to.give_back(result) for to, result in zip(tos, results, strict=True)]
 
 
 def _joined(
-    call: Call, arrays: Sequence[Array], rows: Sequence[Sequence[int]], tos: Sequence[Rows]
+    call: Call,
+    arrays: Sequence[Array],
+    rows: Sequence[Sequence[int]],
+    tos: Sequence[Rows],
+    algorithm: str,
 ) -> list[Array]:
     """Move what each rank has packed, once all know how many rows of each array it brings."""
     size, rank = call.group.size, call.group.rank
@@ -190,7 +201,7 @@ def _joined(
         for source in range(size)
     ]
     bounds = [0, *itertools.accumulate(nbytes for _, nbytes in streams)]
-    engine = call.engine_for("auto")
+    engine = call.engine_for(algorithm)
     everything = np.empty(bounds[-1] if engine is None else 0, np.uint8)
     own = np.empty(streams[rank][1], np.uint8)
     if engine is None:
@@ -209,7 +220,7 @@ def _joined(
             part = raw[end - numbers[source] * widths[i] : end]
             wanted.append((source, streams[source][0][i], part))
     if engine is None:
-        move = call.algorithm("allgather", "auto", everything.nbytes)
+        move = call.algorithm("allgather", algorithm, everything.nbytes)
         move(everything, bounds, call.deadline)
         for source, at, part in wanted:
             first = bounds[source] + at
@@ -248,6 +259,7 @@ def grouped_reduce_scatter(
     out: Sequence[Any] | None = None,
     prescale: float = 1,
     postscale: float = 1,
+    algorithm: str = "auto",
     timeout: float | None = None,
 ) -> list[Any]:
     """Reduce many arrays, and give each rank its rows of each, as if by `reduce_scatter` for each.
@@ -259,6 +271,7 @@ def grouped_reduce_scatter(
         out: where to put the own rows, an array of their shape for each of `xs`.
         prescale: as for `allreduce`.
         postscale: likewise.
+        algorithm: as for `reduce_scatter`.
         timeout: seconds.
 
     Returns:
@@ -293,14 +306,16 @@ def grouped_reduce_scatter(
             loans.append(loan)
             shares.append(rows)
         call.describe(
-            op=op.value, count=len(loans), arrays=bucket_layout.shortened(kinds), **scales
-        )
+            op=op.value, count=len(loans), arrays=bucket_layout.shortened(kinds), **scales,
+            algorithm=algorithm,
+        )  # fmt: skip
         hosts = [loan.host for loan in loans]
         results = [np.empty(0)] * len(hosts)
         dtypes = [array.dtype for array in hosts]
         for dtype in dict.fromkeys(dtypes):
             members = [i for i, other in enumerate(dtypes) if other == dtype]
-            parts = _reduced(call, [hosts[i] for i in members], [shares[i] for i in members], by)
+            own, rows_of = [hosts[i] for i in members], [shares[i] for i in members]
+            parts = _reduced(call, own, rows_of, Reduction(by, algorithm))
             for i, part in zip(members, parts, strict=True):
                 results[i] = part
         if not hosts:
@@ -309,7 +324,7 @@ def grouped_reduce_scatter(
 
 
 def _reduced(
-    call: Call, arrays: Sequence[Array], shares: Sequence[Sequence[int]], op: Op
+    call: Call, arrays: Sequence[Array], shares: Sequence[Sequence[int]], how: Reduction
 ) -> list[Array]:
     """Reduce arrays of one dtype, and return this rank's rows of each."""
     rank = call.group.rank
@@ -322,7 +337,7 @@ def _reduced(
         bounds.append(bounds[-1] + sum(piece.size for piece in own))
     send = np.concatenate(pieces, axis=None)
     taken = np.empty(bounds[rank + 1] - bounds[rank], send.dtype)
-    plan = plans.reduce_scatter(call, send, bounds, Reduction(op))
+    plan = plans.reduce_scatter(call, send, bounds, how)
     plan.first(call, send, taken)
     shapes = [piece.shape for piece in pieces[len(arrays) * rank : len(arrays) * (rank + 1)]]
     ends = itertools.accumulate(math.prod(shape) for shape in shapes)

@@ -227,17 +227,19 @@ def allgather(
     return host.store(joined, result), rows, None
 
 
-def allgather_known(bounds: Sequence[int], call: Call, send: Array, out: Array) -> None:
+def allgather_known(
+    bounds: Sequence[int], algorithm: str, call: Call, send: Array, out: Array
+) -> None:
     """Join the ranks' arrays by messages, each of which begins at its bound, as all know."""
     first, stop = bounds[call.group.rank : call.group.rank + 2]
-    if call.carries("auto", out.nbytes):
+    if call.carries(algorithm, out.nbytes):
         bits = np.zeros(out.nbytes, np.uint8)
         bits[first * out.itemsize : stop * out.itemsize] = host.raw_bytes(send)
         host.raw_bytes(out)[:] = call.carry(bits)
         return
     call.agree()
     out[first:stop] = send
-    call.algorithm("allgather", "auto", out.nbytes)(out, bounds, call.deadline)
+    call.algorithm("allgather", algorithm, out.nbytes)(out, bounds, call.deadline)
 
 
 def scatter(

@@ -27,12 +27,21 @@ import numpy as np
 from collectives.arrays import detour, host, reduction
 from collectives.arrays.host import Array, Borrowed
 from collectives.arrays.reduction import MAX, MIN, MINLOC, Op
-from collectives.operations import joins
+from collectives.operations import joins, lasting
 from collectives.operations.call import Call, enter
+from collectives.operations.call_sites import calls_from_here
 from collectives.operations.group import Group
+from collectives.operations.plan import Plan, Steps
 from collectives.operations.signatures import Splits
 
-__all__ = ["How", "allreduce", "reduce", "reduce_scatter"]
+__all__ = [
+    "How",
+    "allreduce",
+    "plan_allreduce",
+    "plan_reduce_scatter",
+    "reduce",
+    "reduce_scatter",
+]
 
 # An operation of `collectives.operations.reduce`, in which both reductions are made.
 Operation = Callable[..., Any]
@@ -63,7 +72,7 @@ def allreduce(group: Group, everywhere: Operation, x: Any, out: Any, how: How) -
     """Give every rank the best values, and where they are."""
     with enter(group, "allreduce", how.timeout) as call:
         values, indices = _lent(call, x, out, how)
-        _described(call, values, indices, how)
+        _described(call, values.host, indices.host, how)
     best = everywhere(group, values.host, **how.values)
     where = everywhere(group, _candidates(values.host, best, indices.host), **how.indices)
     return _given(values, best), _given(indices, where)
@@ -77,7 +86,7 @@ def reduce(
     with enter(group, "reduce", how.timeout) as call:
         values, indices = _lent(call, x, out if own else None, how)
         call.check_root(root)
-        _described(call, values, indices, how, root=root)
+        _described(call, values.host, indices.host, how, root=root)
     everywhere, to_one = by
     best = everywhere(group, values.host, **how.values)
     where = to_one(group, _candidates(values.host, best, indices.host), root, **how.indices)
@@ -100,13 +109,75 @@ def reduce_scatter(
         outs = (None, None) if out is None else _pair(call, out, "out")
         values = _going_to(call, values, outs[0], shape)
         indices = _going_to(call, indices, outs[1], shape)
-        _described(call, values, indices, how, counts=tuple(shares))
+        _described(call, values.host, indices.host, how, counts=tuple(shares))
     everywhere, shared = by
     best = everywhere(group, values.host, **how.values)
     candidates = _candidates(values.host, best, indices.host)
     where = shared(group, candidates, counts=shares, **how.indices)
     first = sum(shares[: group.rank])
     return _given(values, best[first : first + shares[group.rank]]), _given(indices, where)
+
+
+def plan_allreduce(group: Group, everywhere: Operation, x: Any, how: How) -> Plan[Any]:
+    """Plan an all-reduce of pairs in place. The operation plans one of single arrays."""
+    with enter(group, "plan_allreduce", how.timeout) as call:
+        values, indices = (lasting.memory(call, array) for array in _pair(call, x, "x"))
+        _lent(call, x, x, how)
+        _described(call, values, indices, how)
+    best, where = np.empty_like(values), np.empty_like(indices)
+    find, locate = everywhere(group, best, **how.values), everywhere(group, where, **how.indices)
+
+    def run(*_: Any) -> None:
+        with calls_from_here():
+            best[...] = values
+            find()
+            where[...] = _candidates(values, best, indices)
+            locate()
+        values[...], indices[...] = best, where
+
+    return Plan(x, values, values, Steps(group, run), "planned allreduce", how.timeout)
+
+
+def plan_reduce_scatter(
+    group: Group,
+    by: tuple[Operation, Operation],
+    x: Any,
+    out: Any,
+    counts: Splits | None,
+    how: How,
+) -> Plan[Any]:
+    """Plan a reduce-scatter of pairs. The operations plan those of single arrays."""
+    with enter(group, "plan_reduce_scatter", how.timeout) as call:
+        values, indices = (lasting.memory(call, array) for array in _pair(call, x, "x"))
+        lent = _lent(call, x, None, how)
+        shares = joins.shares(call, values, counts=counts)
+        shape = (shares[group.rank], *values.shape[1:])
+        outs = (None, None) if out is None else _pair(call, out, "out")
+        made = []
+        for loan, to in zip(lent, outs, strict=True):
+            going = _going_to(call, loan, to, shape)
+            lasting.check_target(call, to, going.target)
+            own = np.empty(shape, loan.host.dtype) if going.target is None else going.target
+            made.append((own, going.give_back(own)))
+        _described(call, values, indices, how, counts=tuple(shares))
+    (to_values, given_values), (to_indices, given_indices) = made
+    best, where = np.empty_like(values), np.empty_like(indices)
+    own_where = np.empty(shape, indices.dtype)
+    everywhere, shared = by
+    find = everywhere(group, best, **how.values)
+    locate = shared(group, where, out=own_where, counts=shares, **how.indices)
+    first = sum(shares[: group.rank])
+
+    def run(*_: Any) -> None:
+        with calls_from_here():
+            best[...] = values
+            find()
+            where[...] = _candidates(values, best, indices)
+            locate()
+        to_values[...], to_indices[...] = best[first : first + shape[0]], own_where
+
+    steps, given = Steps(group, run), (given_values, given_indices)
+    return Plan(given, values, to_values, steps, "planned reduce_scatter", how.timeout)
 
 
 def _lent(call: Call, x: Any, out: Any, how: How) -> tuple[Borrowed, Borrowed]:
@@ -149,11 +220,11 @@ def _pair(call: Call, given: Any, word: str) -> tuple[Any, Any]:
     return given
 
 
-def _described(call: Call, values: Borrowed, indices: Borrowed, how: How, **more: object) -> None:
+def _described(call: Call, values: Array, indices: Array, how: How, **more: object) -> None:
     """Compare the whole of both reductions."""
     call.describe(
-        op=how.op.value, dtype=values.host.dtype, indices=indices.host.dtype,
-        shape=values.host.shape, **more, algorithm=how.algorithm,
+        op=how.op.value, dtype=values.dtype, indices=indices.dtype, shape=values.shape, **more,
+        algorithm=how.algorithm,
     )  # fmt: skip
     call.agree()
 

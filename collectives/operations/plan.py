@@ -10,15 +10,15 @@ Cost: 2 to 3 us of Python per call in shared memory; at most 256 plans, without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
 from collectives.algorithms.letters import Block
 from collectives.arrays import reduction
-from collectives.arrays.host import Array, address
+from collectives.arrays.host import Array
 from collectives.errors import MismatchError
 from collectives.kernels import addresses
 from collectives.node.words import NOTED
@@ -26,13 +26,14 @@ from collectives.operations import compare, messages
 from collectives.operations.call import Call
 from collectives.operations.group import Group
 from collectives.operations.messages import Reduction
-from collectives.operations.ready import AnyPlan, LetterPlan, MessagePlan, NodePlan
+from collectives.operations.ready import AnyPlan, LetterPlan, MessagePlan, NodePlan, given
 from collectives.operations.signatures import A
 
 __all__ = [
     "LATER",
     "MOST",
     "Plan",
+    "Steps",
     "again",
     "allreduce",
     "broadcast",
@@ -204,6 +205,19 @@ def broadcast_part(call: Call, buffer: Array, root: int, algorithm: str = "auto"
         broadcast(call, buffer, root, algorithm).first(call, buffer, buffer)
 
 
+class Steps(NamedTuple):
+    """A call that is more than one plan.
+
+    Attributes:
+        group: the ranks.
+        run: makes the call, with flat arrays; as `MessagePlan.run`.
+    """
+
+    group: Group
+    run: Callable[[Array, Array, float | None], None]
+    by_messages: bool = True  # it is given arrays, whatever it does with them
+
+
 class Plan(Generic[A]):
     """Makes one call with the same arrays, again and again; made by `plan_allreduce` and its kind.
 
@@ -234,14 +248,13 @@ class Plan(Generic[A]):
         array: A,
         send: Array,
         out: Array,
-        plan: AnyPlan,
+        plan: AnyPlan | Steps,
         operation: str,
         timeout: float | None,
     ) -> None:
         self.array = array
         self._kept = send, out
-        self._send: Any = send if plan.by_messages else address(send)
-        self._out: Any = out if plan.by_messages else address(out)
+        self._send, self._out = given(plan, send), given(plan, out)
         self._plan = plan
         self._operation = operation
         self._group = plan.group

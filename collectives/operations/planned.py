@@ -14,29 +14,43 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays import host, reduction
-from collectives.arrays.host import Array, address
-from collectives.arrays.reduction import MEAN, Op
-from collectives.operations import joins
+from collectives.arrays import detour, host
+from collectives.arrays.detour import Detour
+from collectives.arrays.host import Array
+from collectives.arrays.reduction import LOCATING, MEAN, Op
+from collectives.operations import joins, lasting, located
 from collectives.operations import plan as plans
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
 from collectives.operations.messages import Reduction
-from collectives.operations.plan import Plan
-from collectives.operations.ready import MessagePlan, NodePlan
+from collectives.operations.plan import Plan, Steps
+from collectives.operations.ready import AnyPlan, MessagePlan, NodePlan, given
 from collectives.operations.signatures import A, Splits
 
 __all__ = ["plan_allgather", "plan_allreduce", "plan_broadcast", "plan_reduce_scatter"]
 
 
-def plan_allreduce(group: Group, x: A, *, op: Op = MEAN, timeout: float | None = None) -> Plan[A]:
+def plan_allreduce(
+    group: Group,
+    x: A,
+    *,
+    op: Op = MEAN,
+    algorithm: str = "auto",
+    prescale: float = 1,
+    postscale: float = 1,
+    timeout: float | None = None,
+) -> Plan[A]:
     """Resolve an all-reduce in place once, for a call that is made at every step.
 
     *Collective*: all ranks, as `allreduce`. Arguments and errors as `allreduce(x, out=x)`.
 
     Args:
-        x: shape (...), contiguous, writable; best from `shared_empty`.
+        x: shape (...), contiguous, writable; best from `shared_empty`. With MINLOC and MAXLOC a
+            pair of such arrays.
         op: how to combine.
+        algorithm: as for `allreduce`; not "nccl".
+        prescale: as for `allreduce`; with a scale, every call works on a copy.
+        postscale: likewise.
         timeout: seconds, of every later call.
 
     Returns:
@@ -51,17 +65,29 @@ def plan_allreduce(group: Group, x: A, *, op: Op = MEAN, timeout: float | None =
         >>> average().tolist() == [(comm.size - 1) / 2] * 4
         True
     """
+    if type(op) is Op and op in LOCATING:
+        asked = located.How(op, algorithm, prescale, postscale, timeout)
+        return located.plan_allreduce(group, plan_allreduce, x, asked)
     with enter(group, "plan_allreduce", timeout) as call:  # step 2
-        array = _memory(call, x)
-        reduction.check(op, array.dtype, operation=call.operation)
-        call.describe(op=op.value, dtype=array.dtype, shape=array.shape)  # step 4
+        array = lasting.memory(call, x)
+        scales = detour.scales(prescale, postscale, operation=call.operation)
+        way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
+        call.describe(  # step 4
+            op=op.value, dtype=array.dtype, shape=array.shape, **scales, algorithm=algorithm
+        )
         call.agree()
         name, flat = _planned(call, "allreduce"), array.reshape(-1)
-        plan = plans.allreduce(call, flat, flat, Reduction(op))  # step 5
-        return Plan(x, flat, flat, plan, name, timeout)
+        if way is None:
+            plan = plans.allreduce(call, flat, flat, Reduction(op, algorithm))  # step 5
+            return Plan(x, flat, flat, plan, name, timeout)
+        own = np.empty(flat.shape, way.dtype)
+        plan = plans.allreduce(call, own, own, Reduction(way.op, algorithm))
+        return Plan(x, flat, flat, _by(way, plan, own, own), name, timeout)
 
 
-def plan_broadcast(group: Group, x: A, root: int = 0, *, timeout: float | None = None) -> Plan[A]:
+def plan_broadcast(
+    group: Group, x: A, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None
+) -> Plan[A]:
     """Resolve a broadcast in place once, for a call that is made at every step.
 
     *Collective*: all ranks, as `broadcast`. Arguments and errors as `broadcast(x, root, out=x)`.
@@ -69,6 +95,7 @@ def plan_broadcast(group: Group, x: A, root: int = 0, *, timeout: float | None =
     Args:
         x: shape (...), contiguous, writable.
         root: whose elements.
+        algorithm: as for `broadcast`; not "nccl".
         timeout: seconds, of every later call.
 
     Returns:
@@ -83,15 +110,20 @@ def plan_broadcast(group: Group, x: A, root: int = 0, *, timeout: float | None =
         [0.0, 0.0, 0.0, 0.0]
     """
     with enter(group, "plan_broadcast", timeout) as call:  # step 2
-        array = _memory(call, x)
+        array = lasting.memory(call, x)
         call.check_root(root)
-        call.describe(dtype=array.dtype, shape=array.shape, root=root)  # step 4
+        call.describe(  # step 4
+            dtype=array.dtype, shape=array.shape, root=root, algorithm=algorithm
+        )
         call.agree()
         name, flat = _planned(call, "broadcast"), array.reshape(-1)
-        return Plan(x, flat, flat, plans.broadcast(call, flat, root), name, timeout)  # step 5
+        plan = plans.broadcast(call, flat, root, algorithm)  # step 5
+        return Plan(x, flat, flat, plan, name, timeout)
 
 
-def plan_allgather(group: Group, x: A, *, out: Any = None, timeout: float | None = None) -> Plan[A]:
+def plan_allgather(
+    group: Group, x: A, *, out: Any = None, algorithm: str = "auto", timeout: float | None = None
+) -> Plan[A]:
     """Resolve an all-gather of arrays of fixed lengths once, for a call that is made at every step.
 
     *Collective*: all ranks, as `allgather`. Arguments and errors as `allgather(x, out=out)`.
@@ -101,6 +133,7 @@ def plan_allgather(group: Group, x: A, *, out: Any = None, timeout: float | None
             shape (1,).
         out: where the result goes in every call, contiguous. `x` may be the own part of it, and
             nothing else of it. A new array of the kind of `x` if None.
+        algorithm: as for `allgather`.
         timeout: seconds, of every later call.
 
     Returns:
@@ -109,11 +142,11 @@ def plan_allgather(group: Group, x: A, *, out: Any = None, timeout: float | None
     """
     with enter(group, "plan_allgather", timeout) as call:  # step 2
         loan = host.borrow(x, operation=call.operation)
-        array = np.atleast_1d(_memory(call, x))
+        array = np.atleast_1d(lasting.memory(call, x))
         row, dtype = array.shape[1:], array.dtype
         to = host.borrow_rows(out, row, dtype, loan, operation=call.operation)
-        _check_target(call, out, to.target)
-        call.describe(dtype=dtype, row=row)  # step 4
+        lasting.check_target(call, out, to.target)
+        call.describe(dtype=dtype, row=row, algorithm=algorithm)  # step 4
         rows, given = call.tell(len(array), to.number).T.tolist()
         if error := joins.unfit(group, call.operation, row, given, [sum(rows)] * group.size):
             raise call.known(error)
@@ -122,11 +155,12 @@ def plan_allgather(group: Group, x: A, *, out: Any = None, timeout: float | None
         bounds = [width * n for n in itertools.accumulate(rows, initial=0)]
         before = bounds[group.rank] * dtype.itemsize
         send, shape = array.reshape(-1), (sum(rows), *row)
-        result, flat = _room(call, to.target, shape, dtype, send, before)
+        result, flat = lasting.room(call, to.target, shape, dtype, send, before)
         call.agree()  # after the last refusal
         name = _planned(call, "allgather", rows=tuple(rows))
-        plan: NodePlan | MessagePlan = MessagePlan(call, partial(joins.allgather_known, bounds))
-        if engine := call.engine_for("auto"):  # step 5
+        move = partial(joins.allgather_known, bounds, algorithm)
+        plan: NodePlan | MessagePlan = MessagePlan(call, move)
+        if engine := call.engine_for(algorithm):  # step 5
             ends = [n * dtype.itemsize for n in bounds]
             parts = enumerate(itertools.pairwise(ends))
             table = [
@@ -144,6 +178,9 @@ def plan_reduce_scatter(
     op: Op = MEAN,
     out: Any = None,
     counts: Splits | None = None,
+    algorithm: str = "auto",
+    prescale: float = 1,
+    postscale: float = 1,
     timeout: float | None = None,
 ) -> Plan[A]:
     """Resolve a reduce-scatter once, for a call that is made at every step.
@@ -152,37 +189,71 @@ def plan_reduce_scatter(
     `reduce_scatter(x, op=op, out=out, counts=counts)`.
 
     Args:
-        x: shape (n, ...), contiguous, writable, the same on all ranks; it stays as it is.
+        x: shape (n, ...), contiguous, writable, the same on all ranks; it stays as it is. With
+            MINLOC and MAXLOC `x` and `out` are pairs.
         op: how to combine.
         out: where the own rows go in every call, contiguous; perhaps this rank's rows of `x`. A new
             array of the kind of `x` if None.
         counts: the rows of every rank.
+        algorithm: as for `reduce_scatter`.
+        prescale: as for `allreduce`; with a scale, every call works on a copy.
+        postscale: likewise.
         timeout: seconds, of every later call.
 
     Returns:
         A function without arguments that fills `out` with the own rows of the reduction of what the
         ranks' `x` hold then, and returns it: the same array each time.
     """
+    if type(op) is Op and op in LOCATING:
+        asked = located.How(op, algorithm, prescale, postscale, timeout)
+        both = plan_allreduce, plan_reduce_scatter
+        return located.plan_reduce_scatter(group, both, x, out, counts, asked)
     with enter(group, "plan_reduce_scatter", timeout) as call:  # step 2
         loan = host.borrow(x, operation=call.operation)
-        array = _memory(call, x)
-        reduction.check(op, array.dtype, operation=call.operation)
+        array = lasting.memory(call, x)
+        scales = detour.scales(prescale, postscale, operation=call.operation)
+        way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
         shares = joins.shares(call, array, counts=counts)
         shape, target, give_back = (shares[group.rank], *array.shape[1:]), None, loan.give_back
         if out is not None:
             target, give_back = host.borrow_out(out, shape, array.dtype, operation=call.operation)
-        _check_target(call, out, target)
+        lasting.check_target(call, out, target)
         width = math.prod(array.shape[1:])
         bounds = [width * n for n in itertools.accumulate(shares, initial=0)]
         send, before = array.reshape(-1), bounds[group.rank] * array.itemsize
-        result, flat = _room(call, target, shape, array.dtype, send, -before)
+        result, flat = lasting.room(call, target, shape, array.dtype, send, -before)
         call.describe(  # step 4
-            op=op.value, dtype=array.dtype, shape=array.shape, counts=tuple(shares)
-        )
+            op=op.value, dtype=array.dtype, shape=array.shape, counts=tuple(shares), **scales,
+            algorithm=algorithm,
+        )  # fmt: skip
         call.agree()
         name = _planned(call, "reduce_scatter")
-        plan = plans.reduce_scatter(call, send, bounds, Reduction(op), shape)  # step 5
+        plan: AnyPlan | Steps
+        if way is None:
+            plan = plans.reduce_scatter(call, send, bounds, Reduction(op, algorithm), shape)  # 5
+        else:
+            own, taken = np.empty(send.shape, way.dtype), np.empty(flat.shape, way.dtype)
+            by = Reduction(way.op, algorithm)
+            plan = _by(way, plans.reduce_scatter(call, own, bounds, by, shape), own, taken)
     return Plan(give_back(result), send, flat, plan, name, timeout)
+
+
+def _by(way: Detour, plan: AnyPlan, own: Array, taken: Array) -> Steps:
+    """Plan a call that goes by way of another one.
+
+    Args:
+        way: how it goes.
+        plan: of that one.
+        own: what it reduces.
+        taken: its result.
+    """
+
+    def run(send: Array, out: Array, timeout: float | None) -> None:
+        way.put(send, own)
+        plan.run(given(plan, own), given(plan, taken), timeout)
+        out[...] = way.back(taken)
+
+    return Steps(plan.group, run)
 
 
 def _planned(call: Call, operation: str, **fields: object) -> str:
@@ -190,51 +261,3 @@ def _planned(call: Call, operation: str, **fields: object) -> str:
     name = f"planned {operation}"
     call.add(operation=name, **fields)
     return name
-
-
-def _memory(call: Call, x: Any) -> Array:
-    """Return the memory of a caller's array, which later calls go to.
-
-    Raises:
-        TypeError, ValueError: it is not host memory that can be written, or not contiguous.
-    """
-    like = host.borrow(x, operation=call.operation).host
-    array, _ = host.borrow_out(x, like.shape, like.dtype, operation=call.operation)
-    if array is None:
-        raise TypeError(
-            f"{call.operation}: the array must be in host memory, "
-            f"got {type(x).__module__}.{type(x).__name__}"
-        )
-    if not array.flags.c_contiguous:
-        raise ValueError(f"{call.operation}: the array is not contiguous")
-    return array
-
-
-def _check_target(call: Call, out: Any, target: Array | None) -> None:
-    """Refuse an `out` that no call can write into as it is."""
-    if out is not None and target is None:
-        raise TypeError(
-            f"{call.operation}: out must be in host memory, "
-            f"got {type(out).__module__}.{type(out).__name__}"
-        )
-    if target is not None and not target.flags.c_contiguous:
-        raise ValueError(f"{call.operation}: out is not contiguous")
-
-
-def _room(
-    call: Call,
-    target: Array | None,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    source: Array,
-    before: int,
-) -> tuple[Array, Array]:
-    """As `host.room`, of memory that is the target's.
-
-    Raises:
-        ValueError: it is in use.
-    """
-    result, flat = host.room(target, shape, dtype, source, before)
-    if flat.size and address(flat) != address(result):
-        raise ValueError(f"{call.operation}: out and the array share memory at other places")
-    return result, flat

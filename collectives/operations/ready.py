@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from collectives.algorithms import letters
 from collectives.algorithms.letters import HASH, INVERSE, Block, Letters
@@ -25,7 +26,7 @@ from collectives.node.words import NOTED, OUT, SEND, UNLIKE
 from collectives.operations import compare
 from collectives.operations.call import Call, enter
 
-__all__ = ["AnyPlan", "LetterPlan", "MessagePlan", "NodePlan"]
+__all__ = ["AnyPlan", "LetterPlan", "MessagePlan", "NodePlan", "Takes", "given"]
 
 
 class _AddressPlan(ABC):
@@ -243,3 +244,16 @@ class MessagePlan:
 
 
 AnyPlan = NodePlan | LetterPlan | MessagePlan
+
+
+class Takes(Protocol):
+    """A plan, as far as it says how it takes arrays."""
+
+    @property
+    def by_messages(self) -> bool:
+        """Whether as arrays; else by their addresses."""
+
+
+def given(plan: Takes, array: Array) -> Any:
+    """Return an array as a plan takes it; whoever gives it, keeps it."""
+    return array if plan.by_messages else address(array)

@@ -18,12 +18,15 @@ from collectives.operations.signatures import A, Detachable, Numbers, Unpack
 
 __all__ = ["Summing", "sparse_allreduce"]
 
+_ALGORITHMS = ("auto", "rows", "dense")
+
 
 class Summing(TypedDict, total=False):
     """Options of `sparse_allreduce`, for type checkers."""
 
     num_rows: int | None
     op: Op
+    algorithm: str
     timeout: float | None
 
 
@@ -46,6 +49,7 @@ def sparse_allreduce(
     *,
     num_rows: int | None = None,
     op: Op = MEAN,
+    algorithm: str = "auto",
     timeout: float | None = None,
 ) -> tuple[Array, Any]:
     """Reduce rows of a large array of which each rank has only a few.
@@ -59,6 +63,8 @@ def sparse_allreduce(
         num_rows: rows of the large array. If given, it is reduced as a whole where that moves fewer
             bytes.
         op: SUM or MEAN, which divides by the number of ranks.
+        algorithm: "rows" joins the rows of all ranks, "dense" reduces the large array; "auto" does
+            what moves fewer bytes.
         timeout: seconds.
 
     Returns:
@@ -66,7 +72,8 @@ def sparse_allreduce(
         `values`; the same on all ranks.
 
     Raises:
-        ValueError: shapes do not fit, or an index is out of range; on all ranks.
+        ValueError: shapes do not fit, an index is out of range, or the algorithm is unknown, or
+            "dense" without `num_rows`; on all ranks.
         TypeError: the indices are not integers, or the op is another.
 
     Cost: the rows of all ranks on each rank, or 2 (P - 1)/P bytes of the large array.
@@ -91,11 +98,23 @@ def sparse_allreduce(
                 f"sparse_allreduce: an index is out of range, expected 0 .. {last}, got "
                 f"{where.min()} .. {where.max()}"
             )
+        if algorithm not in _ALGORITHMS:
+            raise ValueError(
+                f"sparse_allreduce: unknown algorithm, expected one of {' '.join(_ALGORITHMS)}, "
+                f"got {algorithm!r}"
+            )
+        if algorithm == "dense" and num_rows is None:
+            raise ValueError("sparse_allreduce: algorithm 'dense' needs num_rows, got None")
         call.describe(op=op.value, dtype=rows.dtype, row=rows.shape[1:], num_rows=num_rows)
+        call.add(algorithm=algorithm)
         total = int(call.tell(len(where)).sum())  # step 6, of the comparison
     where = where.astype(np.int64)
     row_bytes = rows.dtype.itemsize * max(1, math.prod(rows.shape[1:]))
-    if num_rows is not None and total * (row_bytes + 8) > 2 * num_rows * row_bytes:
+    is_dense = algorithm == "dense"
+    if algorithm == "auto" and num_rows is not None:
+        is_dense = total * (row_bytes + 8) > 2 * num_rows * row_bytes
+    if is_dense:
+        assert num_rows is not None
         named = np.zeros(num_rows, bool)
         named[where] = True
         large = np.zeros((num_rows, *rows.shape[1:]), reduction.work_dtype(rows.dtype))

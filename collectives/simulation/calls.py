@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from collectives import topology
-from collectives.algorithms import doubling, hierarchical, selection
+from collectives.algorithms import doubling, hierarchical, selection, tree
 from collectives.algorithms.letters import HEAD_BYTES
 from collectives.arrays.reduction import SUM
 from collectives.simulation import ranks
 from collectives.simulation.clock import NEVER
 from collectives.simulation.cluster import Cluster
-from collectives.simulation.ranks import Access
+from collectives.simulation.ranks import Access, Ended
 from collectives.simulation.transport import EAGER_BYTES
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["seconds", "together"]
+__all__ = ["seconds", "together", "whole"]
 
 _DTYPE = np.dtype(np.float32)
 
@@ -50,16 +49,7 @@ def seconds(
         PeerFailure: a rank died.
         ImportError: greenlet is not installed.
     """
-    run = selection.ALGORITHMS[operation][algorithm].run
-    arguments = _ARGUMENTS[operation]
-    count = nbytes // _DTYPE.itemsize
-    bounds = topology.chunk_bounds(count, cluster.size)
-    lengths = np.diff(bounds).tolist()
-
-    def call(access: Access) -> None:
-        over = access.levels if algorithm == "hierarchical" else access.transport
-        run(over, *arguments(access, count, bounds, lengths), Deadline(operation, NEVER))
-
+    call = _algorithm(operation, algorithm, nbytes, cluster)
     return _last(cluster, call, eager=eager, within=within, progress=progress)
 
 
@@ -86,11 +76,68 @@ def together(
     Raises:
         As `seconds`.
     """
-    letters = replace(cluster, machine=cluster.layout.compiled().machine)
+    call = _comparison(nbytes, cluster, by_nodes=by_nodes)
+    return _last(cluster, call, within=within, progress=progress)
+
+
+def whole(
+    algorithm: str | None, nbytes: int, cluster: Cluster, *, by_nodes: bool, calls: int = 1
+) -> float:
+    """Return how long one of several all-reduces takes, each compared first, one after the other.
+
+    As benchmarks do it: the ranks leave a barrier, and the one that needs longest counts.
+
+    Args:
+        algorithm: None where the array travels with the comparison.
+        nbytes: as for `seconds`.
+        cluster: the ranks.
+        by_nodes: as for `together`.
+        calls: how many.
+
+    Raises:
+        As `seconds`.
+    """
+    compared = _comparison(nbytes if algorithm is None else 0, cluster, by_nodes=by_nodes)
+    run = None if algorithm is None else _algorithm("allreduce", algorithm, nbytes, cluster)
+
+    def series(access: Access) -> float:
+        rank = access.transport.simulated
+        tree.barrier(access.transport, Deadline("barrier", NEVER))
+        began = rank.now
+        for _ in range(calls):
+            compared(access)
+            if run is not None:
+                rank.spend(cluster.layout.call)
+                run(access)
+        return rank.now - began
+
+    return max(rank.result for rank in _ended(cluster, series)) / calls
+
+
+def _algorithm(
+    operation: str, algorithm: str, nbytes: int, cluster: Cluster
+) -> Callable[[Access], None]:
+    """Return what a rank does in a call by an algorithm."""
+    run = selection.ALGORITHMS[operation][algorithm].run
+    arguments = _ARGUMENTS[operation]
+    count = nbytes // _DTYPE.itemsize
+    bounds = topology.chunk_bounds(count, cluster.size)
+    lengths = np.diff(bounds).tolist()
+
+    def call(access: Access) -> None:
+        over = access.levels if algorithm == "hierarchical" else access.transport
+        run(over, *arguments(access, count, bounds, lengths), Deadline(operation, NEVER))
+
+    return call
+
+
+def _comparison(nbytes: int, cluster: Cluster, *, by_nodes: bool) -> Callable[[Access], None]:
+    """Return what a rank does to compare a call."""
     length = HEAD_BYTES + nbytes
     combining = cluster.layout.combined(nbytes)
 
-    def call(access: Access) -> None:
+    def call(over: Access) -> None:
+        access = over.letters()
         deadline = Deadline("comparison", NEVER)
         rank = access.transport.simulated
 
@@ -107,16 +154,25 @@ def together(
         else:
             between(access.transport, access.memory.empty(length, np.dtype(np.uint8)))
 
-    return _last(letters, call, within=within, progress=progress)
+    return call
 
 
 def _last(cluster: Cluster, call: Callable[[Access], None], **how: Any) -> float:
     """Return when the last rank has ended."""
+    return max(rank.seconds for rank in _ended(cluster, call, **how))
+
+
+def _ended(cluster: Cluster, call: Callable[[Access], Any], **how: Any) -> list[Ended]:
+    """Return how all ranks have ended.
+
+    Raises:
+        Whatever one of them has raised.
+    """
     ended = ranks.run(cluster, call, payload=False, **how)
     error = ranks.first_error(ended)
     if error is not None:
         raise error
-    return max(rank.seconds for rank in ended)
+    return ended
 
 
 def _buffer(access: Access, count: int, bounds: list[int], lengths: list[int]) -> Any:

@@ -22,7 +22,8 @@ from typing import Any
 
 from collectives.errors import CollectiveTimeout, PeerFailure
 from collectives.simulation.cluster import Cluster
-from collectives.transport.waiting import Message, named
+from collectives.simulation.hosts import Host
+from collectives.transport.waiting import Known, Message, named
 
 __all__ = ["NEVER", "Clock", "Rank", "Stopped"]
 
@@ -38,6 +39,10 @@ _LOOK_EVERY = 4096
 # Bytes by which a simulation may let the process grow: a flat ring of 8,192 ranks, each of which
 # cuts its buffer into 8,192 chunks, would take all memory of a machine before its first message.
 _MOST_BYTES = 4 << 30
+
+
+# What a rank waits for that has not begun.
+_A_CORE = Known("a core", (), has_come=False)
 
 
 class Stopped(Exception):
@@ -62,6 +67,7 @@ class Rank:
     Args:
         clock: of all ranks.
         number: its rank.
+        host: whose cores it shares with others; None where it has a core of its own.
 
     Attributes:
         now: seconds on its own clock.
@@ -71,11 +77,11 @@ class Rank:
     """
 
     __slots__ = (
-        "_clock", "_coroutine", "_factor", "_noise", "_random", "dies", "error", "now", "number",
-        "operation", "result", "size", "waits_for",
+        "_clock", "_coroutine", "_factor", "_host", "_noise", "_random", "dies", "error", "now",
+        "number", "operation", "result", "size", "waits_for",
     )  # fmt: skip
 
-    def __init__(self, clock: Clock, number: int) -> None:
+    def __init__(self, clock: Clock, number: int, host: Host | None) -> None:
         cluster = clock.cluster
         self.number, self.size = number, cluster.size
         self.now = 0.0
@@ -84,7 +90,7 @@ class Rank:
         self.operation = ""
         self.result: Any = None
         self.error: BaseException | None = None
-        self._clock = clock
+        self._clock, self._host = clock, host
         self._factor = cluster.slow.get(number, 1.0)
         self._noise = cluster.noise
         self._random = random.Random(cluster.seed * 1_000_003 + number)
@@ -104,7 +110,11 @@ class Rank:
                 self.error = error
 
         self._coroutine = _greenlet()(body)
-        self._coroutine.switch()
+        if self._host is None:
+            self._coroutine.switch()
+        else:
+            self.waits_for = _A_CORE
+            self._host.begin(self)
 
     @property
     def died(self) -> bool:
@@ -120,8 +130,13 @@ class Rank:
         if self.now >= self.dies:
             raise _Died
 
-    def wait(self, message: Message, operation: str) -> None:
+    def wait(self, message: Message, operation: str, patience: float = 0.0) -> None:
         """Let others go on until `wake`.
+
+        Args:
+            message: that has to come.
+            operation: the name that errors carry.
+            patience: seconds for which it polls before it gives its core away.
 
         Raises:
             PeerFailure: a rank is dead, whether or not this one waits for it.
@@ -131,19 +146,52 @@ class Rank:
         if clock.dead:
             raise self.of_the_dead(operation)
         self.waits_for, self.operation = message, operation
+        if self._host is not None:
+            self._host.waits(self, patience)
         clock.turn.switch()
+
+    def sleep(self, until: float, message: Message, operation: str, patience: float) -> None:
+        """Wait for a message of which it is known when it is there."""
+        if self._host is None:
+            self.now = until
+        else:
+            self._clock.at(until, self._come, message)
+            self.wait(message, operation, patience)
 
     def wake(self, when: float) -> None:
         """Go on, with its own time not before `when`; called by events, not by ranks."""
+        if self._host is None:
+            self.go_on(when)
+        else:
+            self._clock.at(max(when, self._clock.now), self._come, self.waits_for)
+
+    def _come(self, message: Message) -> None:
+        """What it waits for is there: ask for a core."""
+        if self.waits_for is message and self._host is not None:  # it has not ended meanwhile
+            self._host.ready(self)
+
+    def go_on(self, when: float) -> None:
+        """Run, with its own time not before `when`."""
         if when > self.now:
             self.now = when
         self.waits_for = None
         self._coroutine.switch()
+        self._has_ended()
 
     def end(self, error: BaseException) -> None:
-        """Go on with an error."""
-        self.waits_for = None
+        """Go on with an error, for which it needs no core."""
+        begun, self.waits_for = self.waits_for is not _A_CORE, None
+        if self._host is not None:
+            self._host.told(self)
+        if not begun:
+            self.error = error
+            return
         self._coroutine.throw(error)
+        self._has_ended()
+
+    def _has_ended(self) -> None:
+        if self._host is not None and self._coroutine.dead:
+            self._host.ended(self)
 
     def kill(self) -> None:
         """End it where it waits, and its program without an answer to anybody."""
@@ -175,10 +223,23 @@ class Clock:
         self.now = 0.0
         self.dead: list[int] = []
         self.delivered = 0
-        self.ranks = [Rank(self, number) for number in range(cluster.size)]
+        hosts = self._hosts()
+        self.ranks = [Rank(self, number, hosts[number]) for number in range(cluster.size)]
         self.turn = _greenlet().getcurrent()
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._number = 0
+
+    def _hosts(self) -> list[Host | None]:
+        """Return the host of every rank; None where it has a core of its own."""
+        cluster = self.cluster
+        if cluster.cores is None:
+            return [None] * cluster.size
+        numbers = [node // cluster.nodes_per_host for node in cluster.nodes()]
+        hosts = [
+            Host(self, numbers.count(number), cluster.cores, cluster.change)
+            for number in range(numbers[-1] + 1)
+        ]
+        return [hosts[number] for number in numbers]
 
     def at(self, when: float, action: Callable[[Any], None], argument: Any) -> None:
         """Call `action(argument)` when the clock is there; in order among equal times."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from collectives.links import Machine
 from collectives.simulation.clock import Clock
 from collectives.simulation.cluster import Cluster
 
@@ -158,6 +159,7 @@ class Lines:
 
     Args:
         clock: of the ranks.
+        machine: what messages cost.
 
     Attributes:
         between, inside: seconds that a message between nodes, or inside one, costs each of its two
@@ -165,10 +167,10 @@ class Lines:
         nodes: the node of every rank.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, machine: Machine) -> None:
         cluster: Cluster = clock.cluster
-        node, network = cluster.machine.node, cluster.machine.network
-        self.inside, self.between = cluster.machine.inside, cluster.machine.between
+        node, network = machine.node, machine.network
+        self.inside, self.between = machine.inside, machine.between
         self.nodes = cluster.nodes()
         self._clock = clock
         self._latency = network.alpha - 2 * self.between

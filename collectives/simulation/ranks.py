@@ -10,7 +10,7 @@ from collectives.algorithms import hierarchical
 from collectives.algorithms.hierarchical import Levels
 from collectives.errors import CollectiveTimeout
 from collectives.simulation.clock import NEVER, Clock, Rank
-from collectives.simulation.cluster import Cluster
+from collectives.simulation.cluster import LETTER_PATIENCE, Cluster
 from collectives.simulation.memory import Memory
 from collectives.simulation.stages import Node, in_node
 from collectives.simulation.transport import EAGER_BYTES, Network, SimulatedTransport
@@ -26,11 +26,13 @@ class Access(NamedTuple):
         levels: nodes and rails, with the engine's seconds inside the nodes; None where there are
             not several nodes with several ranks on some.
         memory: where its buffers are.
+        letters: returns the same ranks with messages as cheap as those of compiled code.
     """
 
     transport: SimulatedTransport
     levels: Levels | None
     memory: Memory
+    letters: Callable[[], Access]
 
 
 class Ended(NamedTuple):
@@ -76,13 +78,20 @@ def run(
         ImportError: greenlet is not installed.
     """
     clock = Clock(cluster)
-    network = Network(clock, payload=payload, eager=eager)
+    compiled = cluster.layout.compiled().machine
+    networks = [
+        Network(clock, machine, patience, payload=payload, eager=eager)
+        for machine, patience in (
+            (cluster.machine, cluster.patience),
+            (compiled, cluster.patience * LETTER_PATIENCE),
+        )
+    ]
     gamma = cluster.layout.combined(1.0)
     several = cluster.layout.is_hierarchical
     leaders = cluster.leaders()
     nodes: dict[int, Node] = {}
 
-    def program(rank: Rank) -> Any:
+    def access(rank: Rank, network: Network) -> Access:
         transport = SimulatedTransport(network, rank)
         levels = None
         if several:
@@ -91,7 +100,11 @@ def run(
                 members = [clock.ranks[levels.node.number(r)] for r in range(levels.node.size)]
                 node = nodes.setdefault(members[0].number, Node(clock, members, payload=payload))
                 levels = in_node(levels, node)
-        return function(Access(transport, levels, Memory(rank, gamma, payload=payload)))
+        memory = Memory(rank, gamma, payload=payload)
+        return Access(transport, levels, memory, partial(access, rank, networks[1]))
+
+    def program(rank: Rank) -> Any:
+        return function(access(rank, networks[0]))
 
     clock.run([partial(program, rank) for rank in clock.ranks], within, progress)
     return [

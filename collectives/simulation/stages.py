@@ -1,7 +1,7 @@
 """The stages inside a node, where the node engine is: a meeting that takes as long as it says.
 
 The ranks of a node come when they come; when the last one is there, their buffers are what the
-stage makes of them, and all go on after the engine's seconds, those of the closed forms.
+stage makes of them, and each works for the engine's seconds, those of the closed forms.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Node:
         Args:
             local_rank: who comes.
             brought: its buffer.
-            seconds: from when the last one comes.
+            seconds: that each works from when the last one has come.
             combine: changes the buffers of all, by local rank; called once, with contents only.
             operation: the name that errors carry.
         """
@@ -65,13 +65,14 @@ class Node:
             self._come = {}
             start = max(rank.now for rank in self._ranks)
             own.now = start
-            own.spend(seconds)
             for rank in self._ranks:
                 if rank is not own:
-                    self._clock.at(own.now, self._wake, rank)
+                    self._clock.at(start, self._wake, rank)
+            own.spend(seconds)
             return
         missing = [rank.number for n, rank in enumerate(self._ranks) if n not in self._come]
         own.wait(Known(f"{named(missing)} to enter", missing, has_come=False), operation)
+        own.spend(seconds)
 
     def _wake(self, rank: Rank) -> None:
         if rank.waits_for is not None:  # it may have died, or heard of a death

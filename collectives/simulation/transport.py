@@ -14,6 +14,7 @@ from typing import Any
 from collectives.arrays.device import DeviceBuffer
 from collectives.arrays.host import Array, raw_bytes
 from collectives.errors import MismatchError
+from collectives.links import Machine
 from collectives.simulation.clock import NEVER, Clock, Rank
 from collectives.simulation.lines import Lines
 from collectives.transport.transport import Deadline, Message, Transport
@@ -107,13 +108,24 @@ class Network:
 
     Args:
         clock: of the ranks.
+        machine: what messages cost.
+        patience: seconds for which a rank polls for one before it gives its core away.
         payload: whether bytes are moved, or counted only.
         eager: bytes of the longest message that does not ask first; -1 if all do.
     """
 
-    def __init__(self, clock: Clock, *, payload: bool, eager: int = EAGER_BYTES) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        machine: Machine,
+        patience: float,
+        *,
+        payload: bool,
+        eager: int = EAGER_BYTES,
+    ) -> None:
         self.clock = clock
-        self.lines = Lines(clock)
+        self.patience = patience
+        self.lines = Lines(clock, machine)
         self.payload = payload
         self.eager = eager
         self._pairs: dict[tuple[int, int], _Pair] = {}
@@ -204,9 +216,9 @@ class SimulatedTransport(Transport):
             if type(message) is not _End:  # of no bytes
                 continue
             if message.when == NEVER:
-                rank.wait(message, deadline.operation)
+                rank.wait(message, deadline.operation, self._network.patience)
             elif message.when > rank.now:
-                rank.now = message.when
+                rank.sleep(message.when, message, deadline.operation, self._network.patience)
             if message.cost:
                 rank.spend(message.cost)
                 message.cost = 0.0

@@ -149,7 +149,7 @@ def picked(question: Question, layout: Layout) -> tuple[str, float]:
         return auto, seconds
     if question.nbytes <= _most_together(question.operation, layout):
         return "together", compare.seconds(question.nbytes, layout)
-    return auto, compare.seconds(0, layout) + seconds
+    return auto, compare.seconds(0, layout) + layout.call + seconds
 
 
 def _most_together(operation: str, layout: Layout) -> int:

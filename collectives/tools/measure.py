@@ -7,6 +7,8 @@ of the smallest and the largest size:
     node       the ranks of a node around a ring of their own, on all nodes at once
     network    one rank of every node around a ring; the link of a node is that rank's alone
     letter     the ranks of either exchange 8 bytes by messages of compiled code
+    program    many messages around the same ring, one after the other: nobody waits for a way
+    call       a call by messages, without its comparison and its algorithm: Python's part
     shared     a planned all-reduce in the node engine, fitted to its closed form; whether a byte is
                moved or combined makes no difference there, both are bound by the memory
     gamma      the sum of two float32 arrays in place, on all ranks at once
@@ -22,7 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +45,9 @@ __all__ = ["Case", "Clock", "algorithms", "fitted", "measure"]
 # between tell where a network is so slow that the next one would take too long.
 SIZES = (8, 1 << 15, 1 << 18, 1 << 22)
 _COMBINED = (1 << 14, 1 << 20)
+
+# Messages that are under way at once where only their programs count.
+_STREAM = 64
 
 # A batch of calls is timed as a whole, so that the clock and the unequal leaving of the barrier
 # before it weigh little.
@@ -124,7 +129,7 @@ def measure(clock: Clock, seconds: float) -> dict[str, Link]:
     """
     comm = clock.comm
     levels = comm.levels_by_messages
-    share = seconds / 5
+    share = seconds / 6
     gamma = _gamma(clock, share)
     found = {}
     with_company = bool(comm.allreduce(comm.local_size > 1, op=MAX))
@@ -136,6 +141,9 @@ def measure(clock: Clock, seconds: float) -> dict[str, Link]:
     if comm.num_nodes > 1:
         leader = levels.network if comm.local_rank == 0 else None
         found["network"] = _messages(clock, leader, comm.num_nodes, share, gamma)
+    python = _call(clock, share)
+    for name in found.keys() & {"node", "network"}:
+        found[name] = found[name]._replace(call=python)
     return comm.broadcast_object(found)  # processors may differ in the last bits of a fit
 
 
@@ -172,8 +180,38 @@ def _messages(
     alpha, beta = fitted([[1.0, nbytes] for nbytes, _ in measured], [t for _, t in measured])
     steps = max(len(topology.doubling(rank, most).partners) for rank in range(most))
     case = Case(_exchange(ranks), steps=steps + 2 * (most != 1 << steps))
-    letter = clock.times({"letter": case}, seconds / len(SIZES))["letter"]
-    return Link(alpha, beta, gamma, letter)
+    cases = {"letter": case, "program": Case(_stream(ranks), steps=2 * _STREAM)}
+    small = clock.times(cases, 2 * seconds / len(SIZES))
+    return Link(alpha, beta, gamma, small["letter"], small["program"])
+
+
+def _call(clock: Clock, seconds: float) -> float:
+    """Return what Python takes for a call by messages besides its messages."""
+    comm, transport = clock.comm, clock.transport
+    data = np.zeros(2, np.float32)
+    how: dict[str, Any] = {"op": reduction.MAX, "out": data, "algorithm": "doubling"}
+    cases = {
+        "whole": Case(lambda deadline: comm.allreduce(data, **how)),
+        "comparison": Case(_exchange(transport)),
+        "algorithm": Case(lambda deadline: doubling.allreduce(transport, data, MAX, deadline)),
+    }
+    whole, *parts = clock.times(cases, seconds).values()
+    return max(0.0, whole - sum(parts))
+
+
+def _stream(ranks: Transport | None) -> Call:
+    """Return a call in which every rank sends many small messages to its neighbour at once."""
+    if ranks is None or ranks.size == 1:
+        return _nothing
+    right, left = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+    ours, theirs = np.zeros((2, _STREAM, 8), np.uint8)
+
+    def stream(deadline: Deadline) -> None:
+        receives = [ranks.start_receive(into, left) for into in theirs]
+        sends = [ranks.start_send(data, right) for data in ours]
+        ranks.wait([*receives, *sends], deadline)
+
+    return stream
 
 
 def _around(ranks: Transport | None, nbytes: int) -> Call:

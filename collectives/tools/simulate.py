@@ -180,6 +180,7 @@ def drawable(found: Sequence[tuple[int, Sequence[Row]]]) -> dict[str, list[tuple
 
 # What the settings file of a cluster may say: the options of these names.
 _OF_A_CLUSTER = ("nodes", "ranks", "link", "latency", "tuned", "switch", "oversubscribed", "burst",
+                 "cores", "nodes-per-host",
                  "noise", "seed", "slow", "dead")  # fmt: skip
 
 

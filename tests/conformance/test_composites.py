@@ -152,9 +152,12 @@ def test_groups_of_other_libraries_come_back_as_what_they_were(world):
     world.run(check)
 
 
-@pytest.mark.parametrize("num_rows", [None, 6, 1000])
+@pytest.mark.parametrize(
+    ("num_rows", "algorithm"),
+    [(None, "auto"), (6, "auto"), (1000, "auto"), (1000, "dense"), (6, "rows")],
+)
 @pytest.mark.parametrize("op", [cc.SUM, cc.MEAN], ids=lambda op: op.value)
-def test_sparse_allreduce_adds_rows_of_equal_index(world, op, num_rows):
+def test_sparse_allreduce_adds_rows_of_equal_index(world, op, num_rows, algorithm):
     def check(comm):
         def rows_of(rank):
             random = np.random.default_rng(rank)
@@ -168,7 +171,8 @@ def test_sparse_allreduce_adds_rows_of_equal_index(world, op, num_rows):
             np.add.at(large, indices, values / (comm.size if op is cc.MEAN else 1))
             named |= set(indices.tolist())
         own_indices, own_values = rows_of(comm.rank)
-        indices, values = comm.sparse_allreduce(own_indices, own_values, num_rows=num_rows, op=op)
+        how = {"num_rows": num_rows, "op": op, "algorithm": algorithm}
+        indices, values = comm.sparse_allreduce(own_indices, own_values, **how)
         assert indices.tolist() == sorted(named)
         np.testing.assert_allclose(values, large[sorted(named)], rtol=1e-12, atol=1e-12)
 
@@ -184,6 +188,24 @@ def test_rows_of_16_bits_are_added_in_32(world, dtype, num_rows):
         _, rows = comm.sparse_allreduce(where, values, num_rows=num_rows, op=cc.SUM)
         assert rows.dtype == dtype
         assert rows[0, 0] == dtype(3000 * comm.size)
+
+    world.run(check)
+
+
+def test_sparse_rows_go_the_way_that_is_asked_for(world):
+    def check(comm):
+        # By rows all are added one by one; densely each rank's own ones first. 2^24 + 1 is no
+        # float32, and loses each of the ones; 2^24 + 2 is one.
+        values = np.array([[2.0**24], [1.0, 1.0], []][min(comm.rank, 2)], np.float32)
+        for algorithm, more in (("rows", 0), ("dense", 2 * (comm.size > 1))):
+            _, rows = comm.sparse_allreduce(
+                [0] * len(values), values, num_rows=2, op=cc.SUM, algorithm=algorithm
+            )
+            assert rows.tolist() == [2.0**24 + more]
+        if comm.size > 1:
+            mine = "rows" if comm.rank == 0 else "dense"
+            with pytest.raises(cc.MismatchError, match="algorithm is"):
+                comm.sparse_allreduce([0], np.ones(1), num_rows=2, algorithm=mine)
 
     world.run(check)
 
@@ -234,6 +256,10 @@ def test_objects_reach_all_ranks(world, size):
         (ValueError, "out of range", lambda c: c.sparse_allreduce(HUGE, np.ones(1))),
         (TypeError, "not integers", lambda c: c.sparse_allreduce([0.5], np.ones(1))),
         (TypeError, "SUM or MEAN", lambda c: c.sparse_allreduce([0], np.ones(1), op=cc.MAX)),
+        (ValueError, "unknown algorithm, expected one of auto rows dense, got 'ring'",
+         lambda c: c.sparse_allreduce([0], np.ones(1), algorithm="ring")),
+        (ValueError, "'dense' needs num_rows",
+         lambda c: c.sparse_allreduce([0], np.ones(1), algorithm="dense")),
         (ValueError, "each at most once", lambda c: c.group([0, 0])),
         (ValueError, "splits do not fit", lambda c: c.alltoall(np.zeros(3), splits=[1] * 9)),
     ],

@@ -98,6 +98,39 @@ def test_grouped_reduce_scatter_scales_each(world):
     world.run(check)
 
 
+def test_grouped_calls_go_by_the_algorithm_that_is_asked_for(world):
+    shapes = [(8, 3), (70_001,)]
+
+    def check(comm):
+        everyones = lists(comm, shapes, op=cc.SUM)
+        xs = everyones[comm.rank]
+        for algorithm in world.algorithms("broadcast"):
+            found = comm.grouped_broadcast(xs, comm.size - 1, algorithm=algorithm)
+            for got, x in zip(found, everyones[-1], strict=True):
+                np.testing.assert_array_equal(got, x)
+        for algorithm in world.algorithms("allgather"):
+            found = comm.grouped_allgather(xs, algorithm=algorithm)
+            for got, parts in zip(found, zip(*everyones, strict=True), strict=True):
+                np.testing.assert_array_equal(got, np.concatenate(parts))
+        for algorithm in world.algorithms("reduce_scatter"):
+            found = comm.grouped_reduce_scatter(xs, op=cc.SUM, algorithm=algorithm)
+            for got, parts in zip(found, zip(*everyones, strict=True), strict=True):
+                own = [np.array_split(part, comm.size)[comm.rank] for part in parts]
+                oracle.assert_close(got, own, cc.SUM)
+        for algorithm in world.algorithms("allreduce"):
+            for _ in range(2):
+                found = comm.grouped_allreduce(xs, op=cc.SUM, algorithm=algorithm)
+                for got, parts in zip(found, zip(*everyones, strict=True), strict=True):
+                    oracle.assert_close(got, parts, cc.SUM)
+        for name in ("allgather", "allreduce", "broadcast", "reduce_scatter"):
+            call = getattr(comm, f"grouped_{name}")
+            error = raised(lambda call=call: call([np.ones(9)], algorithm="rings"))
+            assert isinstance(error, ValueError), error
+            assert f"grouped_{name}: unknown algorithm, expected one of auto node" in str(error)
+
+    world.run(check)
+
+
 def test_other_libraries_come_back_as_what_they_were(world):
     torch = installed("torch")
 

@@ -59,9 +59,9 @@ def test_a_large_result_is_the_same_in_place_and_elsewhere(world):
     world.run(check)
 
 
-# Where the way of a call changes, in bytes: one shot, a part, a slot, two slots, stores past the
-# caches; and what lies beside each.
-EDGES = [4 << 10, 8 << 10, 32 << 10, 64 << 10, 512 << 10, 1 << 20]
+# Where the way of a call changes, in bytes: one shot, a part, one shot of two ranks and of many, a
+# slot, two slots, stores past the caches; and what lies beside each.
+EDGES = [4 << 10, 8 << 10, 32 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20]
 LARGE = [(3 << 20) + 20, (16 << 20) + 4]
 
 
@@ -122,6 +122,26 @@ def test_reductions_have_the_bits_of_the_sum_in_rank_order(world):
                 for result, part in reductions(comm, x, op, count % comm.size):
                     assert result.tobytes() == expected[part].tobytes(), (op, dtype, count)
                 np.testing.assert_array_equal(x, oracle.data(comm.rank, (count,), dtype))
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_all_ranks_keep_the_same_nan_in_place_and_elsewhere(world, dtype):
+    """Of several NaNs the order of operands decides, which a compiler may exchange."""
+    if not world.shared:
+        pytest.skip("about the node engine")
+    first = {"f4": 0x7FC00000, "f8": 0x7FF8 << 48}[dtype]
+
+    def check(comm):
+        for op, count in itertools.product([cc.SUM, cc.PRODUCT, cc.MIN, cc.MAX], [1, 15, 2061]):
+            x = np.full(count, first + comm.rank, "u" + dtype[1:]).view(dtype)
+            x = np.copysign(x, 1 - 2 * (comm.rank % 2)).astype(dtype)
+            results = [comm.allreduce(x, op=op), comm.allreduce(x, op=op, out=np.empty_like(x))]
+            in_place = x.copy()
+            results.append(comm.allreduce(in_place, op=op, out=in_place))
+            found = comm.allgather_object([result.tobytes() for result in results])
+            assert len({bits for of_rank in found for bits in of_rank}) == 1, (op, count)
 
     world.run(check)
 
@@ -206,7 +226,7 @@ def test_calls_of_all_kinds_and_sizes_follow_each_other_without_a_trace(world):
         shared = comm.shared_empty(40_000, np.float32)
         for _ in range(150):
             count = int(random.choice([1, 40, 5000, 40_000, 200_000]))
-            kind = random.integers(6)
+            kind = random.integers(7)
             root = int(random.integers(comm.size))
             busy = own.standard_normal(own.integers(1, 20_000))  # ranks come at different times
             busy.sort()
@@ -228,6 +248,10 @@ def test_calls_of_all_kinds_and_sizes_follow_each_other_without_a_trace(world):
                 oracle.assert_close(
                     comm.allreduce(y, op=cc.SUM, out=y), [a[: y.size] for a in arrays], cc.SUM
                 )
+            elif kind == 5:  # in place, where the own array is read as the sum replaces it
+                y = x.copy()
+                comm.allreduce(y, op=cc.SUM, out=y)
+                oracle.assert_close(y, arrays, cc.SUM)
             else:
                 result = comm.reduce(x, root, op=cc.MAX)
                 if comm.rank == root:
@@ -236,11 +260,13 @@ def test_calls_of_all_kinds_and_sizes_follow_each_other_without_a_trace(world):
     world.run(check)
 
 
-def test_a_plan_meets_only_the_same_plan(world):
+# In one shot and in several rounds.
+@pytest.mark.parametrize("count", [4, 600_011])
+def test_a_plan_meets_only_the_same_plan(world, count):
     def check(comm):
         if comm.size == 1:
             return
-        x = np.ones(4)
+        x = np.ones(count, np.float32)
         plan = comm.plan_allreduce(x, op=cc.SUM)
         call = comm.barrier if comm.rank == 1 else plan
         with pytest.raises(cc.MismatchError, match=r"barrier at test_node\.py:\d+ on rank 1$"):
@@ -323,11 +349,12 @@ def test_too_little_shared_memory_is_noticed_before_it_is_used(caplog, monkeypat
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(own)]
 
 
-def test_a_rank_that_never_comes_to_a_plan_is_named(world):
+@pytest.mark.parametrize("count", [2, 600_011])
+def test_a_rank_that_never_comes_to_a_plan_is_named(world, count):
     def check(comm):
         pair = comm.split(0 if comm.rank < 2 else None)
         if comm.size > 1 and comm.rank < 2:
-            plan = pair.plan_allreduce(np.ones(2), timeout=1)
+            plan = pair.plan_allreduce(np.ones(count), timeout=1)
             if comm.rank == 0:
                 words = r"within 1 s, still waiting for rank 1"
                 with pytest.raises(cc.CollectiveTimeout, match=words):

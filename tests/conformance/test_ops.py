@@ -208,8 +208,6 @@ N = np.arange(4)
          lambda c: c.reduce_scatter(X, postscale=np.ones(3))),
         (ValueError, "postscale is not finite, got nan",
          lambda c: c.grouped_allreduce([X], postscale=float("nan"))),
-        (TypeError, "no INTEGER_MEAN here, but in allreduce",
-         lambda c: c.plan_allreduce(N, op=cc.INTEGER_MEAN)),
         (TypeError, "no LOGICAL_OR here",
          lambda c: c.plan_buckets([((3,), "float32")], op=cc.LOGICAL_OR)),
         (TypeError, "no MINLOC here", lambda c: c.grouped_allreduce([X], op=cc.MINLOC)),

@@ -76,6 +76,103 @@ def test_a_planned_reduce_scatter_reduces_what_ranks_have_then(world, op):
     world.run(check)
 
 
+def test_plans_go_by_the_algorithm_that_is_asked_for(world):
+    def check(comm):
+        x, size = np.zeros(1031, F32), comm.size
+        for algorithm in world.algorithms("allreduce"):
+            run = comm.plan_allreduce(x, op=cc.SUM, algorithm=algorithm)
+            for step in range(2):
+                x[...] = comm.rank + step
+                assert (run() == size * (size - 1) / 2 + size * step).all()
+        for algorithm in world.algorithms("broadcast"):
+            run = comm.plan_broadcast(x, size - 1, algorithm=algorithm)
+            x[...] = comm.rank
+            assert (run() == size - 1).all()
+        for algorithm in world.algorithms("allgather"):
+            run = comm.plan_allgather(x, algorithm=algorithm)
+            x[...] = comm.rank
+            np.testing.assert_array_equal(run(), np.repeat(range(size), 1031))
+        for algorithm in world.algorithms("reduce_scatter"):
+            run = comm.plan_reduce_scatter(x, op=cc.SUM, algorithm=algorithm)
+            x[...] = 1
+            assert (run() == size).all()
+
+    world.run(check)
+
+
+def test_plans_of_other_algorithms_are_other_calls(world):
+    def check(comm):
+        if comm.size == 1:
+            return
+        names = world.algorithms("allreduce")
+        mine = names[0] if comm.rank == 0 else names[1]
+        error = raised(lambda: comm.plan_allreduce(np.ones(3), algorithm=mine))
+        assert isinstance(error, cc.MismatchError)
+        assert f"algorithm is {names[0]} on rank 0" in str(error)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("op", [cc.LOGICAL_XOR, cc.INTEGER_MEAN], ids=lambda op: op.value)
+def test_plans_go_by_way_of_other_reductions(world, op):
+    def check(comm):
+        for dtype in (d for d in [*oracle.DTYPES] if oracle.is_defined(op, d)):
+            x, shared = np.zeros((41, 3), dtype), np.zeros((41, 3), dtype)
+            own = np.array_split(x, comm.size)[comm.rank]
+            run = comm.plan_allreduce(x, op=op)
+            share = comm.plan_reduce_scatter(shared, op=op, out=np.empty_like(own))
+            for step in range(2):
+                everyones = [oracle.data(r + step, x.shape, dtype) for r in range(comm.size)]
+                x[...] = shared[...] = everyones[comm.rank]
+                assert run() is x
+                oracle.assert_close(x, everyones, op)
+                rows = [np.array_split(a, comm.size)[comm.rank] for a in everyones]
+                oracle.assert_close(share(), rows, op)
+                assert shared.tobytes() == everyones[comm.rank].tobytes()
+
+    world.run(check)
+
+
+def test_plans_scale_before_and_after(world):
+    def check(comm):
+        how = {"op": cc.SUM, "prescale": 2.0**-12, "postscale": 2.0**12}
+        for dtype in (F32, np.dtype(np.float16)):
+            x, large = np.zeros(comm.size * 3, dtype), 30_000
+            run, share = comm.plan_allreduce(x, **how), comm.plan_reduce_scatter(x, **how)
+            for step in range(2):
+                # Whose sum float16 cannot hold, on the way: rank 1 takes back what rank 0 brings.
+                x[...] = [large, -large, step][min(comm.rank, 2)]
+                wanted = comm.allreduce(x, **how)
+                assert np.isfinite(wanted).all()
+                np.testing.assert_array_equal(share(), wanted[:3])
+                np.testing.assert_array_equal(run(), wanted)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("op", [cc.MINLOC, cc.MAXLOC], ids=lambda op: op.value)
+def test_plans_find_where_the_best_numbers_are(world, op):
+    def check(comm):
+        values, indices = np.zeros((17, 2), F32), np.zeros((17, 2), np.int32)
+        kept = values.copy(), indices.copy()
+        run, share = comm.plan_allreduce((values, indices), op=op), None
+        for step in range(2):
+            values[...] = oracle.data(comm.rank + step, values.shape, F32)
+            indices[...] = comm.rank
+            for own, array in zip(kept, (values, indices), strict=True):
+                own[...] = array
+            wanted = comm.allreduce((values, indices), op=op)
+            share = share or comm.plan_reduce_scatter(kept, op=op)
+            found = run()
+            assert found[0] is values
+            for got, right, part in zip(found, wanted, share(), strict=True):
+                np.testing.assert_array_equal(got, right)
+                np.testing.assert_array_equal(part, np.array_split(right, comm.size)[comm.rank])
+
+    world.run(check)
+
+
 def test_tensors_are_planned_too(world):
     torch = installed("torch")
 
@@ -158,8 +255,14 @@ FIXED = np.broadcast_to(np.float32(1), (4, 2))
          lambda c: c.plan_allgather(np.ones(3), out=np.ones(3 * c.size + (c.rank == 0)))),
         (ValueError, "out is not contiguous",
          lambda c: c.plan_allgather(np.ones(3), out=np.ones(6 * c.size)[::2])),
-        (TypeError, "no INTEGER_MEAN here",
-         lambda c: c.plan_reduce_scatter(np.ones(3, int), op=cc.INTEGER_MEAN)),
+        (TypeError, "only integers need it",
+         lambda c: c.plan_reduce_scatter(np.ones(3), op=cc.INTEGER_MEAN)),
+        (TypeError, "SUM of int64 cannot be scaled",
+         lambda c: c.plan_allreduce(np.ones(3, int), op=cc.SUM, prescale=2)),
+        (TypeError, "MINLOC has no scales",
+         lambda c: c.plan_allreduce((np.ones(3), np.ones(3, int)), op=cc.MINLOC, prescale=2)),
+        (ValueError, "plan_allgather: unknown algorithm, expected one of auto node ring",
+         lambda c: c.plan_allgather(np.ones(3), algorithm="rings")),
     ],
 )  # fmt: skip
 def test_wrong_use_says_what_was_expected(world, kind, words, call):

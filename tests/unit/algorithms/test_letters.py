@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import oracle
+from collectives.algorithms import hierarchical
 from collectives.algorithms.letters import HEAD_BYTES, Letters
 from collectives.arrays import reduction
 from collectives.arrays.reduction import MAX, MEAN, SUM
@@ -52,6 +53,13 @@ class CTransport(Ranks):
         self.functions = START(self._isend), START(self._irecv), TEST(self._test)
         addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in self.functions)
         self.in_c = InC(*addresses, COMM % 2**64, BYTE, TAG)
+
+    @property
+    def whole(self):
+        return self
+
+    def number(self, rank):
+        return rank
 
     def _isend(self, memory, nbytes, kind, dest, tag, comm, request):
         assert (kind, tag, comm) == (BYTE, TAG, COMM)
@@ -119,6 +127,22 @@ def run(size, call, network=None):
 
 def deadline(seconds=20.0):
     return Deadline("allreduce", seconds)
+
+
+def test_a_part_of_the_ranks_exchanges_letters_under_the_numbers_of_the_whole():
+    network = Network(slow=(2,))
+
+    def call(_, transport):
+        part = hierarchical.levels(transport, (0, 0, 2, 2)).network
+        if transport.rank % 2:  # of each node the first one speaks
+            return None
+        letters = Letters(part, CARRIED_BYTES)
+        return letters.carry((7, ~7), np.array([part.number(part.rank)]), SUM, deadline())
+
+    zero, one, two, three = run(4, call, network)
+    assert (zero.tolist(), one, two.tolist(), three) == ([2], None, [2], None)
+    assert {pair for pair, box in network.boxes.items() if pair in ((0, 2), (2, 0))}
+    assert not {(0, 1), (1, 0)} & network.boxes.keys()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])

@@ -77,7 +77,7 @@ class Rank:
         parts: Sequence[Sequence[bool]] = WHOLE,
     ) -> None:
         self.rank, self.places, self.streams, self.without = rank, places, streams, without
-        self.parts = parts
+        self.size, self.parts = size, parts
         self.everybody = range(size)
         self.others = [other for other in self.everybody if other != rank]
         self.steps: list[Step] = []
@@ -98,7 +98,8 @@ class Rank:
         self.tell("FILLED", number)
         self.wait("FILLED", number)
         self.agreed()
-        for rank in self.everybody:
+        # Of two ranks each reads its own array where it is.
+        for rank in self.everybody if self.size > 2 else self.others:
             self.read(rank, number, result=False)
             self.read(rank, number, result=True)
 

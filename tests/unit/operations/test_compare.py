@@ -98,6 +98,14 @@ def test_slow_lines_carry_less_with_a_comparison():
     assert most(1000, 4) == 64 * KIB
 
 
+def test_what_python_takes_for_a_call_lets_more_travel_with_its_comparison():
+    def most(call):
+        network = Link(1e-4, 8e-8, 3.3e-11, letter=3e-5, call=call)
+        return compare.most(Layout(8, 8, DEFAULT._replace(network=network)))
+
+    assert most(0.0) < most(3e-4) < most(3e-3)
+
+
 def sent_messages(check, calls, call, size=2):
     """Count the messages of rank 0 in some calls at a level of checking."""
 

@@ -143,12 +143,17 @@ def test_a_comparison_takes_what_its_closed_form_says(size, nodes, by_nodes, nby
     assert slow > simulated, "compiled code sends for less"
 
 
+# One core for the six ranks of three nodes.
+CROWDED = {"cores": 1, "nodes_per_host": 3}
+
+
+@pytest.mark.parametrize("how", [{}, CROWDED], ids=["a core each", "one core"])
 @pytest.mark.parametrize(
     "algorithm", ["ring", "tree", "double_tree", "doubling", "halving", "hierarchical"]
 )
-def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm):
+def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm, how):
     size, leaders = 6, (0, 0, 2, 2, 4, 4)
-    cluster = Cluster(size, 3, MACHINE)
+    cluster = Cluster(size, 3, MACHINE, **how)
     assert cluster.leaders() == leaders
     arrays = [np.random.default_rng(rank).normal(size=70_001) for rank in range(size)]
 
@@ -170,6 +175,57 @@ def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm):
         np.testing.assert_array_equal(rank.result, real[0])
     hollow = calls.seconds("allreduce", algorithm, arrays[0].nbytes, cluster)
     assert hollow == pytest.approx(max(rank.seconds for rank in ended), rel=1e-3)
+    if how:
+        assert hollow > calls.seconds(
+            "allreduce", algorithm, arrays[0].nbytes, Cluster(size, 3, MACHINE)
+        )
+
+
+def working(milliseconds):
+    """A program that computes, and exchanges nothing."""
+    return lambda transport: transport.simulated.spend(milliseconds / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("how", "ends"),
+    [
+        ({}, [1, 1, 1, 1]),
+        ({"cores": 2}, [1, 1, 1, 1]),  # of each node, which has one rank
+        ({"cores": 1, "nodes_per_host": 2}, [1, 2, 1, 2]),
+        ({"cores": 2, "nodes_per_host": 4}, [1, 1, 2, 2]),
+        ({"cores": 3, "nodes_per_host": 4}, [1, 1, 1, 2]),
+    ],
+)
+def test_ranks_share_the_cores_of_their_host(how, ends):
+    _, seconds = run(4, 4, working(1), change=0.0, **how)
+    assert seconds == pytest.approx([end / 1e3 for end in ends])
+
+
+def test_who_waits_polls_for_a_while_and_then_lets_another_rank_have_the_core():
+    how = {"cores": 1, "nodes_per_host": 2, "patience": 30e-6, "change": 2e-6}
+    _, alone = run(2, 2, send_once(1000, [(1, 0)]))
+    _, shared = run(2, 2, send_once(1000, [(1, 0)]), **how)
+    turn = 2e-6 * 1.5  # and half of a look of rank 0, which waits
+    assert shared[1] == pytest.approx(alone[1] + 30e-6 + turn)
+    assert shared[0] >= alone[0] + 30e-6 + turn
+    # What comes while a rank still polls finds it on its core.
+    how["cores"] = 2
+    assert run(2, 2, send_once(1000, [(1, 0)]), **how)[1] == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("algorithm", ["tree", None])
+def test_a_whole_call_has_its_comparison_and_what_python_takes(algorithm):
+    def seconds(call=0.0, calls_=1):
+        machine = MACHINE._replace(network=MACHINE.network._replace(call=call, letter=2e-6))
+        cluster = Cluster(4, 4, machine)
+        return calls.whole(algorithm, 4000, cluster, by_nodes=False, calls=calls_), cluster
+
+    plain, cluster = seconds()
+    compared = calls.together(4000 if algorithm is None else 0, cluster, by_nodes=False)
+    moved = 0.0 if algorithm is None else calls.seconds("allreduce", algorithm, 4000, cluster)
+    assert plain == pytest.approx(compared + moved, rel=0.2)
+    assert seconds(call=1e-3)[0] == pytest.approx(plain + (0.0 if algorithm is None else 1e-3))
+    assert seconds(calls_=4)[0] == pytest.approx(plain, rel=0.2)
 
 
 def test_noise_is_the_same_for_the_same_seed_and_slow_ranks_are_waited_for():
@@ -182,8 +238,9 @@ def test_noise_is_the_same_for_the_same_seed_and_slow_ranks_are_waited_for():
     assert seconds(slow={3: 500.0}) > 5 * plain
 
 
-def test_a_dead_rank_is_named_on_all_others():
-    cluster = Cluster(4, 4, MACHINE, deaths={2: 50e-6})
+@pytest.mark.parametrize("how", [{}, {"cores": 2, "nodes_per_host": 4}], ids=["a core each", "two"])
+def test_a_dead_rank_is_named_on_all_others(how):
+    cluster = Cluster(4, 4, MACHINE, deaths={2: 50e-6}, **how)
 
     def program(access):
         for _ in range(100):
@@ -238,6 +295,10 @@ def test_a_simulation_stops_when_it_has_taken_its_time():
         ({"oversubscription": 0.0}, "oversubscription"),
         ({"noise": -0.5}, "noise"),
         ({"burst": -1}, "burst"),
+        ({"cores": 0}, "one or more cores"),
+        ({"nodes_per_host": 0}, "nodes on a host"),
+        ({"patience": -1e-6}, "patience >= 0"),
+        ({"change": float("inf")}, "change"),
         ({"slow": {1: -1.0}}, "slowness of rank 1"),
         ({"deaths": {4: 1.0}}, "rank 4"),
     ],

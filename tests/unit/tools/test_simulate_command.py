@@ -60,6 +60,19 @@ def test_slow_ranks_switches_and_noise_make_it_slower(capsys):
         assert float(changed["ring"][1]) > float(usual["ring"][1]), options
 
 
+def test_ranks_that_share_cores_take_longer(capsys):
+    def ring(*options):
+        question = ["simulate", *LINK, "--nodes", "8", "--bytes", "512", *options]
+        assert __main__.main(question) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return float(next(line for line in lines if line.startswith("ring")).split()[1])
+
+    alone = ring()
+    assert ring("--cores", "1") == alone
+    assert ring("--cores", "8", "--nodes-per-host", "8") == alone
+    assert ring("--cores", "2", "--nodes-per-host", "8") > 3 * alone
+
+
 def test_what_takes_too_long_is_stopped_and_said(capsys):
     rows = printed(capsys, "--nodes", "64", "--bytes", "16M", "--within", "1e-6")
     assert rows["ring"][1].startswith(">")
