@@ -229,3 +229,30 @@ def test_a_resolver_says_what_there_is(caplog, jnp):
     assert strategies.TPUStrategy(resolver).devices == names
     with pytest.raises(ValueError, match="JAX has no such device, expected one of 8 .*'/cpu:8'"):
         strategies.TPUStrategy(devices=["/cpu:8"])
+
+
+def test_what_a_caller_holds_is_not_overwritten_by_the_next_step(world, count, jnp):
+    def check(comm):
+        strategy = make(comm, count)
+        w = strategy.variable(np.zeros(4, np.float32), name="w")
+        optimizer = strategies.Momentum(1.0, 0.5)
+        batch = strategy.distribute_values_from_function(lambda c: np.ones(4, np.float32))
+
+        def step(x):
+            strategy.apply_gradients(optimizer, [(x, w)])
+            return x
+
+        given = strategy.local_results(strategy.run(step, args=(batch,)))
+        value, state = w.value, optimizer.state_dict()
+        gradient = jnp.full(4, 2.0)
+        strategy.apply_gradients(optimizer, [(gradient, w)])  # outside of a program, too
+        strategy.run(step, args=(batch,))
+        np.testing.assert_array_equal(value, -1)
+        np.testing.assert_array_equal(state["momentum/w"], 1)
+        np.testing.assert_array_equal(gradient, 2)
+        for own in given:
+            np.testing.assert_array_equal(own, 1)
+        # Slots of 1, 2.5 and 2.25, each subtracted once.
+        np.testing.assert_array_equal(w.value, -5.75)
+
+    world.run(check)
