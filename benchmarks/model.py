@@ -304,7 +304,13 @@ def by_pairs(comm: Communicator, seconds: float) -> tuple[Machine, float]:
 
 
 def polled(pair: Communicator) -> float:
-    """Return how long a rank polls for a message before it gives its core away."""
+    """Return how long a rank polls for a message before it gives its core away.
+
+    Where `launch` has told Open MPI to yield when it is idle, as many ranks on a machine as it has
+    cores, every poll does.
+    """
+    if os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1":  # noqa: SIM112
+        return 0.0
     transport, deadline = pair.transport, pair.deadline("model")
     data = np.zeros(8, np.uint8)
     times = []
@@ -323,8 +329,6 @@ def polled(pair: Communicator) -> float:
 
 def rank_main(seconds: float) -> int:
     """Measure one layout as one of its ranks; rank 0 prints what was found."""
-    from mpi4py import MPI
-
     import collectives as cc
     from collectives import communicator, settings, tuned
     from collectives.algorithms import selection
@@ -333,6 +337,8 @@ def rank_main(seconds: float) -> int:
     from collectives.tools import measure
 
     world = cc.init()
+    from mpi4py import MPI  # not before: importing it starts MPI, without the settings of `launch`
+
     clock = measure.Clock(world)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "links.json"

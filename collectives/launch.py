@@ -40,6 +40,7 @@ __all__ = [
     "mpi_settings",
     "some_processes",
     "start_mpi",
+    "too_late",
 ]
 
 log = logging.getLogger(__name__)
@@ -59,8 +60,9 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
     Raises:
         LaunchError: there is no MPI library, or the launcher's processes do not form one world.
     """
-    if configuration.mpi_settings:
-        os.environ.update(mpi_settings(os.environ, os.cpu_count() or 1))
+    wanted = mpi_settings(os.environ, os.cpu_count() or 1) if configuration.mpi_settings else {}
+    late = "mpi4py.MPI" in sys.modules and too_late(os.environ, wanted)
+    os.environ.update(wanted)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -70,6 +72,8 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread()
+    elif late:
+        log.warning("%s", late)
     check_world_size(os.environ, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
     return MPI.COMM_WORLD
 
@@ -165,6 +169,30 @@ def mpi_settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     if int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")) >= cores:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def too_late(environ: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
+    """Return a warning where MPI may have started without settings that it needs between nodes.
+
+    Args:
+        environ: the environment in which it has started.
+        wanted: the settings that `mpi_settings` would have made there.
+
+    Returns:
+        Words for the first rank; None for the others, and where nothing is lost.
+    """
+    ranks, of_node = (
+        _count(environ.get(name, ""))
+        for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    )
+    of_lines = [f"{name}={value}" for name, value in wanted.items() if "_tcp_" in name]
+    if ranks == of_node or not of_lines or environ.get("OMPI_COMM_WORLD_RANK") != "0":
+        return None
+    return (
+        "init: MPI was started before, as `from mpi4py import MPI` does, so Open MPI goes without "
+        "settings that halve some times between nodes over TCP. Call init first, or set "
+        f"{' '.join(of_lines)}"
+    )
 
 
 def check_world_size(environ: Mapping[str, str], world_size: int, library: str) -> None:

@@ -111,7 +111,8 @@ def whole(
                 run(access)
         return rank.now - began
 
-    return max(rank.result for rank in _ended(cluster, series)) / calls
+    slowest: float = max(rank.result for rank in _ended(cluster, series))
+    return slowest / calls
 
 
 def _algorithm(

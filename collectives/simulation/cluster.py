@@ -14,10 +14,10 @@ __all__ = ["Cluster"]
 
 # Of two cores of an AMD EPYC on which 2 to 16 ranks in namespaces exchanged messages over TCP
 # (`benchmarks/model.py`): 200 polls from Python take 100 us. From one process to the next, whose
-# interpreter is then in nobody's cache, passes what fits the times of small all-reduces best: of 5
-# to 30 us, and of letters polled for 0.4 to 0.6 times as long, the latter of each.
+# interpreter is then in nobody's cache, passes what fits the times of all-reduces best, of 3 to 30
+# us; for letters 0.6 of the polls' time fitted better than 0.4.
 POLL_SECONDS = 5e-7
-CHANGE_SECONDS = 3e-5
+CHANGE_SECONDS = 2.5e-5
 LETTER_PATIENCE = 0.6
 
 

@@ -8,12 +8,28 @@ that it stands in line for a core, in the order in which ranks became ready.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from collectives.simulation.clock import Clock, Rank
+__all__ = ["Clock", "Host", "Rank"]
 
-__all__ = ["Host"]
+
+class Clock(Protocol):
+    """What a host sees of the time of a cluster."""
+
+    now: float
+
+    def at(self, when: float, action: Callable[[Any], None], argument: Any) -> None:
+        """Call `action(argument)` when the clock is there."""
+
+
+class Rank(Protocol):
+    """What a host sees of a rank."""
+
+    now: float
+
+    def go_on(self, when: float) -> None:
+        """Run, with its own time not before `when`."""
 
 
 class Host:

@@ -78,6 +78,20 @@ def test_settings_are_given_only_where_the_user_made_none():
     assert full["OMPI_MCA_mpi_yield_when_idle"] == "1"
 
 
+def test_settings_that_come_too_late_for_lines_between_nodes_are_named_on_the_first_rank():
+    def warned(rank="0", ranks="4", of_node="2", **own):
+        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        environ = dict(zip(names, (rank, ranks, of_node), strict=True)) | own
+        return launch.too_late(environ, launch.mpi_settings(environ, cores=8))
+
+    assert "Call init first, or set OMPI_MCA_btl_tcp_links=2 OMPI_MCA_btl_tcp_eager" in warned()
+    assert "links" not in warned(OMPI_MCA_btl_tcp_links="4")
+    assert warned(rank="1") is None
+    assert warned(of_node="4") is None
+    assert warned(OMPI_MCA_btl_tcp_links="4", OMPI_MCA_btl_tcp_eager_limit="1") is None
+    assert launch.too_late({}, launch.mpi_settings({}, cores=8)) is None
+
+
 def test_a_world_of_one_works_without_a_launcher():
     comm = cc.init()
     assert cc.init() is comm

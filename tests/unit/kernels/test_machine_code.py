@@ -154,6 +154,31 @@ def test_a_file_is_whole_or_not_there(folder, monkeypatch):
     del sys.modules["made"], sys.modules["numbers_of_made"]
 
 
+# A file that another machine has renamed over, as a network file system may say of it.
+STALE = """
+    import errno, os, pathlib
+
+    read = pathlib.Path.read_bytes
+
+    def stale(path):
+        if path.suffix == ".o":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read(path)
+
+    pathlib.Path.read_bytes = stale
+"""
+
+
+def test_a_file_that_another_machine_replaces_meanwhile_is_made_anew(folder):
+    assert run(folder) == (True, 14)
+    started_with = folder / "started_with"
+    started_with.mkdir()
+    (started_with / "sitecustomize.py").write_text(textwrap.dedent(STALE))
+    assert run(folder, PYTHONPATH=f"{started_with}:{ROOT}") == (True, 14)
+    assert len(kept(folder)) == 1
+    assert run(folder) == (False, 14)
+
+
 def results(processes):
     """What the function made of 7 in each of them, and how many have compiled it."""
     outputs = [process.communicate(timeout=200)[0].splitlines() for process in processes]
