@@ -50,7 +50,8 @@ def held(tables: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         for operation in OPERATIONS:
             for against, reach in GOALS.items():
                 rows = [row for row in table["rows"] if row["operation"] == operation]
-                worst = min((row["ratios"][against] for row in rows), default=math.nan)
+                ratios = [row["ratios"][against] for row in rows]
+                worst = min((r for r in ratios if not math.isnan(r)), default=math.nan)
                 name = f"{operation}, {state}: {against} MPI"
                 goals.append({"name": name, "measured": worst, "reach": reach})
     return goals
@@ -71,6 +72,7 @@ def combine(turns: list[Turn]) -> dict[str, Any]:
     operation, nbytes = turns[0].what
     ours = statistics.median(turn.times["ours"] for turn in turns)
     ratios["best"] = min(ratios.values())
+    ratios.setdefault("default", math.nan)  # its turns may all have been in the other state
     return {"operation": operation, "bytes": nbytes, "ours": ours, "mpi": peers, "ratios": ratios}
 
 

@@ -106,7 +106,6 @@ NOTE_BYTES = 128
 # change of process, 8 KiB 4.4 / 6.2, 64 KiB 31 / 41, 128 KiB 80 / 52.
 ONE_SHOT_BYTES, ONE_SHOT_BYTES_CROWDED = 1 << 13, 1 << 16
 
-
 # Of two ranks, each of which reads its own array where it is, so that as many bytes pass from core
 # to core as by halves; of what need not be divided or rounded, which one shot does twice. How many
 # times as fast as pipelined, two near cores of an AMD EPYC, arrays written anew before each call,
@@ -114,7 +113,7 @@ ONE_SHOT_BYTES, ONE_SHOT_BYTES_CROWDED = 1 << 13, 1 << 16
 # 16 KiB 1.42 1.33 / 1.23 1.23, 64 KiB 1.19 1.28 / 1.00 1.17, 256 KiB 1.14 1.27 / 0.93 1.14, 512 KiB
 # 0.99 1.22 / 0.94 1.21; MEAN 16 KiB 1.12 / 1.01, 64 KiB 0.95 / 0.89; float16 1.12 / 1.05, 1.03 /
 # 0.97. Stored past the caches, though near: 64 KiB 1.19 / 1.03, 256 KiB 1.04 to 1.08 / 0.88 to
-# 0.90; by parts, each read while the next is put, no size is faster, and 4 KiB parts of 64 KiB 0.8.
+# 0.90; by parts, each read while the next is put, no size is faster.
 ONE_SHOT_BYTES_OF_TWO = 1 << 18
 
 _PAGE = 4096
