@@ -4,9 +4,9 @@ To read in this order. `files` opens what is to be read, `records` is the frame 
 `reader` what all readers share and `readers` one for each format; `csv` turns lines into columns,
 by all rules in `csv_exact`, and where they are plain numbers by the compiled loop `csv_kernel`.
 `producers` fill queues epoch by epoch, in threads of `runners`, which a `coordinator` stops
-together. `pipelines` puts all of that behind one iterable; `batching` and `filtering` are the calls
-that build one. For several ranks: `sharded` deals out records, `split` cuts batches, `uneven` keeps
-ranks in step; `prefetching` reads ahead.
+together. In `turns` such threads keep an order. `pipelines` puts all of that behind one iterable;
+`batching` and `filtering` are the calls that build one. For several ranks: `sharded` deals out
+records, `split` cuts batches, `uneven` keeps ranks in step; `prefetching` reads ahead.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from strategies.input.readers import (
 from strategies.input.records import TFRecordWriter
 from strategies.input.runners import QueueRunner, start_queue_runners
 from strategies.input.sharded import ShardedInput
+from strategies.input.turns import Turns
 from strategies.input.uneven import in_step
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "TFRecordReader",
     "TFRecordWriter",
     "TextLineReader",
+    "Turns",
     "WholeFileReader",
     "batch",
     "batch_join",

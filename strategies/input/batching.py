@@ -14,6 +14,7 @@ from strategies.input.reader import Damage
 from strategies.input.readers import TextLineReader
 from strategies.input.resuming import ShardedRows
 from strategies.input.sharded import ShardedInput
+from strategies.input.turns import Names, Turns
 from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, Queue, RandomShuffleQueue
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def batch(
         **options: `enqueue_many`: whether `read` returns several rows at a time, counted by
             dimension 0. `allow_smaller_final_batch`: whether to return the rest that fills no
             batch; otherwise it is dropped. `runners`: of queues that `read` uses; they are started
-            and stopped with the pipeline.
+            and stopped with the pipeline. `turns`: see `batch_join`.
 
     Returns:
         A pipeline to be opened with `with`. The first `read` is called there, by the caller.
@@ -92,7 +93,13 @@ def batch_join(
     dynamic_pad: bool = False,
     **options: Unpack[Options],
 ) -> Batches:
-    """As `batch`, with one thread for each of several functions, so that each may have its file."""
+    """As `batch`, with one thread for each of several functions, so that each may have its file.
+
+    Threads arrive in any order. With `turns=Turns(len(reads))` they read at the same time, but what
+    they have read is handed over by turns: where no two functions share a source, the same input
+    then gives the same batches, and `state` and `go_on` know a place inside an epoch. A function
+    that is slow holds up the others.
+    """
 
     def make_queue(dtypes: Any, first_shapes: Any, names: Any) -> Queue:
         if dynamic_pad:
@@ -151,14 +158,15 @@ def shuffle_batch_join(
     seed: int | None = None,
     **options: Unpack[Options],
 ) -> Batches:
-    """As `shuffle_batch`, with one thread for each of several functions."""
+    """As `shuffle_batch`, with one thread for each of several functions; `turns` as there."""
     if not 0 <= min_after_dequeue < capacity:
         raise ValueError(
             "shuffle_batch: capacity must be more than min_after_dequeue, and that at least 0, "
             f"got {capacity} and {min_after_dequeue}"
         )
     # What a draw finds must not depend on how far the reader happens to be.
-    keep = capacity - 1 if seed is not None and len(reads) == 1 else min_after_dequeue
+    known = len(reads) == 1 or options.get("turns") is not None
+    keep = capacity - 1 if seed is not None and known else min_after_dequeue
 
     def make_queue(dtypes: Any, shapes: Any, names: Any) -> Queue:
         return RandomShuffleQueue(
@@ -187,8 +195,9 @@ def csv_batches(
 ) -> Iterator[Batches]:
     """Read CSV files in threads, mix their rows, and iterate over batches.
 
-    `Saver` takes the batches as a thing: with one thread, and a seed where rows are shuffled, a run
-    that was interrupted inside an epoch goes on with the batches of one that was not.
+    `Saver` takes the batches as a thing: with a seed where rows are shuffled, and the same number
+    of threads, a run that was interrupted inside an epoch goes on with the batches of one that was
+    not.
 
     The end of the block, also an early one, ends all threads and closes all files. With one epoch
     each row comes once; with several, rows of two epochs may mix where these meet.
@@ -204,9 +213,9 @@ def csv_batches(
             the result costs time for every batch.
         num_threads: threads that read and decode, each another file.
         num_epochs: how often each file is read; None for no end.
-        shuffle: whether to shuffle files and rows; otherwise they keep their order, if there is one
-            thread.
-        seed: of the shuffling. With one thread the same files then give the same batches.
+        shuffle: whether to shuffle files and rows; otherwise they keep their order if there is one
+            thread, and several hand over some hundred rows by turns, in the same order each time.
+        seed: of the shuffling. The same files and number of threads then give the same batches.
         min_after_dequeue: rows among which a row is drawn, at least.
         skip_header_lines: lines at the beginning of each file to pass over.
         allow_smaller_final_batch: whether to return the rest that fills no batch; otherwise it is
@@ -241,11 +250,17 @@ def csv_batches(
     readers = [TextLineReader(skip_header_lines, on_damage=on_damage) for _ in range(num_threads)]
     decode_options.update(record_defaults=record_defaults, on_damage=on_damage)
 
-    def reads_of(reader: TextLineReader) -> Read:
+    # Without a seed the order is another one each time anyway, and nobody need wait for a turn.
+    in_turn = num_threads > 1 and (seed is not None or not shuffle)
+    turns = Turns(num_threads) if in_turn else None
+
+    def reads_of(place: int, reader: TextLineReader) -> Read:
+        queue: Any = names.queue if turns is None else Names(names.queue, turns, place)
+
         def read() -> Any:
             before = reader.num_skipped()
             try:
-                keys, lines = reader.read_up_to(names.queue, _ROWS_PER_READ)
+                keys, lines = reader.read_up_to(queue, _ROWS_PER_READ)
             finally:
                 batches.count_skipped(reader.num_skipped() - before)
             columns = decode_csv(lines, keys=keys, **decode_options)
@@ -263,11 +278,12 @@ def csv_batches(
         for reader in readers:
             stack.callback(reader.reset)
         batches = join(
-            [reads_of(reader) for reader in readers],
+            [reads_of(place, reader) for place, reader in enumerate(readers)],
             batch_size,
             enqueue_many=True,
             allow_smaller_final_batch=allow_smaller_final_batch,
             runners=[names.runner],
+            turns=turns,
             **options,
         )
         yield stack.enter_context(batches)

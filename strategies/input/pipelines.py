@@ -24,6 +24,7 @@ from strategies.errors import FailedPreconditionError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
 from strategies.input.resuming import Counted, ShardedRows, batches_of_rank
 from strategies.input.runners import QueueRunner, start_queue_runners
+from strategies.input.turns import Turns
 from strategies.queues.kinds import FIFOQueue, Queue
 from strategies.queues.values import dtype_of
 
@@ -43,6 +44,7 @@ class Options(TypedDict, total=False):
     enqueue_many: bool
     allow_smaller_final_batch: bool
     runners: Sequence[QueueRunner]
+    turns: Turns | None
 
 
 class Batches:
@@ -68,11 +70,17 @@ class Batches:
         enqueue_many: bool = False,
         allow_smaller_final_batch: bool = False,
         runners: Sequence[QueueRunner] = (),
+        turns: Turns | None = None,
         repeatable: bool = False,
     ) -> None:
         integer("batch", "batch_size", batch_size)
         if not reads:
             raise ValueError("batch: expected at least one function that reads, got none")
+        if turns is not None and not turns.count == len(reads) == len({id(read) for read in reads}):
+            raise ValueError(
+                f"batch: turns are for different functions, expected {turns.count}, got "
+                f"{len({id(read) for read in reads})} in {len(reads)} threads"
+            )
         self.rows_read = self.rows_skipped = 0
         self.wait_seconds = 0.0
         self._reads = reads
@@ -86,7 +94,10 @@ class Batches:
         self._threads: list[threading.Thread] = []
         self._ready: FIFOQueue | None = None
         self._closed = False
-        self._counted = Counted(repeatable=repeatable and len(reads) == 1)
+        self._counted = Counted(
+            readers=len(reads), repeatable=repeatable and (len(reads) == 1 or turns is not None)
+        )
+        self._turns = turns
         self._sharded = reads[0] if isinstance(reads[0], ShardedRows) else None
         self._pass_over = 0  # batches that an earlier run has taken
         self._gave = False  # a batch, or the warning that there is none
@@ -153,7 +164,7 @@ class Batches:
 
         Raises:
             FailedPreconditionError: another time the batches may come in another order: several
-                threads read, or rows are shuffled without a seed.
+                threads read without turns, or rows are shuffled without a seed.
         """
         if self._sharded is not None:
             return self._sharded.state(comm)
@@ -172,7 +183,7 @@ class Batches:
 
         Raises:
             InvalidArgumentError: the state is not one of such a pipeline, or of another number of
-                ranks.
+                ranks or of threads that read.
             FailedPreconditionError: later batches have been taken, or, of a `ShardedInput`, the
                 pipeline is open.
         """
@@ -183,7 +194,7 @@ class Batches:
                 )
             self._sharded.load_state(state)
             return
-        batches = batches_of_rank(state, comm)
+        batches = batches_of_rank(state, comm, self._counted.readers)
         if batches < self._counted.taken:
             raise FailedPreconditionError(
                 f"batch: expected at most {batches} batches taken before, got "
@@ -236,21 +247,34 @@ class Batches:
         ready = FIFOQueue(_READY_BATCHES, rows.dtypes, names=rows.names, name=f"{rows.name}_ready")
         enqueue = rows.enqueue_many if self._many else rows.enqueue
         dequeue = rows.dequeue_up_to if self._smaller else rows.dequeue_many
+        turns = self._turns
 
-        def filler(read: Read, waiting: list[Any]) -> Callable[[], None]:
-            return lambda: enqueue(waiting.pop() if waiting else self._count(read()))
+        def filler(place: int, waiting: list[Any]) -> Callable[[], None]:
+            def read() -> Any:
+                return waiting.pop() if waiting else self._count(self._reads[place]())
+
+            if turns is not None:
+                return lambda: turns.hand_over(place, read, enqueue)
+            return lambda: enqueue(read())
+
+        def cancel() -> None:
+            if turns is not None:
+                turns.stop()
+            rows.close(cancel_pending_enqueues=True)
 
         # What was read to learn the dtypes is the first thing that its thread enqueues.
-        others = [filler(read, []) for read in reads[1:]]
+        others = [filler(place, []) for place in reads[1:]]
+        if turns is not None:
+            turns.begin()
         runners = [
-            QueueRunner(rows, [filler(reads[0], [first]), *others]),
+            QueueRunner(rows, [filler(reads[0], [first]), *others], cancel_op=cancel),
             QueueRunner(ready, [lambda: ready.enqueue(dequeue(self._batch_size))]),
         ]
         self._ready = ready
         self._threads += start_queue_runners(runners, self._coord)
 
-    def _first(self) -> tuple[Any, Sequence[Read]]:
-        """Read until there are rows; returns them, and the functions that have not ended by then.
+    def _first(self) -> tuple[Any, Sequence[int]]:
+        """Read until there are rows; returns them, and which functions have not ended by then.
 
         The first of these is the one that the rows came from.
         """
@@ -260,8 +284,10 @@ class Batches:
                 # not say that it is one.
                 while not _rows_of(first := self._count(read()), self._many):
                     pass
-                return first, self._reads[place:]
+                return first, range(place, len(self._reads))
             except OutOfRangeError:
+                if self._turns is not None:
+                    self._turns.leave(place)
                 self._raise_error()
         return None, ()
 

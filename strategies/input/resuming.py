@@ -1,10 +1,11 @@
 """How a pipeline goes on inside an epoch: what it remembers of the batches that were taken.
 
 Threads read ahead of the batches, so where they are is not where the program is. A pipeline whose
-batches come in the same order again, because one thread reads and the shuffling has a seed, begins
-anew and passes over as many batches as were taken: rows that lie in its queues need not be saved,
-and the order is that of a run that was not interrupted. Of a `ShardedInput` the position after the
-last row that was taken is known, from which any number of ranks goes on.
+batches come in the same order again, because one thread reads or several do so by turns, and the
+shuffling has a seed, begins anew and passes over as many batches as were taken: rows that lie in
+its queues need not be saved, and the order is that of a run that was not interrupted. Of a
+`ShardedInput` the position after the last row that was taken is known, from which any number of
+ranks goes on.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class ShardedRows:
 class Counted:
     """How many batches a rank has taken."""
 
-    def __init__(self, *, repeatable: bool) -> None:
+    def __init__(self, *, readers: int, repeatable: bool) -> None:
         self.taken = 0
+        self.readers = readers
         self._repeatable = repeatable
 
     def state(self, comm: cc.Communicator | None) -> dict[str, Any]:
@@ -73,16 +75,20 @@ class Counted:
         if not self._repeatable:
             raise FailedPreconditionError(
                 "batch: the order of the batches is not the same another time, expected one thread "
-                "that reads, and a seed where rows are shuffled"
+                "that reads, or several with turns, and a seed where rows are shuffled"
             )
-        return {"batches": [self.taken] if comm is None else comm.allgather_object(self.taken)}
+        own = (self.taken, self.readers)
+        ranks = [own] if comm is None else comm.allgather_object(own)
+        # The order of the batches is one of this number of readers.
+        return {"batches": [n for n, _ in ranks], "readers": [n for _, n in ranks]}
 
 
-def batches_of_rank(state: Mapping[str, Any], comm: cc.Communicator | None) -> int:
+def batches_of_rank(state: Mapping[str, Any], comm: cc.Communicator | None, readers: int) -> int:
     """Return how many batches this rank had taken.
 
     Raises:
-        InvalidArgumentError: the state is none of a pipeline, or of another number of ranks.
+        InvalidArgumentError: the state is none of a pipeline, or of another number of ranks, or of
+            threads that read.
     """
     counts = state.get("batches")
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
@@ -92,5 +98,12 @@ def batches_of_rank(state: Mapping[str, Any], comm: cc.Communicator | None) -> i
         raise InvalidArgumentError(
             f"batch: the state is one of another number of ranks, expected {size}, got "
             f"{len(counts)}. With `batch` of a ShardedInput any number goes on"
+        )
+    # States that were saved before several threads could go on have no such number.
+    before = state.get("readers", [1] * size)
+    if not isinstance(before, list) or len(before) != size or before[rank] != readers:
+        raise InvalidArgumentError(
+            f"batch: the state is one of another number of threads that read, expected {readers} "
+            f"on rank {rank}, got {str(before)[:200]}"
         )
     return int(counts[rank])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -10,8 +11,13 @@ import pytest
 import collectives as cc
 import strategies
 from inprocess import run_ranks
-from strategies.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
-from strategies.input import ShardedInput, batch, csv_batches, shuffle_batch
+from strategies.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    UnavailableError,
+)
+from strategies.input import ShardedInput, Turns, batch, batch_join, csv_batches, shuffle_batch
 from strategies.input.producers import preload
 from strategies.training import Saver, TrainingSession, hooks
 
@@ -35,6 +41,10 @@ OPTIONS = {
     "shuffled": {},
     "in order": {"shuffle": False},
     "with a rest": {"allow_smaller_final_batch": True, "num_epochs": 1},
+    "two threads": {"num_threads": 2},
+    "three threads": {"num_threads": 3, "allow_smaller_final_batch": True},
+    "two threads in order": {"num_threads": 2, "shuffle": False},
+    "more threads than files": {"num_threads": 5, "num_epochs": 1},
 }
 
 
@@ -86,7 +96,7 @@ def test_shuffle_batch_goes_on(files):
 
 
 def test_what_comes_in_another_order_another_time_has_no_state(files):
-    for options in ({"num_threads": 2}, {"seed": None}):
+    for options in ({"num_threads": 2, "seed": None}, {"seed": None}):
         with (
             rows(files, **options) as batches,
             pytest.raises(FailedPreconditionError, match="seed"),
@@ -101,10 +111,103 @@ def test_states_that_do_not_fit(files):
                 batches.go_on(bad)
         with pytest.raises(InvalidArgumentError, match="expected 1, got 2"):
             batches.go_on({"batches": [1, 1]})
+        for readers in ([2], 2, [1, 1], ["1"]):
+            with pytest.raises(InvalidArgumentError, match="threads that read, expected 1"):
+                batches.go_on({"batches": [1], "readers": readers})
         next(batches)
         next(batches)
         with pytest.raises(FailedPreconditionError, match="at most 1 batches taken before, got 2"):
             batches.go_on({"batches": [1]})
+
+
+def uneven(tmp_path):
+    """Files of many reads, of one, and of no row; with the rows of all of them."""
+    paths, everything = [], []
+    for number, count in enumerate([900, 3, 0, 300, 0, 1, 513, 256]):
+        path = tmp_path / f"uneven{number}.csv"
+        mine = [number * 1000 + row for row in range(count)]
+        path.write_text("".join(f"{row},0\n" for row in mine))
+        paths.append(str(path))
+        everything += mine
+    return paths, everything
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_several_readers_give_each_row_once_over_a_restore(tmp_path, num_threads, shuffle):
+    paths, everything = uneven(tmp_path)
+    options = {
+        "num_threads": num_threads, "shuffle": shuffle, "num_epochs": 1, "batch_size": 32,
+        "allow_smaller_final_batch": True,
+    }  # fmt: skip
+
+    def flat(batches):
+        return [row for batch in batches for row in batch[0].tolist()]
+
+    with rows(paths, **options) as batches:
+        whole = flat(batches)
+    with rows(paths, **options) as batches:
+        used = flat(next(batches) for _ in range(20))
+        state = json.loads(json.dumps(batches.state()))
+    assert state == {"batches": [20], "readers": [num_threads]}
+    with rows(paths, **options) as batches:
+        batches.go_on(state)
+        rest = flat(batches)
+    assert sorted(used + rest) == everything
+    assert used + rest == whole
+
+
+def held_back(values, slow):
+    """Reads values; a slow one lets the others run ahead first, if they can."""
+    left = iter(values)
+
+    def read():
+        for value in left:
+            if slow is not None:
+                slow.wait(0.05)  # nobody sets it
+            return value
+        raise OutOfRangeError("no more")
+
+    return read
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_functions_hand_over_by_turns_whichever_is_slow(slow):
+    """The rounds: a and b and c, then those that have more."""
+    sources, event = [["a1", "a2"], ["b1"], ["c1", "c2", "c3", "c4"]], threading.Event()
+    reads = [held_back(s, event if i == slow else None) for i, s in enumerate(sources)]
+    with batch_join(reads, 1, turns=Turns(3)) as batches:
+        assert [b[0] for b in batches] == ["a1", "b1", "c1", "a2", "c2", "c3", "c4"]
+        assert batches.state() == {"batches": [7], "readers": [3]}
+
+
+def test_who_waits_for_a_turn_ends_with_the_pipeline():
+    blocked, threads = threading.Event(), set(threading.enumerate())
+
+    def endless():
+        return 1
+
+    def fails():
+        blocked.wait(10)
+        raise ValueError("no such sensor")
+
+    with batch_join([endless, fails], 1, turns=Turns(2)) as batches:
+        next(batches)  # the first of `endless`; its next turn comes after that of `fails`
+        blocked.set()
+        with pytest.raises(ValueError, match="sensor"):
+            list(batches)
+    with batch_join([endless, lambda: 2], 1, turns=Turns(2), capacity=1) as batches:
+        next(batches)  # and then the end of the block, where one waits for the other
+    assert set(threading.enumerate()) <= threads
+
+
+def test_turns_are_for_as_many_functions_that_differ():
+    def read():
+        return 1
+
+    for reads in ([read, read], [read]):
+        with pytest.raises(ValueError, match="different functions, expected 2, got 1"):
+            batch_join(reads, 1, turns=Turns(2))
 
 
 EPOCHS = 3
