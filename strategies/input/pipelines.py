@@ -10,6 +10,7 @@ them, stops all. The ready queue holds a few batches, so that the consumer rarel
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -254,7 +255,7 @@ class Batches:
                 return waiting.pop() if waiting else self._count(self._reads[place]())
 
             if turns is not None:
-                return lambda: turns.hand_over(place, read, enqueue)
+                return functools.partial(turns.hand_over, place, read, enqueue)
             return lambda: enqueue(read())
 
         def cancel() -> None:
