@@ -232,12 +232,28 @@ def test_those_that_live_go_on_from_the_last_commit(tmp_path):
     assert len(of_kind(told, "end")) == 2
 
 
+def grow_back(tmp_path, *arguments):
+    program = ROOT / "benchmarks" / "growing_back.py"
+    records = {"UNISONO_RECORDER_DIR": str(tmp_path)}
+    return mpirun(4, program, *arguments, options=FAULT_TOLERANT, timeout=60, **records)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("missing", "Spawn: MPI_ERR"), ("failing", "Spawn: no answer within 5 s")],
+)
+def test_where_nothing_can_be_spawned_three_of_four_go_on(tmp_path, command, words):
+    """The status is not 0, as docs/reliability.md says."""
+    result = grow_back(tmp_path, "--spawn", command)
+    assert result.stdout.count(words) == 3, result
+    assert result.stdout.count("old rank: 3 ranks, total 200") == 3, result
+
+
 @pytest.mark.long
 def test_a_process_that_is_spawned_after_a_death_is_one_of_four(tmp_path):
     """What the MPI library can do; docs/reliability.md says what it cannot."""
-    program = ROOT / "benchmarks" / "growing_back.py"
-    records = {"UNISONO_RECORDER_DIR": str(tmp_path)}
-    result = mpirun(4, program, options=FAULT_TOLERANT, timeout=60, **records)
+    result = grow_back(tmp_path)
     assert result.stdout.count("old rank: 4 ranks, total 240") == 3, result
     assert result.stdout.count("new rank: 4 ranks, total 240") == 1, result
 
