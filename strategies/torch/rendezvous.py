@@ -23,7 +23,8 @@ __all__ = ["addresses", "rendezvous"]
 
 _TIMEOUT = timedelta(minutes=30)  # as PyTorch's own
 
-# Seconds in which an address answers, or is left for the next one.
+# Seconds in which an address of another machine answers, or is left for the next one. On rank 0's
+# own machine there is no next one: where jobs crowd the cores its store has taken more than that.
 _CONNECT = 3.0
 
 # By which ranks know that this is their store.
@@ -115,8 +116,10 @@ def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
             error = str(caught)
     place = comm.broadcast_object(place, timeout=limit)
     if place is not None and comm.rank != 0:
-        apart = place.hosts if place.node != comm.node_rank else []
-        store, error = _joined([*apart, "localhost"], place, comm.size, timeout, limit)
+        apart = place.node != comm.node_rank
+        hosts = [*place.hosts, "localhost"] if apart else ["localhost"]
+        wait = min(_CONNECT, limit) if apart else limit / 3
+        store, error = _joined(hosts, place, comm.size, timeout, wait)
     # Who goes on before others have come may end, and its store with it.
     errors = comm.allgather_object(error, timeout=limit)
     wrong = [rank for rank, text in enumerate(errors) if text is not None]
@@ -129,12 +132,14 @@ def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
 
 
 def _joined(
-    hosts: Sequence[str], place: _Place, size: int, timeout: timedelta, limit: float
+    hosts: Sequence[str], place: _Place, size: int, timeout: timedelta, wait: float
 ) -> tuple[distributed.TCPStore | None, str | None]:
-    """Return the store at the first host where it is found, or why it is at none of them."""
+    """Return the store at the first host where it is found, or why it is at none of them.
+
+    A host has `wait` seconds to be reached, and as many to answer as a store.
+    """
     failures = []
     for host in hosts:
-        wait = min(_CONNECT, limit)
         try:
             socket.create_connection((host, place.port), wait).close()
             store = distributed.TCPStore(
