@@ -39,7 +39,7 @@ from collectives.algorithms.layout import Layout
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import Op
 from collectives.links import DEFAULT, Machine
-from collectives.node import engine
+from collectives.node import ways
 from collectives.transport.transport import Deadline, InC, Message, Transport
 
 __all__ = [
@@ -187,13 +187,13 @@ def _rail(rails: int, nodes: int, machine: Machine) -> Layout:
 def stage_seconds(nbytes: float, own: float, layout: Layout) -> float:
     """Return the time in which a node's ranks publish `own` bytes each and take in all of them."""
     link = layout.machine.shared
-    meetings = 1 + own / engine.SLOT_BYTES
+    meetings = 1 + own / ways.SLOT_BYTES
     return _STAGE_SECONDS + meetings * link.alpha + (own + nbytes) * link.beta
 
 
 def publish_seconds(nbytes: float, layout: Layout) -> float:
     """Return the time in which one of a node's ranks publishes bytes for the others."""
-    return _STAGE_SECONDS + engine.publish_seconds(nbytes, layout.machine.shared)
+    return _STAGE_SECONDS + ways.publish_seconds(nbytes, layout.machine.shared)
 
 
 def double(

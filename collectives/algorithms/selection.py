@@ -27,7 +27,7 @@ from collectives.algorithms import (
     tree,
 )
 from collectives.algorithms.layout import Layout
-from collectives.node import engine
+from collectives.node import ways
 
 __all__ = [
     "ALGORITHMS",
@@ -152,8 +152,8 @@ def _node_seconds(operation: str, nbytes: int, layout: Layout) -> float:
     if operation == "barrier":
         return link.alpha
     if operation in ("allreduce", "reduce", "reduce_scatter"):
-        return engine.reduce_seconds(nbytes, layout.size, link)
-    return engine.publish_seconds(nbytes, link)
+        return ways.reduce_seconds(nbytes, layout.size, link)
+    return ways.publish_seconds(nbytes, link)
 
 
 def _on_one_node(layout: Layout) -> bool:

@@ -125,14 +125,10 @@ def plan_allreduce(group: Group, everywhere: Operation, x: Any, how: How) -> Pla
         _lent(call, x, x, how)
         _described(call, values, indices, how)
     best, where = np.empty_like(values), np.empty_like(indices)
-    find, locate = everywhere(group, best, **how.values), everywhere(group, where, **how.indices)
+    by = everywhere(group, best, **how.values), everywhere(group, where, **how.indices)
 
     def run(*_: Any) -> None:
-        with calls_from_here():
-            best[...] = values
-            find()
-            where[...] = _candidates(values, best, indices)
-            locate()
+        _search((values, indices), (best, where), by)
         values[...], indices[...] = best, where
 
     return Plan(x, values, values, Steps(group, run), "planned allreduce", how.timeout)
@@ -169,15 +165,23 @@ def plan_reduce_scatter(
     first = sum(shares[: group.rank])
 
     def run(*_: Any) -> None:
-        with calls_from_here():
-            best[...] = values
-            find()
-            where[...] = _candidates(values, best, indices)
-            locate()
+        _search((values, indices), (best, where), (find, locate))
         to_values[...], to_indices[...] = best[first : first + shape[0]], own_where
 
     steps, given = Steps(group, run), (given_values, given_indices)
     return Plan(given, values, to_values, steps, "planned reduce_scatter", how.timeout)
+
+
+def _search(
+    pairs: tuple[Array, Array], found: tuple[Array, Array], by: tuple[Plan[Any], Plan[Any]]
+) -> None:
+    """Find the best values, and then where they are, each by the plan that reduces its memory."""
+    (values, indices), (best, where), (find, locate) = pairs, found, by
+    with calls_from_here():
+        best[...] = values
+        find()
+        where[...] = _candidates(values, best, indices)
+        locate()
 
 
 def _lent(call: Call, x: Any, out: Any, how: How) -> tuple[Borrowed, Borrowed]:

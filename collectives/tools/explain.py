@@ -13,7 +13,7 @@ from typing import NamedTuple
 from collectives import links, tuned
 from collectives.algorithms import selection
 from collectives.algorithms.layout import Layout
-from collectives.node import engine
+from collectives.node import ways
 from collectives.operations import compare
 from collectives.settings import Settings, Stores
 from collectives.tools import units
@@ -90,10 +90,10 @@ def _handed_over(question: Question, ranks: int) -> list[str]:
     """Say in which kind of call private arrays are reduced for all ranks of a node."""
     if question.operation != "allreduce":
         return []
-    ways = [engine.way(question.nbytes, ranks, converts=converts) for converts in (False, True)]
-    said = f"Private arrays go in {_WAYS[ways[0]]}"
+    kinds = [ways.way(question.nbytes, ranks, converts=converts) for converts in (False, True)]
+    said = f"Private arrays go in {_WAYS[kinds[0]]}"
     return [
-        said + ("." if ways[0] == ways[1] else f", means and 16-bit floats in {_WAYS[ways[1]]}.")
+        said + ("." if kinds[0] == kinds[1] else f", means and 16-bit floats in {_WAYS[kinds[1]]}.")
     ]
 
 

@@ -35,7 +35,7 @@ from collectives.arrays.host import address
 from collectives.arrays.reduction import MAX
 from collectives.communicator import Communicator
 from collectives.links import Link
-from collectives.node import engine
+from collectives.node import ways
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline, Transport
 
@@ -260,7 +260,7 @@ def _shared(clock: Clock, seconds: float) -> Link | None:
     ranks = int(comm.allreduce(comm.local_size, op=MAX))
     per_call, per_byte = Link(1.0, 0.0, 0.0), Link(0.0, 1.0, 1.0)
     factors = [
-        [engine.reduce_seconds(nbytes, ranks, unit) for unit in (per_call, per_byte)]
+        [ways.reduce_seconds(nbytes, ranks, unit) for unit in (per_call, per_byte)]
         for nbytes in SIZES
     ]
     alpha, beta = fitted(factors, times)

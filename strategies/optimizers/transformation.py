@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -152,10 +152,6 @@ class Optax:
             return optax.apply_updates(values, updates), state
 
         return jax.jit(update)
-
-
-def _forms(leaves: Sequence[Any]) -> list[str]:
-    return [f"{np.asarray(x).dtype} {np.shape(x)}" for x in leaves]
 
 
 def _check(pair: Pair) -> None:

@@ -16,7 +16,7 @@ import oracle
 from collectives import links, topology
 from collectives.algorithms.layout import Layout
 from collectives.kernels import machine_code
-from collectives.node import engine
+from collectives.node import engine, ways
 from collectives.settings import Settings
 from collectives.tools import explain
 
@@ -306,7 +306,7 @@ def test_without_shared_memory_messages_serve_and_the_reason_is_logged_once(dire
 
 
 def test_too_little_shared_memory_is_noticed_before_it_is_used(caplog, monkeypatch):
-    monkeypatch.setattr(engine, "SLOT_BYTES", 1 << 50)
+    monkeypatch.setattr(ways, "SLOT_BYTES", 1 << 50)
     monkeypatch.setattr(engine, "_MOST_SLOT_BYTES", 1 << 50)
     settings = Settings(timeout=20, shared_memory="/dev/shm")
     total = inprocess.run_ranks(2, lambda c: int(c.allreduce(1, op=cc.SUM)), settings=settings)
