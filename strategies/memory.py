@@ -25,7 +25,9 @@ def keep_memory() -> bool:
 
     Call it once, before the first step. It makes steps of models with large layers faster over any
     backend: a gradient of more than 32 MiB is else given back to the system, and mapped again, in
-    every step. The process then holds as much memory as it has ever needed at a time.
+    every step. The process then keeps what it has ever needed at a time, and a little more, since
+    small objects settle between the arrays: of a model of 134 MiB, whose steps need 565 to 595 MiB,
+    615 to 647 MiB after 30 steps (glibc 2.36).
 
     Returns:
         Whether the C library does so; glibc does.
