@@ -29,7 +29,7 @@ from collectives.operations import scan as scans
 from collectives.operations.group import Group
 from collectives.operations.on_devices import OnDevices
 from collectives.operations.point_to_point import PointToPoint
-from collectives.operations.requests import asynchronous, background
+from collectives.operations.progress import asynchronous, background
 from collectives.operations.settle import settle
 from collectives.transport.mpi import MpiTransport
 

@@ -37,7 +37,8 @@ from collectives.operations import groups
 from collectives.operations.broadcast import broadcast
 from collectives.operations.call import enter
 from collectives.operations.group import Group
-from collectives.operations.requests import Progress, Request
+from collectives.operations.progress import Progress
+from collectives.operations.requests import Request
 
 __all__ = ["Buckets", "plan_buckets"]
 

@@ -9,8 +9,8 @@ from collectives.arrays.reduction import MIN
 from collectives.errors import LaunchError
 from collectives.operations.group import Group
 from collectives.operations.point_to_point import PointToPoint
+from collectives.operations.progress import background
 from collectives.operations.reduce import allreduce
-from collectives.operations.requests import background
 from collectives.transport.transport import Deadline
 
 __all__ = ["agreed", "shrink"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import collectives as cc
-from collectives.operations.requests import Progress, asynchronous
+from collectives.operations.progress import Progress, asynchronous
 
 LIMIT = 20.0
 

@@ -17,8 +17,8 @@ import pytest
 
 import inprocess
 from collectives import CollectiveError, CollectiveTimeout, MismatchError
-from collectives.operations import requests
-from collectives.operations.requests import Progress, asynchronous
+from collectives.operations import progress as carrying_out
+from collectives.operations.progress import Progress, asynchronous
 from collectives.transport.transport import Deadline
 from launcher import run
 
@@ -317,7 +317,7 @@ def test_closing_waits_for_what_is_under_way(owner):
 
 
 def test_closing_names_what_does_not_end_in_one_warning(owner, gate, caplog, monkeypatch):
-    monkeypatch.setattr(requests, "_DRAIN", 0.1)
+    monkeypatch.setattr(carrying_out, "_DRAIN", 0.1)
     held = [owner.work_async(lambda: gate.wait(LIMIT)) for _ in range(12)]
     owner.progress.close()
     (told,) = names(caplog)
@@ -334,7 +334,7 @@ def test_closing_names_what_does_not_end_in_one_warning(owner, gate, caplog, mon
 
 
 def test_closing_stops_an_operation_that_waits_for_another_rank(owner, caplog, monkeypatch):
-    monkeypatch.setattr(requests, "_DRAIN", 0.05)
+    monkeypatch.setattr(carrying_out, "_DRAIN", 0.05)
 
     ranks = inprocess.ThreadTransport(inprocess.ThreadGroup(2, "eager"), 0)
 
@@ -392,18 +392,18 @@ def test_a_forked_child_starts_and_waits_for_nothing(owner, gate):
 
 HANGS_AT_EXIT = """
     import threading, time
-    from collectives.operations import requests
-    requests._DRAIN = 0.2
+    from collectives.operations import progress
+    progress._DRAIN = 0.2
     class Owner:
         def __init__(self):
-            self.progress = requests.Progress(lambda: self)
+            self.progress = progress.Progress(lambda: self)
         def kept(self, make):
             return self.progress
         def close(self):
             pass
         def work(self, function):
             return function()
-        work_async = requests.asynchronous(work)
+        work_async = progress.asynchronous(work)
     owner = Owner()
     held = owner.work_async(threading.Event().wait)
     {last}
