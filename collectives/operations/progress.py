@@ -25,10 +25,10 @@ from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from collectives.arrays import streams
-from collectives.errors import CollectiveError, MismatchError, some
+from collectives.errors import CollectiveError, MismatchError
 from collectives.operations import call_sites, groups
 from collectives.operations.group import Group
-from collectives.operations.requests import Job, Request
+from collectives.operations.requests import Job, Request, warn_of
 from collectives.transport.transport import this_thread
 
 __all__ = ["Progress", "asynchronous", "background"]
@@ -115,15 +115,9 @@ class Progress:
             self._changed.wait_for(lambda: not self._tasks, drain)
             unfinished = [task.job for task in self._tasks if not task.job.future.done()]
             self._tasks.clear()
-        names = [str(job) for job in unfinished if not job.settled]
+        warn_of(unfinished)
         for job in unfinished:
-            job.settled = True
             job.fail(CollectiveError(f"{job}: the communicator was closed before it was done"))
-        if names:
-            log.warning(
-                "%d request%s not done when their communicator was closed: %s",
-                len(names), "s" * (len(names) > 1), some(names),
-            )  # fmt: skip
         if self._thread is not None:
             if unfinished:
                 self._stop.set()

@@ -12,18 +12,18 @@ import concurrent.futures
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from collectives.errors import CollectiveError, CollectiveTimeout
+from collectives.errors import CollectiveError, CollectiveTimeout, some
 from collectives.operations import call_sites
 from collectives.operations.heads import Envelope
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Job", "Request"]
+__all__ = ["Job", "Request", "warn_of"]
 
 log = logging.getLogger(__name__)
 
@@ -197,3 +197,15 @@ class Request(Generic[T]):
         if not job.settled and job.process == os.getpid():
             job.settled = True
             log.warning("nobody waited for %s (%s)", job, self._state())
+
+
+def warn_of(jobs: Sequence[Job]) -> None:
+    """Name in one warning what is not done when its communicator is closed; nobody waits for it."""
+    names = [str(job) for job in jobs if not job.settled]
+    for job in jobs:
+        job.settled = True
+    if names:
+        log.warning(
+            "%d request%s not done when their communicator was closed: %s",
+            len(names), "s" * (len(names) > 1), some(names),
+        )  # fmt: skip
