@@ -35,7 +35,9 @@ from collectives.errors import (
     MismatchError,
     PeerFailure,
 )
-from collectives.launch import is_fault_tolerant, launched_processes, leave
+from collectives.launch.launcher import launched_processes
+from collectives.launch.open_mpi import is_fault_tolerant
+from collectives.launch.uncaught import leave
 from collectives.operations.call_sites import calls_from_here
 from collectives.operations.heads import Envelope
 from collectives.operations.plan import Plan

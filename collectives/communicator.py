@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from collectives import launch, settings
+from collectives import settings
 from collectives.buckets import buckets
+from collectives.launch import processes
 from collectives.channel import channel
 from collectives.errors import in_turn
 from collectives.operations import broadcast as broadcasts
@@ -68,7 +69,7 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
 
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"from_mpi: expected a communicator of mpi4py, got {comm!r}")
-    numbers = launch.members(comm, "from_mpi")
+    numbers = processes.members(comm, "from_mpi")
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
     leader = np.array([comm.Get_rank()])
     node.Bcast(leader, 0)

@@ -9,8 +9,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from collectives import crowding, launch, settings
+from collectives import crowding, settings
 from collectives.communicator import Communicator, from_mpi
+from collectives.launch import processes, uncaught
 from collectives.operations import recorder, timelines
 from collectives.transport import whereabouts
 
@@ -96,9 +97,9 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     """Start MPI if needed, and return the communicator over all processes of the job, or some.
 
     *Collective* at the first call, over the processes that take part; later calls return the same
-    object. The launch is checked (see `collectives.launch`), and from here on an uncaught exception
-    on one rank ends the whole job. Rank 0 warns of environment variables that look like ours and
-    that nothing reads, one rank of each node of more threads than cores (see
+    object. The launch is checked (see `collectives.launch.launcher`), and from here on an
+    uncaught exception on one rank ends the whole job. Rank 0 warns of environment variables that
+    look like ours and that nothing reads, one rank of each node of more threads than cores (see
     `collectives.crowding`).
 
     Args:
@@ -116,23 +117,23 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     """
     global _world, _members
     if _world is not None:
-        if comm is not None and (given := launch.members(comm)) != _members:
+        if comm is not None and (given := processes.members(comm)) != _members:
             raise ValueError(
                 f"init: there is a world already, of the processes {_members}, got {given}; call "
                 "shutdown() first"
             )
         return _world
     configuration = settings.from_environment()
-    all_processes = launch.start_mpi(configuration)
-    ranks = all_processes if comm is None else launch.some_processes(comm)
-    _members = launch.members(ranks)
+    all_processes = processes.start_mpi(configuration)
+    ranks = all_processes if comm is None else processes.some(comm)
+    _members = processes.members(ranks)
     if len(_members) == all_processes.Get_size():
         whereabouts.install(all_processes, recorder.last_call)
     _world = from_mpi(ranks, configuration)
     # By its number among all: worlds of other processes may write beside it.
     recorder.install(all_processes.Get_rank(), all_processes.Get_size(), configuration.recorder_dir)
     if configuration.abort_on_exception:
-        launch.abort_on_exception(all_processes)
+        uncaught.abort_on_exception(all_processes)
     warnings = settings.slips(os.environ) if _world.rank == 0 else []
     for text in filter(None, [*warnings, crowding.find(ranks, os.environ)]):
         log.warning("[%d/%d] %s", _world.rank, _world.size, text)

@@ -23,7 +23,7 @@ MPI_ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
-    # A second less for each program that starts MPI by itself; see `collectives/launch.py`.
+    # A second less for each program that starts MPI by itself; see `launch/open_mpi.py`.
     "OMPI_MCA_btl": "^ofi",
     "UNISONO_RECORDER_DIR": str(ROOT / "out" / "recorder"),
     "OMP_NUM_THREADS": "1",

@@ -78,7 +78,8 @@ MAY_IMPORT = {
         "collectives.communicator",
         "collectives.crowding",
         "collectives.world",  # takes a communicator
-        "collectives.launch",
+        "collectives.launch.processes",
+        "collectives.launch.uncaught",
         "collectives.transport.mailbox",
         "collectives.transport.messages",
         "collectives.transport.survivors",

@@ -10,11 +10,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from collectives import launch, settings, timeline, topology
+from collectives import settings, timeline, topology
 from collectives.algorithms import hierarchical, stages
 from collectives.algorithms.layout import Layout
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailure
 from collectives.kernels import addresses
+from collectives.launch.open_mpi import is_fault_tolerant
 from collectives.node import engine
 from collectives.operations import call_sites, recorder, status
 from collectives.operations.recorder import NO_FIELDS, Record
@@ -222,7 +223,7 @@ class Group:
             made.last_call = self.status.last
             self.levels = stages.in_shared_memory(self.levels, made)
             self.watch()
-        if launch.is_fault_tolerant() and self.local_rank == 0:
+        if is_fault_tolerant() and self.local_rank == 0:
             engine.compile_ahead()  # a smaller group may make calls of other kinds
 
     @property

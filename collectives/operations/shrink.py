@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from collectives import launch
 from collectives.arrays.reduction import MIN
 from collectives.errors import LaunchError
+from collectives.launch import processes
+from collectives.launch.open_mpi import is_fault_tolerant
 from collectives.operations.group import Group
 from collectives.operations.point_to_point import PointToPoint
 from collectives.operations.progress import background
@@ -51,10 +52,10 @@ def shrink(group: G, *, timeout: float | None = None) -> G:
         ...     except cc.PeerFailure:
         ...         return sum_of_those_that_live(comm.shrink(), x)
     """
-    if not launch.is_fault_tolerant():
+    if not is_fault_tolerant():
         raise LaunchError(
             f"shrink: a dead rank ends this job, expected Open MPI >= 5 started by `mpirun "
-            f"--with-ft ulfm`, got {launch.library()}; start the job again, from its last "
+            f"--with-ft ulfm`, got {processes.library()}; start the job again, from its last "
             f"checkpoint ({group.transport.where})"
         )
     limit = group.settings.timeout if timeout is None else timeout
@@ -97,7 +98,7 @@ def agreed(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
         >>> cc.init().agreed(True)
         True
     """
-    if not launch.is_fault_tolerant() or group.size == 1:
+    if not is_fault_tolerant() or group.size == 1:
         return bool(allreduce(group, int(flag), op=MIN, timeout=timeout))
     limit = group.settings.timeout if timeout is None else timeout
     deadline = Deadline("agreed", limit, group.settings.stall_warning)

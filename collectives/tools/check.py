@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives import communicator, launch, settings, world
+from collectives import communicator, settings, world
 from collectives.algorithms import selection
 from collectives.arrays.reduction import Op
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, some
+from collectives.launch import processes
 from collectives.tools import environment, reference
 from collectives.tools.environment import Line
 from collectives.transport.mpi import MpiTransport
@@ -66,7 +67,7 @@ def run(limit: float = OPERATION_SECONDS, whole: float = WHOLE_SECONDS) -> int:
     """
     faulthandler.dump_traceback_later(whole, exit=True)
     comm = world.init()
-    mpi_world = launch.start_mpi(settings.from_environment())
+    mpi_world = processes.start_mpi(settings.from_environment())
     # Ranks that met a time limit come to the exchange later than the others by that limit.
     patient = replace(settings.from_environment(), timeout=10 * limit)
     reports = communicator.from_mpi(mpi_world, patient)

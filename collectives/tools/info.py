@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives import launch, links
+from collectives import links
 from collectives.communicator import Communicator
+from collectives.launch import open_mpi
 from collectives.operations import settle
 from collectives.settings import Settings
 from collectives.transport.waiting import named
@@ -46,7 +47,7 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
     from mpi4py import MPI
 
     names = comm.allgather_object((comm.node_rank, platform.node()))
-    settings = launch.mpi_settings({}, cores=1) if "Open MPI" in _library() else {}
+    settings = open_mpi.settings({}, cores=1) if "Open MPI" in _library() else {}
     mpi_set = {k: os.environ[k] for k in settings if k in os.environ}
     return {
         "unisono": __version__,
@@ -56,7 +57,7 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
         "thread_level": thread_level(),
         "cuda_aware": settle.library_takes_device_memory(),
         "device_arrays": _route(comm.settings),
-        "fault_tolerance": launch.is_fault_tolerant(),
+        "fault_tolerance": open_mpi.is_fault_tolerant(),
         "mpi_settings": mpi_set,
         "links": _links(comm.settings.links),
         "stores": stores(_chosen_stores(comm)),

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives import launch, settings, world
+from collectives import settings, world
 from collectives.arrays.host import Array
+from collectives.launch import processes
 from collectives.tools import info
 
 __all__ = ["PEERS", "close", "gloo", "missing", "name", "native"]
@@ -34,7 +35,7 @@ def native(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
     """
     from mpi4py import MPI
 
-    mpi_world = launch.start_mpi(settings.from_environment())
+    mpi_world = processes.start_mpi(settings.from_environment())
     rank, size = mpi_world.Get_rank(), mpi_world.Get_size()
     if x.dtype.name == "bfloat16":  # MPI has none: float16 has as many bytes
         x = x.astype(np.float16)

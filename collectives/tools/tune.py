@@ -15,10 +15,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives import communicator, launch, links, settings, tuned
+from collectives import communicator, links, settings, tuned
 from collectives.algorithms import selection
 from collectives.algorithms.layout import Layout
 from collectives.communicator import Communicator
+from collectives.launch import processes, uncaught
 from collectives.tools import info, measure, units
 
 __all__ = ["Row", "check", "run", "summary"]
@@ -58,8 +59,8 @@ def run(out: Path | None = None, seconds: float = SECONDS) -> int:
         The exit status, the same on all ranks.
     """
     chosen = settings.from_environment()
-    world = launch.start_mpi(chosen)
-    launch.abort_on_exception(world)
+    world = processes.start_mpi(chosen)
+    uncaught.abort_on_exception(world)
     # What an old file says does not matter here, and may be what is wrong.
     wait = min(chosen.timeout, _MOST_WAIT)
     comm = communicator.from_mpi(world, replace(chosen, tuned="off", timeout=wait))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import collectives as cc
-from collectives import launch
+from collectives.launch import launcher, open_mpi
 
 OPEN_MPI = "Open MPI v5.0.11, package: x, ident: 5.0.11"
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
@@ -41,7 +41,7 @@ STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCI
 )
 def test_several_processes_that_are_each_alone_are_refused(environ, library, words):
     with pytest.raises(cc.LaunchError) as caught:
-        launch.check_world_size(environ, 1, library)
+        launcher.check_world_size(environ, 1, library)
     for word in words:
         assert word in str(caught.value)
 
@@ -61,11 +61,11 @@ def test_several_processes_that_are_each_alone_are_refused(environ, library, wor
     ],
 )
 def test_a_good_launch_is_let_through(environ, world_size):
-    launch.check_world_size(environ, world_size, OPEN_MPI)
+    launcher.check_world_size(environ, world_size, OPEN_MPI)
 
 
 def test_settings_are_given_only_where_the_user_made_none():
-    plain = launch.mpi_settings({}, cores=8)
+    plain = open_mpi.settings({}, cores=8)
     assert set(plain) == {
         "OMPI_MCA_osc",
         "OMPI_MCA_btl",
@@ -73,8 +73,8 @@ def test_settings_are_given_only_where_the_user_made_none():
         "OMPI_MCA_btl_tcp_eager_limit",
     }
     own = dict.fromkeys(plain, "mine")
-    assert launch.mpi_settings(own, 8) == {}
-    full = launch.mpi_settings({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, cores=8)
+    assert open_mpi.settings(own, 8) == {}
+    full = open_mpi.settings({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, cores=8)
     assert full["OMPI_MCA_mpi_yield_when_idle"] == "1"
 
 
@@ -82,14 +82,14 @@ def test_settings_that_come_too_late_for_lines_between_nodes_are_named_on_the_fi
     def warned(rank="0", ranks="4", of_node="2", **own):
         names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
         environ = dict(zip(names, (rank, ranks, of_node), strict=True)) | own
-        return launch.too_late(environ, launch.mpi_settings(environ, cores=8))
+        return open_mpi.too_late(environ, open_mpi.settings(environ, cores=8))
 
     assert "Call init first, or set OMPI_MCA_btl_tcp_links=2 OMPI_MCA_btl_tcp_eager" in warned()
     assert "links" not in warned(OMPI_MCA_btl_tcp_links="4")
     assert warned(rank="1") is None
     assert warned(of_node="4") is None
     assert warned(OMPI_MCA_btl_tcp_links="4", OMPI_MCA_btl_tcp_eager_limit="1") is None
-    assert launch.too_late({}, launch.mpi_settings({}, cores=8)) is None
+    assert open_mpi.too_late({}, open_mpi.settings({}, cores=8)) is None
 
 
 def test_a_world_of_one_works_without_a_launcher():

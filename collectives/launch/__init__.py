@@ -1,0 +1,1 @@
+"""Start MPI; refuse a wrong launch; end the job on an uncaught exception."""

@@ -1,0 +1,88 @@
+"""Who has started how many processes, and whether MPI sees them.
+
+A launcher that does not fit the MPI library starts N processes that each believe to be alone
+(`srun --mpi=pmi2` with Open MPI 5 does, with exit status 0): each would train its own model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from collectives.errors import LaunchError
+
+__all__ = ["check_world_size", "launched_processes", "number"]
+
+# Slurm numbers the steps that srun starts from 0; the batch script, an interactive step and the
+# like have numbers close to 2^32.
+_SLURM_SPECIAL_STEPS = 0xFFFFFF00
+
+
+def check_world_size(environ: Mapping[str, str], world_size: int, library: str) -> None:
+    """Refuse a world of one where a launcher started several processes.
+
+    The innermost launcher's word counts: `mpirun -np 1` inside a large Slurm job is a world of one,
+    and so is a plain `python` in a batch script, which no launcher started.
+
+    Args:
+        environ: the process's environment.
+        world_size: the size of `MPI_COMM_WORLD`.
+        library: the MPI library's own description.
+
+    Raises:
+        LaunchError: they contradict each other; says who started how many, and what to do.
+    """
+    if world_size > 1:
+        return
+    launched = _launched(environ)
+    if launched is None:
+        return
+    variable, count, launcher, cure = launched
+    if count > 1:
+        raise LaunchError(
+            f"init: {launcher} started {count} processes ({variable}={count}), but MPI sees a "
+            f"world of 1, so each process would train alone. The MPI library here is "
+            f"{library.splitlines()[0].strip(chr(0)).strip().rstrip(',')}. {cure}"
+        )
+
+
+def launched_processes() -> int:
+    """Return how many processes the launcher of this one says it started, 1 if there is none.
+
+    Looks at the environment only: MPI is not started.
+    """
+    launched = _launched(os.environ)
+    return 1 if launched is None else launched[1]
+
+
+def _launched(environ: Mapping[str, str]) -> tuple[str, int, str, str] | None:
+    """Return (variable, processes, launcher, cure) of the innermost launcher that left a trace."""
+    mixed = (
+        "The launcher probably belongs to another MPI than the one Python loaded: start with the "
+        "mpirun of that library (see `python -m collectives info`)"
+    )
+    own = "OMPI_COMM_WORLD_SIZE"
+    if own in environ:
+        return own, number(environ[own]), "mpirun of Open MPI", mixed
+    if "TORCHELASTIC_RUN_ID" in environ:
+        cure = "torchrun starts no MPI: start with `mpirun -np N python train.py`, or `srun`"
+        return "WORLD_SIZE", number(environ.get("WORLD_SIZE", "1")), "torchrun", cure
+    if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
+        step = number(environ.get("SLURM_STEP_ID", "0"))
+        count = number(environ["SLURM_STEP_NUM_TASKS"])
+        if step < _SLURM_SPECIAL_STEPS:
+            cure = (
+                "`srun --mpi=pmi2` and `srun --mpi=none` do this with Open MPI 5, without an "
+                "error: use mpirun inside the batch script (slurm/train.sbatch), or "
+                "`srun --mpi=pmix`"
+            )
+            return "SLURM_STEP_NUM_TASKS", count, "srun", cure
+    if "PMI_SIZE" in environ:
+        name = "Intel MPI" if "I_MPI_HYDRA_UUID" in environ else "MPICH"
+        return "PMI_SIZE", number(environ["PMI_SIZE"]), f"mpirun of {name}", mixed
+    return None
+
+
+def number(text: str) -> int:
+    """Return the number in a variable of a launcher, 1 where there is none."""
+    return int(text) if text.isdigit() else 1

