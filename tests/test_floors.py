@@ -68,7 +68,7 @@ PUBLIC = {"collectives.kernels.compiling", "collectives.settings"}
 MAY_IMPORT = {
     "greenlet": {"collectives.simulation.clock"},
     "cupy": {
-        "collectives.arrays.foreign",
+        "collectives.arrays.of_cuda",
         "strategies.cluster.gpus",  # bounds its pool
     },
     "mpi4py": {

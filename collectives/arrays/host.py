@@ -2,7 +2,7 @@
 
 Algorithms work on one kind of thing only: a one-dimensional, contiguous, writable NumPy array.
 This module is the border: devices, other libraries, strides, read-only memory, numbers and `out=`
-end here. What is known of other libraries is in `collectives.arrays.foreign`.
+end here. What is known of other libraries is in `collectives.arrays.libraries`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from collectives.arrays import foreign
+from collectives.arrays import libraries
 from collectives.arrays.device import BFLOAT16
+from collectives.arrays.foreign import Foreign
 
 __all__ = [
     "NEW",
@@ -80,7 +81,7 @@ def borrow(x: Any, out: Any = None, *, operation: str) -> Borrowed:
 
     Args:
         x: an array of NumPy, PyTorch, JAX, CuPy or another library (see
-            `collectives.arrays.foreign`), a number, or a nested sequence of numbers. Any strides,
+            `collectives.arrays.libraries`), a number, or a nested sequence of numbers. Any strides,
             on the host or on a device.
         out: where the caller wants the result, of the shape and dtype of `x`, perhaps `x` itself.
         operation: the caller's name, for the error message.
@@ -297,7 +298,7 @@ def _lend(x: Any, operation: str) -> Borrowed:
     return Borrowed(host, host if memory.private else None, memory.wrap)
 
 
-def _recognise(x: Any, operation: str) -> foreign.Foreign | None:
+def _recognise(x: Any, operation: str) -> Foreign | None:
     """Recognise an array of another library; None for what NumPy reads itself."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
@@ -306,7 +307,7 @@ def _recognise(x: Any, operation: str) -> foreign.Foreign | None:
     if isinstance(x, (np.ndarray, np.generic)):  # speak all protocols, too
         return None
     try:
-        return foreign.foreign(x)
+        return libraries.foreign(x)
     except _REFUSALS as error:
         raise _unreadable(x, operation, error) from error
 
@@ -328,7 +329,7 @@ def _check_dtype(dtype: np.dtype[Any], x: Any, operation: str) -> None:
 
 
 def _check_fit(
-    out: Array | foreign.Foreign,
+    out: Array | Foreign,
     shape: tuple[int | None, ...],
     dtype: np.dtype[Any],
     operation: str,

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from collectives.arrays import foreign, host
+from collectives.arrays import host, libraries
+from collectives.arrays.foreign import Foreign
 from collectives.arrays.host import Array
 
 __all__ = ["Kind", "View", "kind_of", "numpy_kind", "show"]
@@ -26,7 +27,7 @@ class Kind(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    library: foreign.Foreign | None
+    library: Foreign | None
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +58,7 @@ def kind_of(x: Any, *, operation: str) -> Kind:
     """
     if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], (int, tuple, list)):
         return numpy_kind(*x, operation=operation)
-    library = None if isinstance(x, (np.ndarray, np.generic)) else foreign.foreign(x)
+    library = None if isinstance(x, (np.ndarray, np.generic)) else libraries.foreign(x)
     if library is None:
         array = host.borrow(x, operation=operation).host
         return Kind(array.shape, array.dtype, None)

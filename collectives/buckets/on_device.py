@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from collectives import bucket_layout
-from collectives.arrays import foreign, host, streams
+from collectives.arrays import host, libraries, streams
 from collectives.arrays.device import Device, DeviceBuffer, stored_as
 from collectives.arrays.foreign import Resident
 from collectives.arrays.reduction import MIN
@@ -51,7 +51,7 @@ def _residents(like: Sequence[Any]) -> list[Resident]:
     """See arrays where they are, if that is one device; else none."""
     found: list[Resident] = []
     for x in like:
-        one = foreign.resident(x, 0)
+        one = libraries.resident(x, 0)
         if one is None or (found and _device_id(one[1]) != _device_id(found[0])):
             return []
         found.append(one[1])
@@ -112,7 +112,7 @@ class PlacesOnDevice:
     def fitting(self, operation: str, index: int, value: Any, name: str) -> DeviceBuffer:
         """See an array of any kind on the device; errors as `check_fits`."""
         kind = self.kinds[index]
-        found = foreign.resident(value, 0)
+        found = libraries.resident(value, 0)
         if found is not None and found[1].buffer.device.context.id == self._context.id:
             check_fits(kind, found[1], operation, name)
             return found[1].buffer

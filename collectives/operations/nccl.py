@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from collectives.algorithms import doubling
-from collectives.arrays import foreign
+from collectives.arrays import of_cuda
 from collectives.arrays.device import Device, DeviceBuffer
 from collectives.arrays.reduction import MAX, MEAN, MIN, PRODUCT, SUM, Op
 from collectives.errors import CollectiveError, some
@@ -91,7 +91,7 @@ class Nccl:
     def __init__(self, call: Call, device: Device) -> None:
         self.device = device.context.id
         self._group = call.group
-        nccl = foreign.nccl()
+        nccl = of_cuda.nccl()
         identifier, problem = _told(call, device, nccl)
         if problem:
             raise call.known(ValueError(f"{call.operation}: algorithm 'nccl' {problem}"))

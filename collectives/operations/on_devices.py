@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.algorithms import compressed
-from collectives.arrays import foreign, host, reduction, staging
+from collectives.arrays import host, libraries, reduction, staging
 from collectives.arrays.device import DeviceBuffer, is_half
 from collectives.arrays.foreign import Resident
 from collectives.arrays.host import Array
@@ -90,14 +90,14 @@ class OnDevices:
             return None
         least = 0 if anything else self._slice + 1
         try:
-            found = foreign.resident(x, least)
+            found = libraries.resident(x, least)
             if found is None:
                 return None
             memory, own = found
             if out is None:
                 result, target = own.new()
                 return BorrowedOnDevice(own.shape, own.dtype, own.buffer, target, result, None)
-            other = found if out is x else foreign.resident(out, least)
+            other = found if out is x else libraries.resident(out, least)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return None  # the other way says what is wrong
         if other is None or other[0].why_constant() is not None:

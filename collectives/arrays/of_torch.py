@@ -1,0 +1,106 @@
+"""Tensors of PyTorch, on the host and on CUDA devices."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from collectives.arrays.device import BFLOAT16, Device, DeviceBuffer, stored_as
+from collectives.arrays.foreign import Foreign, Resident, why_repeated
+from collectives.arrays.of_cuda import has_cupy, load_cupy
+
+__all__ = ["tensor"]
+
+
+def tensor(x: Any, torch: Any) -> Foreign:
+    """See a tensor of PyTorch."""
+    return _Tensor(x, torch)
+
+
+class _Tensor(Foreign):
+    """A tensor of PyTorch, without its history: results have no gradient."""
+
+    def __init__(self, x: Any, torch: Any) -> None:
+        self._torch = torch
+        self._x = x
+        self.shape = tuple(x.shape)
+        self.dtype = _tensor_dtype(x.dtype)
+        # A tensor that is conjugated or negated when it is read has other bits in memory.
+        self.shared = x.is_cpu and not (x.is_conj() or x.is_neg())
+        self.private = not self.shared
+
+    def why_constant(self) -> str | None:
+        return why_repeated(self.shape, self._x.stride())
+
+    def elements(self) -> npt.NDArray[Any]:
+        if not self._x.is_cuda:
+            return _tensor_elements(self._x, self._torch)
+        # Not asynchronous: returns when the stream that is current here has done the copy.
+        pinned = self._torch.empty(self.shape, dtype=self._x.dtype, pin_memory=True)
+        return _tensor_elements(pinned.copy_(self._x.detach()), self._torch)
+
+    def wrap(self, result: npt.NDArray[Any]) -> Any:
+        if result.dtype == BFLOAT16:
+            bits = self._torch.from_numpy(result.view(np.int16))
+            return bits.view(self._torch.bfloat16).to(self._x.device)
+        return self._torch.from_numpy(result).to(self._x.device)
+
+    def write(self, result: npt.NDArray[Any]) -> None:
+        if self.shared:
+            # Lets autograd refuse a backward pass that needs the old elements.
+            self._torch.autograd.graph.increment_version(self._x)
+        else:
+            self._x.detach().copy_(self.wrap(result))
+
+    def resident(self) -> Resident | None:
+        if not self._x.is_cuda or not has_cupy():
+            return None
+        x = self._x.detach().resolve_conj().resolve_neg()
+        flat = x.contiguous()
+        stream = self._torch.cuda.current_stream(x.device)
+        stream.synchronize()
+        cupy = load_cupy()
+
+        def show(tensor: Any) -> DeviceBuffer:
+            raw = cupy.asarray(tensor.reshape(-1).view(self._torch.uint8))
+            view = raw.view(stored_as(self.dtype))
+            return DeviceBuffer(Device(cupy, view.device), view, self.dtype)
+
+        def new() -> tuple[Any, DeviceBuffer]:
+            array = self._torch.empty_like(flat)
+            stream.synchronize()  # PyTorch's pool may give memory that earlier work still uses
+            return array, show(array)
+
+        def as_tensor(buffer: DeviceBuffer, shape: tuple[int, ...]) -> Any:
+            raw = self._torch.as_tensor(buffer, device=self._x.device)
+            return raw.view(self._x.dtype).reshape(shape)
+
+        def write(buffer: DeviceBuffer) -> None:
+            buffer.settle()
+            if buffer.address != self._x.data_ptr():
+                self._x.detach().copy_(as_tensor(buffer, self.shape))
+                stream.synchronize()
+            self._torch.autograd.graph.increment_version(self._x)
+
+        is_own = bool(flat.data_ptr() == self._x.data_ptr())
+        return Resident(self.shape, self.dtype, show(flat), is_own, new, write, as_tensor)
+
+
+def _tensor_elements(tensor: Any, torch: Any) -> npt.NDArray[Any]:
+    """View a tensor as NumPy array; what is lazy in it, or on another device, is copied."""
+    array: npt.NDArray[Any]
+    if tensor.dtype == torch.bfloat16:  # which PyTorch cannot show to NumPy
+        array = tensor.detach().view(torch.int16).numpy(force=True).view(BFLOAT16)
+    else:
+        array = tensor.numpy(force=True)
+    return array
+
+
+@functools.cache
+def _tensor_dtype(dtype: Any) -> np.dtype[Any]:
+    torch: Any = sys.modules["torch"]
+    return _tensor_elements(torch.empty(0, dtype=dtype), torch).dtype
