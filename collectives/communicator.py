@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from collectives import settings
-from collectives.buckets import buckets
-from collectives.launch import processes
+from collectives.buckets import plan
 from collectives.channel import channel
 from collectives.errors import in_turn
+from collectives.launch import processes
 from collectives.operations import broadcast as broadcasts
 from collectives.operations import (
     call,
@@ -136,7 +136,7 @@ class Communicator(Group):
     plan_broadcast = planned.plan_broadcast
     plan_allgather = planned.plan_allgather
     plan_reduce_scatter = planned.plan_reduce_scatter
-    plan_buckets = buckets.plan_buckets
+    plan_buckets = plan.plan_buckets
     split = groups.split
     group = groups.group
     agreed = shrink.agreed
