@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch import distributed
 
 import collectives as cc
 from strategies.torch import messages, moves
-from strategies.torch.buckets import Buckets
+from strategies.torch.buckets import Buckets, is_bucket, tells_new_buckets
 from strategies.torch.line import Line
 from strategies.torch.moves import reduction
 from strategies.torch.work import DONE, Done, Pending, translated
@@ -46,11 +45,6 @@ _KNOWN_AS = {"UnisonoGroup": "torch.distributed"}
 
 # Tags of `Communicator.group` end here.
 _TAGS = 1 << 14
-
-
-# Where DDP makes its last buckets, which C++ does: in a forward pass, or in that of a rank that has
-# no more data.
-_DDP, _REBUILD = "torch.nn.parallel.distributed", ("_pre_forward", "main_hook")
 
 
 class _Default:
@@ -164,7 +158,7 @@ class UnisonoGroup(distributed.ProcessGroup):
         if not opts.asyncOp:
             self._line.now(run)
             return DONE
-        if _is_bucket(tensors[0], sys._getframe(1)):
+        if is_bucket(tensors[0], sys._getframe(1)):
             return self._reduce_bucket(tensors[0], how)
         return self._start("allreduce", run, opts, tensors)
 
@@ -175,7 +169,7 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Give every rank the root's tensor."""
-        if self._buckets is not None and _tells_new_buckets(sys._getframe(1)):
+        if self._buckets is not None and tells_new_buckets(sys._getframe(1)):
             self._buckets.expect(tensors[0].numel())
         run = partial(moves.broadcast, self.comm, tensors[0], opts.rootRank, self._limit)
         return self._start("broadcast", run, opts, tensors)
@@ -358,26 +352,3 @@ class UnisonoGroup(distributed.ProcessGroup):
             self._line.now(run)
             return Done([tensor])
         return Pending(self._line.later(run), "allreduce", [tensor])
-
-
-def _is_bucket(tensor: torch.Tensor, frame: FrameType) -> bool:
-    """Tell whether this is a bucket of DDP, or the sparse gradient that is one by itself.
-
-    Of DDP's reducer, which C++ calls, the engine of autograd is the caller; it also is of an
-    operation in a backward pass that C++ starts otherwise. A bucket is flat, and all of its memory.
-    """
-    if frame.f_globals.get("__name__") != "torch.autograd.graph":
-        return False
-    if tensor.is_sparse:
-        return True
-    return bool(tensor.dim() == 1 and tensor.nbytes == tensor.untyped_storage().nbytes())
-
-
-def _tells_new_buckets(frame: FrameType) -> bool:
-    """Tell whether this calls a broadcast by which DDP says what its last buckets are.
-
-    Before the second forward pass rank 0 tells the order of the parameters, and then the size of
-    each bucket, so that the last of these broadcasts has as many elements as there are buckets.
-    """
-    code = frame.f_code
-    return code.co_name in _REBUILD and frame.f_globals.get("__name__") == _DDP

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,11 @@ from strategies.torch import moves
 from strategies.torch.moves import Reduction
 from strategies.torch.tensors import Array
 
-__all__ = ["Buckets"]
+__all__ = ["Buckets", "is_bucket", "tells_new_buckets"]
+
+# Where DDP makes its last buckets, which C++ does: in a forward pass, or in that of a rank that has
+# no more data.
+_DDP, _REBUILD = "torch.nn.parallel.distributed", ("_pre_forward", "main_hook")
 
 
 class _Region:
@@ -120,3 +125,26 @@ def _can_swap() -> bool:
         return bool(view.tolist() == [0, 0, 0] and other.tolist() == [1, 1, 1, 1])
     except (AttributeError, RuntimeError, TypeError):
         return False
+
+
+def is_bucket(tensor: torch.Tensor, frame: FrameType) -> bool:
+    """Tell whether this is a bucket of DDP, or the sparse gradient that is one by itself.
+
+    Of DDP's reducer, which C++ calls, the engine of autograd is the caller; it also is of an
+    operation in a backward pass that C++ starts otherwise. A bucket is flat, and all of its memory.
+    """
+    if frame.f_globals.get("__name__") != "torch.autograd.graph":
+        return False
+    if tensor.is_sparse:
+        return True
+    return bool(tensor.dim() == 1 and tensor.nbytes == tensor.untyped_storage().nbytes())
+
+
+def tells_new_buckets(frame: FrameType) -> bool:
+    """Tell whether this calls a broadcast by which DDP says what its last buckets are.
+
+    Before the second forward pass rank 0 tells the order of the parameters, and then the size of
+    each bucket, so that the last of these broadcasts has as many elements as there are buckets.
+    """
+    code = frame.f_code
+    return code.co_name in _REBUILD and frame.f_globals.get("__name__") == _DDP
