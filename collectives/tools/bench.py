@@ -51,7 +51,7 @@ ROW_SECONDS = 0.5
 _FEWEST, _MOST = 5, 200
 _TURNS = 5
 
-# A plan takes 0.8 us for 8 bytes and 11 us for so many (`docs/benchmarks`), a call 4 us more.
+# A plan takes 0.6 us for 8 bytes and 4 us for so many, a call 2 us more (`docs/benchmarks`).
 SMALL_BYTES = 64 << 10
 _HINT = (
     "small arrays that are reduced again and again are faster through a plan: "

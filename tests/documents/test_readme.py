@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -29,6 +30,26 @@ def test_the_first_program_runs_as_pasted_and_prints_what_is_shown(tmp_path):
     noise = np.concatenate([rng.normal(size=1000) for rng in draws])
     weights = np.linalg.lstsq(x, x @ [1.0, -2.0, 0.5] + noise, rcond=None)[0]
     assert str(weights.round(4)) in output
+
+
+def test_figures_are_those_of_the_files_of_measurements():
+    files = ROOT / "docs" / "benchmarks"
+    text = " ".join(README.split())
+    node = json.loads((files / "allreduce-2-ranks.json").read_text())
+    rows = node["states"]["far"]["rows"]  # the worse ones
+    best = {way: [row["ratios"][way]["best"] for row in rows] for way in ("plan", "shared")}
+    sentence = (
+        r"through a plan is (\S+) \(.*?\) to (\S+) times .* `shared_empty` (\S+) to (\S+) times"
+    )
+    (shown,) = re.findall(sentence, text)
+    measured = [edge(best[way]) for way in best for edge in (min, max)]
+    assert [float(x) for x in shown] == [
+        round(ratio, len(x.partition(".")[2])) for ratio, x in zip(measured, shown, strict=True)
+    ]
+    lines = json.loads((files / "network.json").read_text())["cases"]
+    alone = [c for c in lines if c["mbit"] == 1000 and "ring" in c["seconds"]]
+    filled = max(case["line_seconds"] / case["seconds"]["ring"] for case in alone)
+    assert f"a ring fills {filled:.0%}".replace("%", " %") in text
 
 
 def test_no_text_names_a_package_that_no_index_has():
