@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -84,6 +85,18 @@ def mpirun(
     """Run `python arguments...` on `size` ranks."""
     command = [mpirun_path(), *options, "-np", str(size), sys.executable, *map(str, arguments)]
     return run(command, timeout=timeout, cwd=cwd, **extra)
+
+
+def written(folder: Path, *parts: str) -> Path:
+    """Write a program that several texts make up, whatever each is indented by."""
+    program = folder / "program.py"
+    program.write_text("".join(textwrap.dedent(part) for part in parts))
+    return program
+
+
+def lines(result: Result) -> list[str]:
+    """What each rank has printed of itself, `rank 1: ...`, in the order of the ranks."""
+    return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
 
 
 def asked_to_stop(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import contextmanager
 
-__all__ = ["Channel", "Tapped", "silence", "until"]
+__all__ = ["Channel", "Tapped", "silence"]
 
 LIMIT = 20.0
 
@@ -68,14 +67,6 @@ class Channel:
             self._taken = [int(arrived.frames[0][1])]
             self.received += sum(memoryview(frame).nbytes for frame in arrived.frames)
         return arrived
-
-
-def until(condition):
-    """Wait for what another thread brings about."""
-    give_up = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from calls import raised
 
 import collectives as cc
 import oracle
@@ -152,14 +153,6 @@ def test_other_libraries_come_back_as_what_they_were(world):
         assert all(x is y for x, y in zip(back, xs, strict=True))
 
     world.run(check)
-
-
-def raised(call):
-    try:
-        call()
-    except (TypeError, ValueError, cc.CollectiveError) as error:
-        return error
-    return None
 
 
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(world):

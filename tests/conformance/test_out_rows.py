@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from calls import raised
 
 import collectives as cc
 import oracle
@@ -161,14 +162,6 @@ def test_alltoall_tells_how_many_rows_came_from_each_rank(world, algorithm):
         np.testing.assert_array_equal(back, x)
 
     world.run(check)
-
-
-def raised(call):
-    try:
-        call()
-    except (TypeError, ValueError, cc.CollectiveError) as error:
-        return error
-    return None
 
 
 @pytest.mark.parametrize("operation", [*JOINS, "reduce_scatter"])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from calls import until
 
 import strategies
 from served import LIMIT, in_turn, opened, scenario, training
@@ -22,7 +23,7 @@ from strategies.parameter_server import ParameterServerStrategy
 from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Drop, Record, Scale
 from strategies.remote.message import Kind
-from tapped import silence, until
+from tapped import silence
 
 
 def parameters_of_first_ps(strategy):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
 import pytest
+from calls import in_thread
 
 import collectives as cc
 import strategies
@@ -67,14 +67,6 @@ def test_behaviour(world, place, check):
             check(make)
 
     world.run(run)
-
-
-def in_thread(function, *args, **options):
-    """Start a call that may block; `.result(LIMIT)` is its result."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function, *args, **options)
-    pool.shutdown(wait=False)
-    return future
 
 
 @behaviour

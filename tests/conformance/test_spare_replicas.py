@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from calls import in_thread, until
 
 import collectives as cc
 from strategies.accumulators.accumulators import ConditionalAccumulator, shared_accumulator
@@ -22,20 +21,6 @@ from strategies.spare_replica.turns import open_rounds
 from strategies.sparse import Rows
 
 LIMIT = 20.0
-
-
-def until(condition):
-    give_up = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.002)
-
-
-def in_thread(function, *args):
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function, *args)
-    pool.shutdown(wait=False)
-    return future
 
 
 def on_workers(world, count, function, **options):

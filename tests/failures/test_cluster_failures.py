@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
-from launcher import mpirun
+from launcher import mpirun, written
 
 ULFM = ("--with-ft", "ulfm")
 
@@ -37,8 +35,7 @@ PRELUDE = """
 
 
 def start(tmp_path, size, cluster, text, *, options=ULFM):
-    file = tmp_path / "program.py"
-    file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(text))
+    file = written(tmp_path, PRELUDE, text)
     return mpirun(
         size, file, options=options, timeout=60,
         UNISONO_ABORT_ON_EXCEPTION="0", UNISONO_CLUSTER=cluster,

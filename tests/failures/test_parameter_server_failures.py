@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
-from launcher import mpirun
+from launcher import lines, mpirun, written
 from pairwise import also
 
 ULFM = ("--with-ft", "ulfm")
@@ -58,13 +56,8 @@ PRELUDE = """
 
 
 def start(tmp_path, size, text, *, timeout=60):
-    file = tmp_path / "program.py"
-    file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(text))
+    file = written(tmp_path, PRELUDE, text)
     return mpirun(size, file, options=ULFM, timeout=timeout, UNISONO_ABORT_ON_EXCEPTION="0")
-
-
-def lines(result):
-    return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
 
 
 @pytest.mark.parametrize("synchronous", [False, True])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
-from launcher import mpirun
+from launcher import lines, mpirun, written
 
 ULFM = ("--with-ft", "ulfm")
 
@@ -55,16 +53,11 @@ PRELUDE = """
 
 
 def start(tmp_path, size, text, *, first="", options=(), timeout=60):
-    file = tmp_path / "program.py"
-    file.write_text("".join(textwrap.dedent(part) for part in (first, PRELUDE, text)))
+    file = written(tmp_path, first, PRELUDE, text)
     return mpirun(
         size, file, options=options, timeout=timeout,
         UNISONO_ABORT_ON_EXCEPTION="0",
     )  # fmt: skip
-
-
-def lines(result):
-    return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
 
 
 def test_a_killed_client_takes_its_attempts_with_it_and_no_row(tmp_path):

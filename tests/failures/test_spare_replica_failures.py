@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
-from launcher import mpirun
+from launcher import lines, mpirun, written
 
 ULFM = ("--with-ft", "ulfm")
 
@@ -52,15 +50,10 @@ PRELUDE = """
 
 
 def start(tmp_path, size, text, *, options=(), timeout=60):
-    file = tmp_path / "program.py"
-    file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(text))
+    file = written(tmp_path, PRELUDE, text)
     return mpirun(
         size, file, options=options, timeout=timeout, UNISONO_ABORT_ON_EXCEPTION="0"
     )  # fmt: skip
-
-
-def lines(result):
-    return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
 
 
 def test_killed_workers_are_spares_less_until_there_are_too_few(tmp_path):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
-
-from launcher import mpirun
+from launcher import lines, mpirun, written
 
 ULFM = ("--with-ft", "ulfm")
 
@@ -51,13 +49,8 @@ PRELUDE = """
 
 
 def start(tmp_path, size, text, *, timeout=60):
-    file = tmp_path / "program.py"
-    file.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(text))
+    file = written(tmp_path, PRELUDE, text)
     return mpirun(size, file, options=ULFM, timeout=timeout, UNISONO_ABORT_ON_EXCEPTION="0")
-
-
-def lines(result):
-    return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
 
 
 def test_a_killed_task_is_an_error_for_all_that_use_it_at_once(tmp_path):

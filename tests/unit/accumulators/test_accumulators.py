@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
+from calls import in_thread, until
 
 import elsewhere
 from strategies.accumulators.accumulators import (
@@ -24,7 +25,6 @@ from strategies.errors import (
     NotFoundError,
 )
 from strategies.sparse import Rows
-from tapped import until
 
 LIMIT = 20.0
 
@@ -50,13 +50,6 @@ def make(request, services):
         )
 
     return there
-
-
-def in_thread(function, *args, **options):
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function, *args, **options)
-    pool.shutdown(wait=False)
-    return future
 
 
 def waiting_taker(accumulator, *args, **options):

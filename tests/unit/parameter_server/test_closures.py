@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from calls import in_thread
 
 from strategies.errors import CancelledError, DeadlineExceededError
 from strategies.parameter_server.closures import Closure, ClosureQueue
@@ -24,13 +24,6 @@ def queue_of(count, **options):
     for each in closures:
         queue.put(each)
     return queue, closures
-
-
-def in_thread(function, *args):
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(function, *args)
-    pool.shutdown(wait=False)
-    return future
 
 
 def test_calls_are_taken_in_order_and_end_with_their_values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from calls import until
 
 import elsewhere
 from strategies.errors import (
@@ -16,7 +17,6 @@ from strategies.errors import (
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import shared_queue
 from strategies.remote import Mutex
-from tapped import until
 
 LIMIT = 20.0
 

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from calls import until
 
 import elsewhere
 from collectives.channel.channel import Incoming
@@ -26,7 +27,7 @@ from strategies.remote.containers import Address, ResourceKind, register
 from strategies.remote.exchange import Exchange
 from strategies.remote.message import Kind
 from strategies.remote.outgoing import Requests
-from tapped import silence, until
+from tapped import silence
 
 LIMIT = 20.0
 

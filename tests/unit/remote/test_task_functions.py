@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from concurrent.futures import CancelledError as NotWanted
 
 import numpy as np
 import pytest
+from calls import until
 
 import elsewhere
 from strategies.errors import (
@@ -69,13 +69,6 @@ def services():
     with elsewhere.two_tasks() as services:
         yield services
         gate.set()
-
-
-def until(condition):
-    give_up = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("timeout", [None, LIMIT])

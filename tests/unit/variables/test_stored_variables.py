@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from functools import partial
 
 import numpy as np
 import pytest
+from calls import until
 
 import collectives as cc
 import elsewhere
@@ -39,13 +39,6 @@ LIMIT = 20.0
 def services():
     with elsewhere.two_tasks() as services:
         yield services
-
-
-def until(condition):
-    give_up = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
 
 
 def stored(value):
