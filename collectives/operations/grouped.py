@@ -16,118 +16,23 @@ results lie.
 from __future__ import annotations
 
 import itertools
-import math
-import os
-import sys
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict, overload
+from typing import Any, TypedDict, overload
 
 import numpy as np
 
-from collectives import bucket_layout
 from collectives.arrays import detour, host
 from collectives.arrays.detour import Detour
 from collectives.arrays.host import Array, Borrowed, address
 from collectives.arrays.reduction import MEAN, Op
-from collectives.bucket_layout import Stage
 from collectives.compression import NONE, Compression, chosen
-from collectives.node.engine import Engine, Work
-from collectives.operations.call import Call, enter
+from collectives.operations.call import enter
 from collectives.operations.group import Group
+from collectives.operations.groupings import Asked, Groupings, Planned, pack, part, unpack
 from collectives.operations.reduce import allreduce
-from collectives.operations.shared import shared_empty
 from collectives.operations.signatures import A, Detachable, Numbers, Unpack
 
-__all__ = ["Grouping", "Groupings", "grouped_allreduce", "handed", "pairs"]
-
-# Bytes of a stage in shared memory; the second where ranks outnumber the cores, so that a meeting
-# costs a change of process. `benchmarks/gradients.py --model resnet50`, 2 ranks on 2 cores, ms,
-# smallest of 11: 128 KiB 19.2, 512 KiB 15.8, 2 MiB 17.4, 4 MiB 17.9 (where other programs run, too,
-# medians 112, 49, 40, 35); 4 ranks on 2 cores: 1 MiB 130, 2 MiB 108, 8 MiB 64, 64 MiB 65.
-STAGE_BYTES, STAGE_BYTES_CROWDED = 2 << 20, 8 << 20
-
-# How many lists of shapes and dtypes are remembered.
-_MOST = 16
-
-
-_Kind = tuple[tuple[int, ...], "np.dtype[Any]"]
-
-# The memory of a stage, and what reduces it there.
-_Planned = tuple[Array, Work]
-
-
-class _Grouping(NamedTuple):
-    """How arrays of certain shapes and dtypes are reduced together.
-
-    Attributes:
-        facts: what must be equal on all ranks, also that they have planned the work.
-        stages: what is reduced by one call each.
-        starts: the first byte of each result.
-        nbytes: of all results.
-        work: for each stage, shared memory and what reduces it there; nothing by messages.
-        op: by which stages are reduced.
-        ways: of each array by way of that op; none if it is the caller's.
-    """
-
-    facts: dict[str, object]
-    stages: list[Stage]
-    starts: list[int]
-    nbytes: int
-    work: list[_Planned]
-    op: Op
-    ways: list[Detour]
-
-
-class _Asked(NamedTuple):
-    """What a caller asks for, scales by their words."""
-
-    op: Op
-    compression: Compression
-    scales: dict[str, float]
-    algorithm: str
-
-
-class Groupings:
-    """What `grouped_allreduce` keeps of its calls in one group."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._stage = np.empty(0, np.uint8)
-        self.known: OrderedDict[tuple[object, ...], _Grouping] = OrderedDict()
-        self._results = np.empty(0, np.uint8)
-        self._holders = 0  # of the results, when nobody else knows them
-
-    def made(self, key: tuple[object, ...], grouping: _Grouping) -> None:
-        """Remember a call, once the ranks have agreed, and forget the one made longest ago.
-
-        All ranks know the same calls: one that knows a call does not meet one that plans it.
-        """
-        self.known[key] = grouping
-        self.known.move_to_end(key)
-        if len(self.known) > _MOST:
-            self.known.popitem(last=False)
-
-    def plan(self, call: Call, engine: Engine, stages: Sequence[Stage], op: Op) -> list[_Planned]:
-        """Make what reduces each stage in shared memory; *collective*."""
-        nbytes = _stage_bytes(engine)
-        if not self._stage.size:
-            self._stage = shared_empty(self._group, nbytes, np.uint8)
-        views = [self._stage[: stage.nbytes].view(stage.dtype) for stage in stages]
-        return [(view, engine.plan_allreduce(view, view, op, call.digest)) for view in views]
-
-    def results(self, nbytes: int) -> Array:
-        """Return memory for results: that of earlier ones which the caller has dropped, or new.
-
-        New memory of many megabytes costs more than the reduction, since the system clears it.
-        """
-        results = self._results
-        if results.size != nbytes or sys.getrefcount(results) > self._holders:
-            del results
-            self._results = np.empty(0, np.uint8)  # before there is more
-            results = self._results = np.empty(nbytes, np.uint8)
-            self._holders = sys.getrefcount(results)
-        return results
+__all__ = ["Grouping", "grouped_allreduce", "handed", "pairs"]
 
 
 class Grouping(TypedDict, total=False):
@@ -204,22 +109,10 @@ def grouped_allreduce(
         hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
         kinds = tuple([(array.shape, array.dtype) for array in hosts])
         scales = detour.scales(prescale, postscale, operation=call.operation)
-        engine = call.engine_for(algorithm)
-        key = op, str(compression), prescale, postscale, algorithm, kinds
+        asked = Asked(op, compression, scales, algorithm)
         groupings = group.kept(Groupings)
-        known = groupings.known.get(key)
-        if known is None:
-            known = _new(kinds, _Asked(op, compression, scales, algorithm), call)  # step 4
-            call.agree()
-            if engine is not None:
-                known.facts["planned"] = True  # what is driven below is not what was agreed by
-                call.describe(**known.facts)
-                planned = groupings.plan(call, engine, known.stages, known.op)
-                known.work.extend(planned)  # step 5
-        else:
-            call.describe(**known.facts)
-            if engine is None or not known.stages:
-                call.agree()
+        known = groupings.find(kinds, asked, call)  # steps 4 and 5
+        engine = call.engine_for(algorithm)
         if known.ways:
             loans = _by_ways(hosts, loans, known.ways)
             hosts = [loan.host for loan in loans if loan is not None]
@@ -228,29 +121,40 @@ def grouped_allreduce(
         results = np.empty(0, np.uint8) if direct else groupings.results(known.nbytes)
         if engine is not None:
             for stage, (shared, work) in zip(known.stages, known.work, strict=True):
-                _pack(stage, hosts, shared)
+                pack(stage, hosts, shared)
                 call.drive(work)  # step 6
                 if direct:
-                    _unpack(stage, shared, direct)
+                    unpack(stage, shared, direct)
                 else:
-                    _part(stage, results)[...] = shared
-        groupings.made(key, known)  # step 7
+                    part(stage, results)[...] = shared
+        groupings.made((asked.key, kinds), known)  # step 7
     if engine is None:
-        as_given = all(way.dtype == way.original for way in known.ways)
-        packed = compression if as_given else NONE
-        for stage in known.stages:
-            part = _part(stage, results)
-            _pack(stage, hosts, part)
-            allreduce(
-                group, part, op=known.op, out=part, compression=packed, algorithm=algorithm,
-                timeout=timeout,
-            )  # fmt: skip
+        _by_messages(group, hosts, results, known, asked, timeout)
     if direct:
         return [loan.give_back(loan.host) for loan in loans if loan is not None]
     places = zip(hosts, known.starts, strict=True)
     made = [np.ndarray(array.shape, array.dtype, results, start) for array, start in places]
     both = zip(made, loans, strict=True)
     return [array if loan is None else handed(array, loan, out) for array, loan in both]
+
+
+def _by_messages(
+    group: Group,
+    hosts: Sequence[Array],
+    results: Array,
+    known: Planned,
+    asked: Asked,
+    timeout: float | None,
+) -> None:
+    """Reduce each stage where its results lie."""
+    as_given = all(way.dtype == way.original for way in known.ways)
+    for stage in known.stages:
+        target = part(stage, results)
+        pack(stage, hosts, target)
+        allreduce(
+            group, target, op=known.op, out=target, timeout=timeout, algorithm=asked.algorithm,
+            compression=asked.compression if as_given else NONE,
+        )  # fmt: skip
 
 
 def _borrowed(
@@ -318,58 +222,3 @@ def handed(array: Array, loan: Borrowed, out: object) -> Any:
     if out is None or loan.target is None:
         return loan.give_back(array)
     return loan.give_back(host.store(array, loan.target))
-
-
-def _new(kinds: tuple[_Kind, ...], asked: _Asked, call: Call) -> _Grouping:
-    """Check and describe a call with arrays of these shapes and dtypes."""
-    op, compression, scales, algorithm = asked
-    dtypes = [dtype for _, dtype in kinds]
-    ways = []
-    for dtype in dict.fromkeys(dtypes):
-        host.borrow(np.empty(0, dtype), operation=call.operation)  # refuses what is no number
-        compression.codec(dtype, op, network=True)
-    for dtype in dtypes:
-        way = detour.detour(op, dtype, call.group.size, scales, operation=call.operation)
-        if way is not None:  # then there is one for every dtype
-            ways.append(way)
-    facts: dict[str, object] = {
-        "op": op.value,
-        "count": len(kinds),
-        "arrays": bucket_layout.shortened([(dtype.name, shape) for shape, dtype in kinds]),
-        "compression": compression,
-        **scales,
-        "algorithm": algorithm,
-    }
-    call.describe(**facts)
-    counts = [math.prod(shape) for shape, _ in kinds]
-    engine = call.engine_for(algorithm)
-    limit = sys.maxsize if engine is None else _stage_bytes(engine)
-    work = [way.dtype for way in ways] or dtypes
-    by = ways[0].op if ways else op
-    return _Grouping(facts, *bucket_layout.stages(counts, work, limit), [], by, ways)
-
-
-def _stage_bytes(engine: Engine) -> int:
-    return STAGE_BYTES_CROWDED if engine.size > (os.cpu_count() or 1) else STAGE_BYTES
-
-
-def _pack(stage: Stage, hosts: Sequence[Array], into: Array) -> None:
-    """Copy the pieces of a stage side by side: 0.1 us for each, beside the copy itself."""
-    pieces = [hosts[piece.array] for piece in stage.pieces]
-    for at in (0, -1):  # only the first and the last can be a part of an array
-        array, start, stop = stage.pieces[at]
-        if stop - start < hosts[array].size:
-            pieces[at] = host.flat(hosts[array])[start:stop]
-    np.concatenate(pieces, axis=None, out=into, casting="no")
-
-
-def _unpack(stage: Stage, shared: Array, flats: Sequence[Array]) -> None:
-    """Copy what a stage has reduced to where its arrays lie."""
-    at = 0
-    for array, start, stop in stage.pieces:
-        flats[array][start:stop] = shared[at : at + stop - start]
-        at += stop - start
-
-
-def _part(stage: Stage, results: Array) -> Array:
-    return results[stage.first : stage.first + stage.nbytes].view(stage.dtype)

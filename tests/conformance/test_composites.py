@@ -11,7 +11,7 @@ import pytest
 
 import collectives as cc
 import oracle
-from collectives.operations.grouped import Groupings
+from collectives.operations.groupings import Groupings
 from requirements import installed
 
 HUGE = np.array([2**63 + 1], np.uint64)  # would be negative as int64
@@ -52,8 +52,8 @@ def test_groups_that_differ_are_one_error_on_all(world):
 
 
 def test_groups_of_many_stages_and_any_strides(world, monkeypatch):
-    monkeypatch.setattr("collectives.operations.grouped.STAGE_BYTES", 4096)
-    monkeypatch.setattr("collectives.operations.grouped.STAGE_BYTES_CROWDED", 4096)
+    monkeypatch.setattr("collectives.operations.groupings.STAGE_BYTES", 4096)
+    monkeypatch.setattr("collectives.operations.groupings.STAGE_BYTES_CROWDED", 4096)
 
     def check(comm):
         kinds = [((300, 7), "float32"), ((40,), "int16"), ((), "float64"), ((5000,), "float32")]

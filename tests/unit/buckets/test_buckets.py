@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import bucket_layout
-from collectives.operations.grouped import Groupings
+from collectives.operations.groupings import Groupings
 from launcher import ROOT
 
 DTYPES = [np.dtype(t) for t in ("float32", "float64", "int8")]

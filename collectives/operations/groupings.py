@@ -1,0 +1,196 @@
+"""How arrays of certain shapes and dtypes are reduced together: planned once, kept for later calls.
+
+A *stage* is what is reduced by one call: pieces of arrays of one dtype, side by side.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives import bucket_layout
+from collectives.arrays import detour, host
+from collectives.arrays.detour import Detour
+from collectives.arrays.host import Array
+from collectives.arrays.reduction import Op
+from collectives.bucket_layout import Stage
+from collectives.compression import Compression
+from collectives.node.engine import Engine, Work
+from collectives.operations.call import Call
+from collectives.operations.group import Group
+from collectives.operations.shared import shared_empty
+
+__all__ = ["Asked", "Groupings", "Planned", "pack", "part", "unpack"]
+
+# Bytes of a stage in shared memory; the second where ranks outnumber the cores, so that a meeting
+# costs a change of process. `benchmarks/gradients.py --model resnet50`, 2 ranks on 2 cores, ms,
+# smallest of 11: 128 KiB 19.2, 512 KiB 15.8, 2 MiB 17.4, 4 MiB 17.9 (where other programs run, too,
+# medians 112, 49, 40, 35); 4 ranks on 2 cores: 1 MiB 130, 2 MiB 108, 8 MiB 64, 64 MiB 65.
+STAGE_BYTES, STAGE_BYTES_CROWDED = 2 << 20, 8 << 20
+
+# How many lists of shapes and dtypes are remembered.
+_MOST = 16
+
+
+Kind = tuple[tuple[int, ...], "np.dtype[Any]"]
+Key = tuple[object, ...]
+
+# The memory of a stage, and what reduces it there.
+_InMemory = tuple[Array, Work]
+
+
+class Planned(NamedTuple):
+    """How arrays of certain shapes and dtypes are reduced together.
+
+    Attributes:
+        facts: what must be equal on all ranks, also that they have planned the work.
+        stages: what is reduced by one call each.
+        starts: the first byte of each result.
+        nbytes: of all results.
+        work: for each stage, shared memory and what reduces it there; nothing by messages.
+        op: by which stages are reduced.
+        ways: of each array by way of that op; none if it is the caller's.
+    """
+
+    facts: dict[str, object]
+    stages: list[Stage]
+    starts: list[int]
+    nbytes: int
+    work: list[_InMemory]
+    op: Op
+    ways: list[Detour]
+
+
+class Asked(NamedTuple):
+    """What a caller asks for, scales by their words."""
+
+    op: Op
+    compression: Compression
+    scales: dict[str, float]
+    algorithm: str
+
+    @property
+    def key(self) -> Key:
+        """By what a call is known, beside its arrays."""
+        return self.op, str(self.compression), *self.scales.items(), self.algorithm
+
+
+class Groupings:
+    """What `grouped_allreduce` keeps of its calls in one group."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._stage = np.empty(0, np.uint8)
+        self.known: OrderedDict[Key, Planned] = OrderedDict()
+        self._results = np.empty(0, np.uint8)
+        self._holders = 0  # of the results, when nobody else knows them
+
+    def find(self, kinds: tuple[Kind, ...], asked: Asked, call: Call) -> Planned:
+        """Return how such arrays are reduced, compared among the ranks; planned if it is new."""
+        engine = call.engine_for(asked.algorithm)
+        known = self.known.get((asked.key, kinds))
+        if known is not None:
+            call.describe(**known.facts)
+            if engine is None or not known.stages:
+                call.agree()
+            return known
+        new = _described(kinds, asked, call)
+        call.agree()
+        if engine is not None:
+            new.facts["planned"] = True  # what is driven later is not what was agreed by
+            call.describe(**new.facts)
+            new.work.extend(self._plan(call, engine, new.stages, new.op))
+        return new
+
+    def made(self, key: Key, grouping: Planned) -> None:
+        """Remember a call, once the ranks have agreed, and forget the one made longest ago.
+
+        All ranks know the same calls: one that knows a call does not meet one that plans it.
+        """
+        self.known[key] = grouping
+        self.known.move_to_end(key)
+        if len(self.known) > _MOST:
+            self.known.popitem(last=False)
+
+    def results(self, nbytes: int) -> Array:
+        """Return memory for results: that of earlier ones which the caller has dropped, or new.
+
+        New memory of many megabytes costs more than the reduction, since the system clears it.
+        """
+        results = self._results
+        if results.size != nbytes or sys.getrefcount(results) > self._holders:
+            del results
+            self._results = np.empty(0, np.uint8)  # before there is more
+            results = self._results = np.empty(nbytes, np.uint8)
+            self._holders = sys.getrefcount(results)
+        return results
+
+    def _plan(self, call: Call, engine: Engine, stages: Sequence[Stage], op: Op) -> list[_InMemory]:
+        """Make what reduces each stage in shared memory; *collective*."""
+        nbytes = _stage_bytes(engine)
+        if not self._stage.size:
+            self._stage = shared_empty(self._group, nbytes, np.uint8)
+        views = [self._stage[: stage.nbytes].view(stage.dtype) for stage in stages]
+        return [(view, engine.plan_allreduce(view, view, op, call.digest)) for view in views]
+
+
+def _described(kinds: Sequence[Kind], asked: Asked, call: Call) -> Planned:
+    """Check and describe a call with arrays of these shapes and dtypes."""
+    op, compression, scales, algorithm = asked
+    dtypes = [dtype for _, dtype in kinds]
+    ways = []
+    for dtype in dict.fromkeys(dtypes):
+        host.borrow(np.empty(0, dtype), operation=call.operation)  # refuses what is no number
+        compression.codec(dtype, op, network=True)
+    for dtype in dtypes:
+        way = detour.detour(op, dtype, call.group.size, scales, operation=call.operation)
+        if way is not None:  # then there is one for every dtype
+            ways.append(way)
+    facts: dict[str, object] = {
+        "op": op.value,
+        "count": len(kinds),
+        "arrays": bucket_layout.shortened([(dtype.name, shape) for shape, dtype in kinds]),
+        "compression": compression,
+        **scales,
+        "algorithm": algorithm,
+    }
+    call.describe(**facts)
+    counts = [math.prod(shape) for shape, _ in kinds]
+    engine = call.engine_for(algorithm)
+    limit = sys.maxsize if engine is None else _stage_bytes(engine)
+    work = [way.dtype for way in ways] or dtypes
+    by = ways[0].op if ways else op
+    return Planned(facts, *bucket_layout.stages(counts, work, limit), [], by, ways)
+
+
+def _stage_bytes(engine: Engine) -> int:
+    return STAGE_BYTES_CROWDED if engine.size > (os.cpu_count() or 1) else STAGE_BYTES
+
+
+def pack(stage: Stage, hosts: Sequence[Array], into: Array) -> None:
+    """Copy the pieces of a stage side by side: 0.1 us for each, beside the copy itself."""
+    pieces = [hosts[piece.array] for piece in stage.pieces]
+    for at in (0, -1):  # only the first and the last can be a part of an array
+        array, start, stop = stage.pieces[at]
+        if stop - start < hosts[array].size:
+            pieces[at] = host.flat(hosts[array])[start:stop]
+    np.concatenate(pieces, axis=None, out=into, casting="no")
+
+
+def unpack(stage: Stage, shared: Array, flats: Sequence[Array]) -> None:
+    """Copy what a stage has reduced to where its arrays lie."""
+    at = 0
+    for array, start, stop in stage.pieces:
+        flats[array][start:stop] = shared[at : at + stop - start]
+        at += stop - start
+
+
+def part(stage: Stage, results: Array) -> Array:
+    """Return the results of a stage in the memory of all."""
+    return results[stage.first : stage.first + stage.nbytes].view(stage.dtype)
