@@ -27,7 +27,10 @@ def memory(call: Call, x: Any) -> Array:
             f"got {type(x).__module__}.{type(x).__name__}"
         )
     if not array.flags.c_contiguous:
-        raise ValueError(f"{call.operation}: the array is not contiguous")
+        raise ValueError(
+            f"{call.operation}: the array is not contiguous, got strides {array.strides} of shape "
+            f"{array.shape}"
+        )
     return array
 
 
@@ -39,7 +42,10 @@ def check_target(call: Call, out: Any, target: Array | None) -> None:
             f"got {type(out).__module__}.{type(out).__name__}"
         )
     if target is not None and not target.flags.c_contiguous:
-        raise ValueError(f"{call.operation}: out is not contiguous")
+        raise ValueError(
+            f"{call.operation}: out is not contiguous, got strides {target.strides} of shape "
+            f"{target.shape}"
+        )
 
 
 def room(

@@ -82,49 +82,77 @@ def sparse_allreduce(
         loan = host.borrow(values, operation=call.operation)  # step 3
         rows = loan.host
         where = host.borrow(indices, operation=call.operation).host
-        if op not in (SUM, MEAN):
-            raise TypeError(f"sparse_allreduce: expected SUM or MEAN, got {op}")
-        reduction.check(op, rows.dtype, operation=call.operation)
-        if where.dtype.kind not in "iu" and where.size:
-            raise TypeError(f"sparse_allreduce: indices are not integers, got {where.dtype}")
-        if where.ndim != 1 or rows.ndim < 1 or len(where) != len(rows):
-            raise ValueError(
-                f"sparse_allreduce: expected an index for every row, got shapes {where.shape} and "
-                f"{rows.shape}"
-            )
-        last = np.iinfo(np.int64).max if num_rows is None else num_rows - 1
-        if where.size and (where.min() < 0 or where.max() > last):
-            raise ValueError(
-                f"sparse_allreduce: an index is out of range, expected 0 .. {last}, got "
-                f"{where.min()} .. {where.max()}"
-            )
-        if algorithm not in _ALGORITHMS:
-            raise ValueError(
-                f"sparse_allreduce: unknown algorithm, expected one of {' '.join(_ALGORITHMS)}, "
-                f"got {algorithm!r}"
-            )
-        if algorithm == "dense" and num_rows is None:
-            raise ValueError("sparse_allreduce: algorithm 'dense' needs num_rows, got None")
+        _check(where, rows, op, num_rows, algorithm)
         call.describe(op=op.value, dtype=rows.dtype, row=rows.shape[1:], num_rows=num_rows)
         call.add(algorithm=algorithm)
         total = int(call.tell(len(where)).sum())  # step 6, of the comparison
     where = where.astype(np.int64)
+    if num_rows is not None and _is_dense(algorithm, total, num_rows, rows):
+        found, summed = _dense(group, where, rows, num_rows, op, timeout)
+    else:
+        found, summed = _joined(group, where, rows, op, timeout)
+    with reduction.quiet():
+        return found, loan.give_back(summed.astype(rows.dtype, copy=False))
+
+
+def _check(where: Array, rows: Array, op: Op, num_rows: int | None, algorithm: str) -> None:
+    """Check the arguments.
+
+    Raises:
+        TypeError, ValueError: as `sparse_allreduce`.
+    """
+    if op not in (SUM, MEAN):
+        raise TypeError(f"sparse_allreduce: expected SUM or MEAN, got {op}")
+    reduction.check(op, rows.dtype, operation="sparse_allreduce")
+    if where.dtype.kind not in "iu" and where.size:
+        raise TypeError(f"sparse_allreduce: indices are not integers, got {where.dtype}")
+    if where.ndim != 1 or rows.ndim < 1 or len(where) != len(rows):
+        raise ValueError(
+            f"sparse_allreduce: expected an index for every row, got shapes {where.shape} and "
+            f"{rows.shape}"
+        )
+    last = np.iinfo(np.int64).max if num_rows is None else num_rows - 1
+    if where.size and (where.min() < 0 or where.max() > last):
+        raise ValueError(
+            f"sparse_allreduce: an index is out of range, expected 0 .. {last}, got "
+            f"{where.min()} .. {where.max()}"
+        )
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(
+            f"sparse_allreduce: unknown algorithm, expected one of {' '.join(_ALGORITHMS)}, "
+            f"got {algorithm!r}"
+        )
+    if algorithm == "dense" and num_rows is None:
+        raise ValueError("sparse_allreduce: algorithm 'dense' needs num_rows, got None")
+
+
+def _is_dense(algorithm: str, total: int, num_rows: int, rows: Array) -> bool:
+    """Tell whether the large array is reduced: as asked for, or where that moves fewer bytes."""
+    if algorithm != "auto":
+        return algorithm == "dense"
     row_bytes = rows.dtype.itemsize * max(1, math.prod(rows.shape[1:]))
-    is_dense = algorithm == "dense"
-    if algorithm == "auto" and num_rows is not None:
-        is_dense = total * (row_bytes + 8) > 2 * num_rows * row_bytes
-    if is_dense:
-        assert num_rows is not None
-        named = np.zeros(num_rows, bool)
-        named[where] = True
-        large = np.zeros((num_rows, *rows.shape[1:]), reduction.work_dtype(rows.dtype))
-        with reduction.quiet():
-            np.add.at(large, where, rows)
-        named = allreduce(group, named, op=reduction.MAX, timeout=timeout)
-        large = allreduce(group, large, op=op, out=large, timeout=timeout)
-        found = np.flatnonzero(named)
-        with reduction.quiet():
-            return found, loan.give_back(large[found].astype(rows.dtype, copy=False))
+    return total * (row_bytes + 8) > 2 * num_rows * row_bytes
+
+
+def _dense(
+    group: Group, where: Array, rows: Array, num_rows: int, op: Op, timeout: float | None
+) -> tuple[Array, Array]:
+    """Reduce the large array; returns what any rank has named, and these rows."""
+    named = np.zeros(num_rows, bool)
+    named[where] = True
+    large = np.zeros((num_rows, *rows.shape[1:]), reduction.work_dtype(rows.dtype))
+    with reduction.quiet():
+        np.add.at(large, where, rows)
+    named = allreduce(group, named, op=reduction.MAX, timeout=timeout)
+    large = allreduce(group, large, op=op, out=large, timeout=timeout)
+    found = np.flatnonzero(named)
+    return found, large[found]
+
+
+def _joined(
+    group: Group, where: Array, rows: Array, op: Op, timeout: float | None
+) -> tuple[Array, Array]:
+    """Join the rows of all ranks, and add up those of one index."""
     all_indices = allgather(group, where, timeout=timeout)
     all_rows = allgather(group, np.ascontiguousarray(rows), timeout=timeout)
     found, place = np.unique(all_indices, return_inverse=True)
@@ -133,4 +161,4 @@ def sparse_allreduce(
         np.add.at(summed, place, all_rows)  # in the order of the ranks
         if op is MEAN:
             summed /= group.size
-        return found, loan.give_back(summed.astype(rows.dtype))
+    return found, summed

@@ -88,4 +88,7 @@ def DistributedOptimizer(
 def _check_groups(groups: Sequence[Sequence[Any]]) -> None:
     members = [id(parameter) for group in groups for parameter in group]
     if len(set(members)) != len(members):
-        raise ValueError("DistributedOptimizer: a parameter is in two groups")
+        raise ValueError(
+            f"DistributedOptimizer: a parameter is in two groups, expected {len(set(members))} "
+            f"different ones, got {len(members)}"
+        )
