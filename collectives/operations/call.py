@@ -27,7 +27,7 @@ from collectives.arrays.host import Array
 from collectives.arrays.reduction import MAX, Op
 from collectives.errors import CollectiveError, MismatchError
 from collectives.node.engine import Engine, Work
-from collectives.operations import compare
+from collectives.operations import compare, descriptions
 from collectives.operations.group import Group
 
 __all__ = ["Call", "enter"]
@@ -75,7 +75,7 @@ class Call:
         self.engine = group.meeting(self.deadline)
         self.digest = 0
         self._known: BaseException | None = None
-        self._description: compare.Description = {}
+        self._description: descriptions.Description = {}
         self.next_part()
         self._record = group.begin(operation)
 
@@ -97,16 +97,16 @@ class Call:
         self._description = {"operation": self.operation, **fields}
         if self.engine is None:
             # The engine numbers its rounds itself.
-            self._description[compare.NUMBER] = self.group.number
-        self.digest = compare.digest(self._description)
+            self._description[descriptions.NUMBER] = self.group.number
+        self.digest = descriptions.digest(self._description)
 
     def add(self, **fields: object) -> None:
         """Add to what must be equal on all ranks."""
         self._description |= fields
-        self.digest = compare.digest(self._description)
+        self.digest = descriptions.digest(self._description)
 
     @property
-    def description(self) -> compare.Description:
+    def description(self) -> descriptions.Description:
         """What must be equal on all ranks."""
         return dict(self._description)
 
@@ -222,7 +222,7 @@ class Call:
         """
         self._compared = True
         if not alike:
-            compare.raise_mismatch(self.group.transport, self._description, self.deadline)
+            descriptions.raise_mismatch(self.group.transport, self._description, self.deadline)
 
     def algorithm(
         self, operation: str, name: str, nbytes: int, levels: hierarchical.Levels | None = None

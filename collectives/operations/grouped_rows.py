@@ -22,8 +22,8 @@ from collectives import bucket_layout
 from collectives.arrays import detour, host
 from collectives.arrays.host import Array, Borrowed, Rows
 from collectives.arrays.reduction import MEAN, Op
-from collectives.operations import joins
 from collectives.operations import plan as plans
+from collectives.operations import row_counts
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
 from collectives.operations.grouped import handed, pairs
@@ -177,7 +177,7 @@ def grouped_allgather(
         rows = told[:, 0].T.tolist()  # of each array, how many each rank brings
         for array, given, numbers in zip(arrays, told[:, 1].T.tolist(), rows, strict=True):
             expected = [sum(numbers)] * group.size
-            if error := joins.unfit(group, call.operation, array.shape[1:], given, expected):
+            if error := row_counts.unfit(group, call.operation, array.shape[1:], given, expected):
                 raise call.known(error)
         results = _joined(call, arrays, rows, tos, algorithm)
     return [to.give_back(result) for to, result in zip(tos, results, strict=True)]
@@ -291,7 +291,7 @@ def grouped_reduce_scatter(
         for x, to in pairs(call.operation, xs, out):
             loan = host.borrow(x, operation=call.operation)
             array = loan.host
-            rows = joins.shares(call, array, counts=None)
+            rows = row_counts.shares(call, array, counts=None)
             kinds.append((array.dtype.name, array.shape))
             target, give_back = None, loan.give_back
             if to is not None:

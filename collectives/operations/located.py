@@ -27,7 +27,7 @@ import numpy as np
 from collectives.arrays import detour, host, reduction
 from collectives.arrays.host import Array, Borrowed
 from collectives.arrays.reduction import MAX, MIN, MINLOC, Op
-from collectives.operations import joins, lasting
+from collectives.operations import lasting, row_counts
 from collectives.operations.call import Call, enter
 from collectives.operations.call_sites import calls_from_here
 from collectives.operations.group import Group
@@ -104,7 +104,7 @@ def reduce_scatter(
     """Give every rank its rows of them. The first operation is an all-reduce."""
     with enter(group, "reduce_scatter", how.timeout) as call:
         values, indices = _lent(call, x, None, how)
-        shares = joins.shares(call, values.host, counts=counts)
+        shares = row_counts.shares(call, values.host, counts=counts)
         shape = (shares[group.rank], *values.host.shape[1:])
         outs = (None, None) if out is None else _pair(call, out, "out")
         values = _going_to(call, values, outs[0], shape)
@@ -146,7 +146,7 @@ def plan_reduce_scatter(
     with enter(group, "plan_reduce_scatter", how.timeout) as call:
         values, indices = (lasting.memory(call, array) for array in _pair(call, x, "x"))
         lent = _lent(call, x, None, how)
-        shares = joins.shares(call, values, counts=counts)
+        shares = row_counts.shares(call, values, counts=counts)
         shape = (shares[group.rank], *values.shape[1:])
         outs = (None, None) if out is None else _pair(call, out, "out")
         made = []

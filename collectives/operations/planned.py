@@ -18,7 +18,7 @@ from collectives.arrays import detour, host
 from collectives.arrays.detour import Detour
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import LOCATING, MEAN, Op
-from collectives.operations import joins, lasting, located
+from collectives.operations import joins, lasting, located, row_counts
 from collectives.operations import plan as plans
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
@@ -148,7 +148,7 @@ def plan_allgather(
         lasting.check_target(call, out, to.target)
         call.describe(dtype=dtype, row=row, algorithm=algorithm)  # step 4
         rows, given = call.tell(len(array), to.number).T.tolist()
-        if error := joins.unfit(group, call.operation, row, given, [sum(rows)] * group.size):
+        if error := row_counts.unfit(group, call.operation, row, given, [sum(rows)] * group.size):
             raise call.known(error)
         call.next_part()
         width = math.prod(row)
@@ -213,7 +213,7 @@ def plan_reduce_scatter(
         array = lasting.memory(call, x)
         scales = detour.scales(prescale, postscale, operation=call.operation)
         way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
-        shares = joins.shares(call, array, counts=counts)
+        shares = row_counts.shares(call, array, counts=counts)
         shape, target, give_back = (shares[group.rank], *array.shape[1:]), None, loan.give_back
         if out is not None:
             target, give_back = host.borrow_out(out, shape, array.dtype, operation=call.operation)

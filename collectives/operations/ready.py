@@ -23,7 +23,7 @@ from collectives.arrays.host import Array, address
 from collectives.errors import MismatchError
 from collectives.node.engine import Rows, Work
 from collectives.node.words import NOTED, OUT, SEND, UNLIKE
-from collectives.operations import compare
+from collectives.operations import descriptions
 from collectives.operations.call import Call, enter
 
 __all__ = ["AnyPlan", "LetterPlan", "MessagePlan", "NodePlan", "Takes", "given"]
@@ -127,7 +127,7 @@ class NodePlan(_AddressPlan):
     ) -> NodePlan:
         """Plan another meeting of the same call; arguments as `Engine.plan_publish`."""
         other = copy.copy(self)
-        digest = compare.digest(self._description)
+        digest = descriptions.digest(self._description)
         other._use(self._engine.plan_publish(nbytes, table, digest, longest, kept, detail))
         return other
 
@@ -168,7 +168,7 @@ class NodePlan(_AddressPlan):
             return
         deadline = self.group.deadline(self._operation, timeout)
         if not self._engine.drive(self._work, deadline, status):
-            compare.raise_mismatch(self.group.transport, self._description, deadline)
+            descriptions.raise_mismatch(self.group.transport, self._description, deadline)
 
 
 class LetterPlan(_AddressPlan):
@@ -182,12 +182,12 @@ class LetterPlan(_AddressPlan):
 
     def __init__(self, call: Call, letters: Letters, block: Block) -> None:
         super().__init__(call)
-        self.fields.pop(compare.NUMBER, None)  # of which every call has its own
+        self.fields.pop(descriptions.NUMBER, None)  # of which every call has its own
         self._letters = letters
         self._kernel = letters.kernel
         self._block = block
         self._words = block.words.data
-        self._digest = compare.digest({"operation": self._operation, **self.fields})
+        self._digest = descriptions.digest({"operation": self._operation, **self.fields})
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
         """Carry out the call that has made the plan; raises what `Call.met` does."""
@@ -201,11 +201,11 @@ class LetterPlan(_AddressPlan):
             group = self.group
             deadline = group.deadline(self._operation, timeout)
             if not self._letters.drive(self._block, status, deadline):
-                call = {**self._description, compare.NUMBER: group.number}
-                compare.raise_mismatch(group.transport, call, deadline)
+                call = {**self._description, descriptions.NUMBER: group.number}
+                descriptions.raise_mismatch(group.transport, call, deadline)
 
     def _fill(self, send: int, out: int) -> None:
-        words, digest = self._words, compare.numbered(self._digest, self.group.number)
+        words, digest = self._words, descriptions.numbered(self._digest, self.group.number)
         words[HASH], words[INVERSE] = digest, ~digest
         words[letters.SEND], words[letters.OUT] = send, out
 
@@ -229,7 +229,7 @@ class MessagePlan:
         self.group = call.group
         self._fields = call.description
         self._operation = str(self._fields.pop("operation"))
-        self._fields.pop(compare.NUMBER, None)  # of which later calls have their own
+        self._fields.pop(descriptions.NUMBER, None)  # of which later calls have their own
         self._move = move
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:

@@ -17,7 +17,7 @@ from collectives.arrays import detour, host
 from collectives.arrays.host import Array, Borrowed
 from collectives.arrays.reduction import BY_WAY, LOCATING, MEAN, Op
 from collectives.compression import NONE, Compression, chosen
-from collectives.operations import joins, located, messages
+from collectives.operations import located, messages, row_counts
 from collectives.operations import plan as plans
 from collectives.operations.call import enter
 from collectives.operations.group import Group
@@ -286,7 +286,7 @@ def reduce_scatter(
         array = loan.host
         scales = detour.scales(prescale, postscale, operation=call.operation)
         way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
-        shares = joins.shares(call, array, counts=counts)
+        shares = row_counts.shares(call, array, counts=counts)
         shape = (shares[group.rank], *array.shape[1:])
         target, give_back = None, loan.give_back
         if out is not None:

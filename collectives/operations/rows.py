@@ -11,7 +11,7 @@ import numpy as np
 
 from collectives.arrays import host
 from collectives.arrays.host import Array
-from collectives.operations import joins, objects
+from collectives.operations import joins, objects, row_counts
 from collectives.operations import plan as plans
 from collectives.operations.call import enter
 from collectives.operations.group import Group
@@ -202,7 +202,7 @@ def scatter(
     with enter(group, "scatter", timeout) as call:  # step 2
         call.check_root(root)
         loan = host.borrow(x, operation="scatter") if group.rank == root else None
-        rows = [] if loan is None else joins.shares(call, loan.host, splits=splits)
+        rows = [] if loan is None else row_counts.shares(call, loan.host, splits=splits)
         call.describe(root=root, algorithm=algorithm)  # step 4
         # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
         facts = None if loan is None else (loan.host.dtype.name, loan.host.shape[1:], rows)
@@ -303,7 +303,7 @@ def alltoall(
     with enter(group, "alltoall", timeout) as call:  # step 2
         loan = host.borrow(x, operation="alltoall")  # step 3
         array = loan.host
-        rows = joins.shares(call, array, splits=splits)
+        rows = row_counts.shares(call, array, splits=splits)
         row = array.shape[1:]
         to = host.borrow_rows(out, row, array.dtype, loan, operation="alltoall")
         call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4

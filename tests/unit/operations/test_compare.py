@@ -12,7 +12,7 @@ import inprocess
 from collectives.algorithms import selection
 from collectives.algorithms.layout import Layout
 from collectives.links import DEFAULT, Link
-from collectives.operations import compare
+from collectives.operations import compare, descriptions
 from collectives.operations.settle import settle
 from collectives.settings import Settings
 from collectives.transport.transport import Deadline
@@ -23,7 +23,7 @@ KIB = 1 << 10
 
 def test_differences_lists_fields_values_and_ranks():
     calls = [{"op": "SUM", "shape": (2,)}] * 3 + [{"op": "MAX", "shape": (2,), "root": 1}]
-    text = compare.differences(calls)
+    text = descriptions.differences(calls)
     assert text == (
         "op is SUM on ranks 0 1 2, MAX on rank 3; root is absent on ranks 0 1 2, 1 on rank 3"
     )
@@ -35,7 +35,9 @@ def mismatch(calls):
 
     def disagree(comm):
         with pytest.raises(cc.MismatchError) as caught:
-            compare.raise_mismatch(comm.transport, calls[comm.rank], Deadline("compare", LIMIT))
+            descriptions.raise_mismatch(
+                comm.transport, calls[comm.rank], Deadline("compare", LIMIT)
+            )
         texts[comm.rank] = str(caught.value)
 
     inprocess.run_ranks(len(calls), disagree, settings=Settings(shared_memory=None))
