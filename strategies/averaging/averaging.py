@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import collectives as cc
 from strategies import arrays
 from strategies.agreement import raise_everywhere
-from strategies.averaging import alike, placing
+from strategies.averaging import alike
 from strategies.averaging.alike import Fact
+from strategies.averaging.bucketed import Bucketed
+from strategies.averaging.leaf import Leaf
 from strategies.averaging.overlap import Overlap
 from strategies.averaging.passes import Contribution
 from strategies.averaging.rule import OPERATION, Rule
@@ -29,9 +30,7 @@ from strategies.averaging.status import Exchange, Status
 from strategies.optimizers.clipping import clip_by_global_norm
 from strategies.sparse import Rows
 
-__all__ = ["Averaging", "Leaf"]
-
-Array = npt.NDArray[Any]
+__all__ = ["Averaging"]
 
 # Bytes of a bucket that is to be reduced during the backward pass: smaller ones begin earlier.
 # `benchmarks/overlap.py`, 34 MB between 2 machines at 1 Gbit/s, ms per step: 2 MiB 435, 4 MiB 430,
@@ -41,28 +40,6 @@ _OVERLAPPED_BYTES = 4 << 20
 # Steps in a row whose gradients were reduced early in vain, after which "auto" reduces in the step:
 # a program that changes its gradients before each step would send all of them twice.
 _MISSES = 3
-
-
-class Leaf(NamedTuple):
-    """One parameter: its name for people, its shape and dtype, and an array of its kind."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    like: Any
-
-    @classmethod
-    def of(cls, name: str, array: Any) -> Leaf:
-        """Return the leaf of a parameter that is this array."""
-        return cls(name, tuple(array.shape), arrays.dtype_name(array), array)
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.dtype} of shape {self.shape}"
-
-
-def _fact(leaf: Leaf, compared: bool) -> Fact:
-    """Say what a leaf is, and what it holds if that is compared, too."""
-    return Fact("parameter", str(leaf), alike.checksum(leaf.like) if compared else "")
 
 
 class Averaging:
@@ -80,8 +57,6 @@ class Averaging:
         due: whether ranks compare parameters in this step, if the rule says so; on all or on none.
         overlaps: whether gradients are reduced before the step; on all or on none.
         overlap: what takes them for the next step, if they are; on all or on none.
-        places: the tensors of buckets in host memory, by their leaves: a gradient that is written
-            there after a step needs not be copied in the next one.
     """
 
     def __init__(
@@ -103,13 +78,16 @@ class Averaging:
         self._leaves: list[Leaf] = []
         self._words: list[tuple[str, tuple[int, ...], str]] = []
         self._exchange = Exchange(comm)
-        self._buckets: Any = None
-        self._bucketed: list[int] = []
+        self._bucketed = Bucketed(comm, self._op, rule.compression)
         self._steps = 0
         self._guessed = False  # which leaves have gradients
         self._misses = 0  # steps in a row whose early reductions were in vain
         self.overlap: Overlap | None = None
-        self.places: dict[int, Any] = {}
+
+    @property
+    def places(self) -> dict[int, Any]:
+        """The tensors of buckets in host memory, by their leaves; see `Bucketed`."""
+        return self._bucketed.places
 
     def expect(self, leaves: Sequence[Leaf], trained: Collection[int]) -> None:
         """Let the gradients of the first step be reduced before it.
@@ -125,7 +103,7 @@ class Averaging:
         Raises:
             MismatchError: ranks differ in their parameters; on all.
         """
-        alike.compare(self.comm, OPERATION, lambda: [_fact(leaf, False) for leaf in leaves])
+        alike.compare(self.comm, OPERATION, lambda: [leaf.fact(False) for leaf in leaves])
         self._leaves, self._exchange = list(leaves), Exchange(self.comm, len(leaves))
         marks = np.zeros(len(leaves), np.uint8)
         marks[list(trained)] = 1
@@ -134,7 +112,7 @@ class Averaging:
             self._guessed = True
             self._make_room(wanted)
             first = Contribution([], passes=self.rule.backward_passes_per_step)
-            self.overlap = Overlap(self._buckets, self._bucketed, self._scale(0.0, first), first)
+            self.overlap = self._early(self._scale(0.0, first), first)
 
     def average(
         self,
@@ -164,7 +142,7 @@ class Averaging:
         try:
             return self._average(leaves, contribution, unchanged)
         except Exception:
-            self._take_back()
+            self._bucketed.take_back()
             raise
 
     def _average(
@@ -180,7 +158,7 @@ class Averaging:
         new = False
         if status.changed and not status.refused:
             new = self._agree_on(leaves)
-            status = self._tell(leaves, contribution, retry or self._buckets is None)
+            status = self._tell(leaves, contribution, retry or self._bucketed.buckets is None)
         if status.refused:
             raise_everywhere(contribution.error, self.comm, "apply_gradients")
         status.check(self.comm, self.rule, self._steps, [leaf.name for leaf in self._leaves])
@@ -193,22 +171,27 @@ class Averaging:
         if self._guessed:
             self._correct(status.dense)
         # Where passes were added up before, their sum is known in the step only, on any rank.
-        if self.overlaps and self._buckets is not None and not status.apart:
-            self.overlap = Overlap(self._buckets, self._bucketed, scale, contribution)
+        if self.overlaps and self._bucketed.buckets is not None and not status.apart:
+            self.overlap = self._early(scale, contribution)
         return results
+
+    def _early(self, scale: float, contribution: Contribution) -> Overlap:
+        """Let the gradients of the next step be reduced before it."""
+        return Overlap(self._bucketed.buckets, self._bucketed.members, scale, contribution)
 
     def _combine(
         self, gradients: Sequence[Any], status: Status, scale: float, reduced: Sequence[Any]
     ) -> list[Any]:
         """Make the second exchange, unless all ranks have `reduced` what this step needs."""
-        wanted = status.dense
-        if wanted and (status.retry or not wanted <= set(self._bucketed)):
-            self._take_back()
+        wanted, bucketed = status.dense, self._bucketed
+        if wanted and (status.retry or not wanted <= set(bucketed.members)):
+            bucketed.take_back()
             self._make_room(wanted)
-            chosen = [gradients[i] if i in wanted else None for i in self._bucketed]
-            reduced = self._reduce(chosen, scale)
+            reduced = bucketed.reduce(
+                [gradients[i] if i in wanted else None for i in bucketed.members], scale
+            )
         results: list[Any] = [None] * len(gradients)
-        for i, result in zip(self._bucketed, reduced, strict=False):
+        for i, result in zip(bucketed.members, reduced, strict=False):
             if i in wanted:
                 results[i] = self._finish(result)
         for i in status.sparse:
@@ -218,14 +201,14 @@ class Averaging:
     def _correct(self, wanted: set[int]) -> None:
         """Have buckets for no other leaves than those of the first step."""
         self._guessed = False
-        if wanted < set(self._bucketed):
-            self.close()
+        if wanted < set(self._bucketed.members):
+            self._bucketed.close()
             self._make_room(wanted)
 
-    def _take_back(self) -> None:
-        """Forget what roundings of gradients have left over whose average is not used."""
-        if self._buckets is not None:
-            self._buckets.take_back()
+    def _make_room(self, wanted: set[int]) -> None:
+        """Have buckets with a place for each of these leaves."""
+        nbytes = self.rule.bucket_bytes or (_OVERLAPPED_BYTES if self.overlaps else None)
+        self._bucketed.make(self._leaves, wanted, nbytes)
 
     def clip(self, gradients: Sequence[Any]) -> None:
         """Shorten averaged gradients to the norm that the rule allows.
@@ -254,9 +237,7 @@ class Averaging:
         overlap, self.overlap = self.overlap, None
         if overlap is not None:
             overlap.finish()
-        if self._buckets is not None:
-            self._buckets.close()
-            self._buckets, self._bucketed, self.places = None, [], {}
+        self._bucketed.close()
 
     def _tell(self, leaves: Sequence[Leaf], contribution: Contribution, retry: bool) -> Status:
         """Make the first exchange."""
@@ -271,7 +252,7 @@ class Averaging:
 
         def facts() -> list[Fact]:
             own = [] if self._compared else self._facts()
-            return own + [_fact(leaf, leaf[:3] in compared) for leaf in leaves]
+            return own + [leaf.fact(leaf[:3] in compared) for leaf in leaves]
 
         alike.compare(self.comm, OPERATION, facts)
         if words != [leaf[:3] for leaf in self._leaves]:
@@ -292,7 +273,7 @@ class Averaging:
             alike.compare(
                 self.comm,
                 OPERATION,
-                lambda: self._facts() + [_fact(leaf, compared=True) for leaf in leaves],
+                lambda: self._facts() + [leaf.fact(compared=True) for leaf in leaves],
                 earlier="in an earlier step",
             )
 
@@ -314,38 +295,6 @@ class Averaging:
         if self.rule.gradient_predivide_factor != 1:
             result *= self.rule.gradient_predivide_factor / self.comm.size
         return result
-
-    def _make_room(self, wanted: set[int]) -> None:
-        """Have buckets with a place for each of these leaves."""
-        if wanted <= set(self._bucketed):
-            return
-        members = sorted(wanted | set(self._bucketed))
-        self.close()
-        rule, leaves = self.rule, [self._leaves[i] for i in members]
-        self._buckets = self.comm.plan_buckets(
-            [leaf.like for leaf in leaves],
-            op=self._op,
-            compression=rule.compression,
-            bucket_bytes=rule.bucket_bytes or (_OVERLAPPED_BYTES if self.overlaps else None),
-            names=[leaf.name for leaf in leaves],
-        )
-        self._bucketed = members
-        tensors = zip(members, self._buckets.views, strict=True)
-        self.places = {i: view for i, view in tensors if getattr(view, "is_cpu", False)}
-
-    def _reduce(self, gradients: list[Any], scale: float) -> list[Any]:
-        """Reduce one gradient for each place in the buckets."""
-        views = self._buckets.views
-        try:
-            # They are written bucket by bucket, each while it is in the caches.
-            hosts = placing.hosts(gradients, views, scale)
-            if hosts is None:
-                for view, gradient in zip(views, gradients, strict=True):
-                    placing.put(view, gradient, scale)
-        except Exception as error:  # for which the other ranks must not wait
-            self._buckets.end_by(error)
-            raise
-        return list(self._buckets.allreduce(hosts, scale=1.0 if hosts is None else scale))
 
     def _average_rows(self, leaf: Leaf, gradient: Rows | None, scale: float) -> Rows:
         if gradient is None:

@@ -12,7 +12,8 @@ import collectives as cc
 from strategies import sums
 from strategies.arrays import is_array
 from strategies.averaging.alike import Fact, facts_of_optimizer
-from strategies.averaging.averaging import Averaging, Leaf
+from strategies.averaging.averaging import Averaging
+from strategies.averaging.leaf import Leaf
 from strategies.averaging.passes import Passes
 from strategies.averaging.rule import Rule
 from strategies.optimizers.pairs import is_variable, refuse_jax, split

@@ -21,7 +21,8 @@ import collectives as cc
 from strategies.arrays import COMPUTE
 from strategies.averaging import alike
 from strategies.averaging.alike import Kind, fact_of
-from strategies.averaging.averaging import Averaging, Leaf
+from strategies.averaging.averaging import Averaging
+from strategies.averaging.leaf import Leaf
 from strategies.averaging.passes import Passes
 from strategies.averaging.rule import OPERATION, Rule
 from strategies.replicas.context import require_one_replica

@@ -25,7 +25,8 @@ import torch
 
 import collectives as cc
 from strategies import agreement
-from strategies.averaging.averaging import Averaging, Leaf
+from strategies.averaging.averaging import Averaging
+from strategies.averaging.leaf import Leaf
 from strategies.averaging.passes import Contribution, Passes
 from strategies.averaging.rule import Rule
 from strategies.replicas.context import require_one_replica

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from strategies.averaging.alike import Fact, facts_of_state, setting
-from strategies.averaging.averaging import Leaf
+from strategies.averaging.leaf import Leaf
 
 __all__ = ["Names", "described", "facts_of_optimizer", "names_of", "parameters_of"]
 
