@@ -1,4 +1,4 @@
-"""docs/proofs.md has a row for every page, and names tests that are there."""
+"""docs/proofs.md has a row for every page; tests and names that pages speak of are there."""
 
 from __future__ import annotations
 
@@ -29,3 +29,40 @@ def test_a_page_whose_examples_run_is_named_by_their_test():
             tests = re.findall(r"`(tests/[\w/]+/test_\w+\.py)`", proof)
             text = "".join((ROOT / name).read_text() for name in tests)
             assert page.rpartition("/")[2] in text, page
+
+
+# Pages about other libraries, whose names they name.
+OF_OTHERS = {
+    "benchmarks/README.md", "comparison.md", "from-torch-distributed.md",
+    "migrate-from-horovod.md", "sessions.md",
+}  # fmt: skip
+
+# What other pages name of MPI, CUDA, Slurm and libraries, or as an example.
+NAMES_OF_OTHERS = {
+    "DeprecationWarning", "LD_LIBRARY_PATH", "MPI_Recv", "MPI_Send", "MPI_THREAD_MULTIPLE",
+    "NCCL_DEBUG", "OMPI_MCA_btl_tcp_if_include", "PBS_NODEFILE", "PreemptParameters",
+    "SLURM_NODEID", "SyncReplicasOptimizer", "TPU_VISIBLE_CHIPS",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION", "_register_builtin_comm_hook", "apply_indexed_slices_grad",
+    "exp_1", "pure_callback", "send_user_signal", "set_per_process_memory_fraction",
+    "take_indexed_slices_grad",
+}  # fmt: skip
+
+
+def test_what_pages_call_by_name_is_in_the_sources():
+    folders = ("collectives", "strategies", "examples", "benchmarks", "slurm", "tests", ".ci")
+    files = [path for name in folders for path in (ROOT / name).rglob("*") if path.is_file()]
+    files = [path for path in files if path.suffix in ("", ".py", ".sbatch")]
+    files += [ROOT / "Makefile", ROOT / "setup.cfg"]
+    text = "".join(file.read_text() for file in files)
+    known = {*re.findall(r"[A-Za-z_]\w*", text), *(file.stem for file in files)}
+    unknown = []
+    for page in DOCS.rglob("*.md"):
+        name = str(page.relative_to(DOCS))
+        if name in OF_OTHERS or name.startswith("api/"):
+            continue
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for code in re.findall(r"`([^`\n]+)`", prose):
+            words = re.findall(r"[A-Za-z_]\w*", code)
+            ours = [w for w in words if "_" in w.rstrip("_") or re.search("[a-z][A-Z]", w)]
+            unknown += [(name, w) for w in ours if w not in known | NAMES_OF_OTHERS]
+    assert sorted(set(unknown)) == []
