@@ -89,11 +89,6 @@ def _explain_options(explain: argparse.ArgumentParser) -> None:
 
 
 def _simulate_options(simulate: argparse.ArgumentParser) -> None:
-    from collectives import links
-
-    def gigabits(text: str) -> float:
-        return 8e-9 / links.seconds_per_byte(text)
-
     text = "a file that says some of the options of a cluster, nodes to dead, below [cluster]"
     simulate.add_argument("--cluster", type=Path, metavar="FILE", help=text)
     simulate.add_argument("--op", default="allreduce", help="default %(default)s")
@@ -101,6 +96,19 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--bytes", help=text)
     simulate.add_argument("--nodes", type=int)
     simulate.add_argument("--ranks", type=int, default=1, help="on each node (default 1)")
+    _cluster_options(simulate)
+    _step_options(simulate)
+    _limit(simulate, "--within", 60.0, "how long one algorithm may take to simulate")
+    text = "draw the times of all sizes, or the efficiency of steps, with matplotlib"
+    simulate.add_argument("--picture", type=Path, metavar="FILE.png", help=text)
+
+
+def _cluster_options(simulate: argparse.ArgumentParser) -> None:
+    from collectives import links
+
+    def gigabits(text: str) -> float:
+        return 8e-9 / links.seconds_per_byte(text)
+
     text = "of a node's line in either direction, as 100Gbit/s"
     simulate.add_argument("--link", dest="gigabits", type=gigabits, metavar="RATE", help=text)
     text = "of a message between nodes, as 2us"
@@ -125,6 +133,11 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--slow", type=_slow, action="append", default=[], help=text)
     text = "a rank that dies after some time of the simulated clock, as 3:2ms; also several times"
     simulate.add_argument("--dead", type=_dead, action="append", default=[], help=text)
+
+
+def _step_options(simulate: argparse.ArgumentParser) -> None:
+    from collectives import links
+
     text = "instead of a call a training step of every rank, on 1, 2, 4 ... of the nodes"
     simulate.add_argument("--step", action="store_true", help=text)
     text = "of a step: how long a rank computes, as 150ms"
@@ -140,9 +153,6 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     text = "of a step: reduce buckets while later ones are computed"
     simulate.add_argument("--overlap", action="store_true", help=text)
     simulate.add_argument("--half", action="store_true", help="of a step: send 16 bits for 32")
-    _limit(simulate, "--within", 60.0, "how long one algorithm may take to simulate")
-    text = "draw the times of all sizes, or the efficiency of steps, with matplotlib"
-    simulate.add_argument("--picture", type=Path, metavar="FILE.png", help=text)
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
