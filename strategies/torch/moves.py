@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ReduceOp
 
 import collectives as cc
-from strategies.torch.tensors import Array, has_arithmetic, lend, plain, shown
+from strategies.torch.tensors import Array, has_arithmetic, is_plain, lend, plain, shown
 
 __all__ = [
     "MEAN",
@@ -315,7 +315,7 @@ def _reduce(
 def _memory(outputs: Tensors) -> Array | None:
     """Return the memory of a single output where an operation can write, else None."""
     output = outputs[0]
-    if len(outputs) == 1 and output.is_cpu and output.is_contiguous():
+    if len(outputs) == 1 and is_plain(output):
         return shown(output).reshape(-1)
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Array", "has_arithmetic", "lend", "plain", "shown"]
+__all__ = ["Array", "has_arithmetic", "is_plain", "lend", "plain", "shown"]
 
 Array = npt.NDArray[Any]
 
@@ -31,29 +32,53 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 or dtype not in _SHOWN_AS
 
 
+class _Memory:
+    """The memory of a tensor, which it keeps, by NumPy's array interface.
+
+    `Tensor.numpy` would forbid for ever that the storage changes its size: FSDP's parameters do.
+    """
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "typestr": _type_string(tensor.dtype),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+@functools.cache
+def _type_string(dtype: torch.dtype) -> str:
+    return str(torch.empty(0, dtype=dtype).numpy().dtype.str)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether the elements of a tensor lie in order in host memory, as they are."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
 def shown(tensor: torch.Tensor) -> Array:
-    """Return the memory of a contiguous tensor on the host as an array of its shape."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    """Return the memory of a plain tensor as an array of its shape."""
     known = _SHOWN_AS.get(tensor.dtype)
     if known is None:
-        array: Array = tensor.numpy()
-        return array
+        return np.asarray(_Memory(tensor))
     stored, dtype = known
-    return np.asarray(tensor.view(stored).numpy().view(dtype))
+    return np.asarray(_Memory(tensor.detach().view(stored))).view(dtype)
 
 
 def plain(tensor: torch.Tensor) -> Array | None:
     """Return the memory of a tensor as an array where that takes no more than to ask for it.
 
-    So it is for nearly all tensors that are reduced: 1 us, where `lend` takes 4.
+    So it is for nearly all tensors that are reduced: 1.5 us, where `lend` takes 4.
     """
-    if tensor.requires_grad or tensor.dtype in _SHOWN_AS:
+    if tensor.dtype in _SHOWN_AS or not is_plain(tensor):
         return None
-    try:
-        return tensor.numpy() if tensor.is_contiguous() else None
-    except (RuntimeError, TypeError):  # sparse, on a device, conjugate, ...
-        return None
+    return np.asarray(_Memory(tensor))
 
 
 def lend(tensor: torch.Tensor) -> tuple[Array, Callable[[], Any] | None]:
@@ -63,7 +88,7 @@ def lend(tensor: torch.Tensor) -> tuple[Array, Callable[[], Any] | None]:
         tensor: on the host or on a device, of any strides.
     """
     own = tensor.detach()
-    if own.is_cpu and own.is_contiguous() and not (own.is_conj() or own.is_neg()):
+    if is_plain(own):
         return shown(own), None
     copy = own.resolve_conj().resolve_neg().to("cpu").contiguous()
     if copy.data_ptr() == own.data_ptr():

@@ -247,6 +247,81 @@ def test_fsdp_trains_as_one_process(torch_ranks):
         assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor() > 0
 
 
+def test_fsdp_over_a_mesh_of_two_dimensions_trains_as_one_process(torch_ranks):
+    from torch.distributed.fsdp import fully_shard
+
+    rank, size = torch_ranks
+    replicas = 2 if size % 2 == 0 else 1
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (replicas, size // replicas)))
+    train(model, rank, 4, torch.optim.Adam(model.parameters(), 0.01))
+    expected = alone(size, 4, lambda ps: torch.optim.Adam(ps, 0.01))
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "Schedule1F1B"])
+def test_layers_in_a_pipeline_have_the_gradients_of_one_process(torch_ranks, kind):
+    from torch.distributed import pipelining
+
+    rank, size = torch_ranks
+    if size == 1:
+        pytest.skip("a pipeline has two stages at least")
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6) for _ in range(size)]
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    whole = nn.Sequential(*copy.deepcopy(layers))
+    loss_of(whole, x, y).backward()
+    stage = pipelining.PipelineStage(layers[rank], rank, size, torch.device("cpu"))
+    schedule = getattr(pipelining, kind)(
+        stage, n_microbatches=4, loss_fn=lambda made, y: (made - y).square().mean()
+    )
+    if rank == 0:
+        schedule.step(x)
+    elif rank == size - 1:
+        schedule.step(target=y)
+    else:
+        schedule.step()
+    torch.testing.assert_close(layers[rank].weight.grad, whole[rank].weight.grad)
+
+
+def test_the_older_fsdp_trains_as_one_process(torch_ranks):
+    from torch.distributed.fsdp import FullyShardedDataParallel as Sharded
+
+    rank, size = torch_ranks
+    model = Sharded(network(), device_id=torch.device("cpu"))
+    train(model, rank, 4, torch.optim.Adam(model.parameters(), 0.01))
+    with Sharded.summon_full_params(model):
+        assert_alike(model, alone(size, 4, lambda ps: torch.optim.Adam(ps, 0.01)), 1e-4)
+
+
+def test_compiled_programs_train_as_one_process(torch_ranks):
+    frames = []
+
+    def backend(graph, examples):
+        frames.append(graph.code)
+        return graph
+
+    rank, size = torch_ranks
+    torch.compiler.reset()
+    for views in (False, True):
+        model = DDP(network(), gradient_as_bucket_view=views)
+        compiled = torch.compile(model, backend=backend)
+        train(compiled, rank, 4, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        assert_alike(model, alone(size, 4))
+
+    @torch.compile(backend=backend)
+    def total(x):
+        dist.all_reduce(x)
+        return x + 1
+
+    expected = torch.full((3,), sum(range(size)) + 1.0)
+    assert torch.equal(total(torch.full((3,), float(rank))), expected)
+    # The layers, and the sum: what C++ calls of this library is none of the compiler's.
+    assert len(frames) >= 3
+    assert all("linear" in code or "all_reduce" in code for code in frames)
+
+
 def test_no_state_in_memory_of_what_fsdp_has_cut(torch_ranks):
     from torch.distributed.fsdp import fully_shard
 

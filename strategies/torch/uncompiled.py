@@ -1,0 +1,61 @@
+"""Methods that torch.compile carries out as they are written, with all that they call.
+
+The C++ of PyTorch calls a process group in the middle of compiled programs, and its compiler would
+take each frame of Python for a part of them: those of this library, too. `torch.compiler.disable`
+would say so, but imports the compiler: 1 s in programs that compile nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["uncompiled"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Class = TypeVar("Class", bound=type)
+
+
+def uncompiled(kind: Class) -> Class:
+    """Let the methods of a class run without a compiler; a frame lies between caller and method."""
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method):
+            setattr(kind, name, _uncompiled(method))
+    return kind
+
+
+def _uncompiled(method: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        compiler = _set_compiler(None)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _set_compiler(compiler)
+
+    _skip(run)
+    return run
+
+
+def _nothing(_: Any) -> None:
+    """Before PyTorch 2.6, or where the names below are gone."""
+
+
+_set_compiler: Callable[[Any], Any] = _nothing
+_skip: Callable[[Any], None] = _nothing
+with contextlib.suppress(AttributeError, ImportError):
+    from torch._C._dynamo import eval_frame
+
+    _SKIPPED = eval_frame._FrameExecStrategy(
+        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    )
+    _set_compiler = eval_frame.set_eval_frame
+
+    def _skip_frames_of(function: Any) -> None:
+        eval_frame.set_code_exec_strategy(function.__code__, _SKIPPED)
+
+    _skip = _skip_frames_of
