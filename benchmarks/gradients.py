@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,6 +30,9 @@ from turns import OPEN_MPI, TURNS, Case, Handover, Job, Turn, arguments, bound, 
 MODELS = {"resnet50": shapes.resnet50, "small": shapes.small}
 PEERS = ("each", "packed")
 OURS = ("grouped", "buckets", "views", "ready", "ready views")
+
+# By the names of cases: a call, and the arrays that are written anew before it.
+Calls = dict[str, tuple[Callable[[], object], Any]]
 
 # What is promised of `grouped`: how many times as long one MPI call for each array takes, by Open
 # MPI as it comes.
@@ -125,19 +127,35 @@ def worker(options: argparse.Namespace) -> None:
     world = MPI.COMM_WORLD
     bound(world)
     handover = Handover(world)
-    kinds = MODELS[options.model]()
-    gradients = [np.full(shape, 1.0, np.float32) for shape in kinds]
-    results = [np.empty_like(gradient) for gradient in gradients]
-    sizes = [math.prod(shape) for shape in kinds]
-    packed, reduced = np.empty((2, sum(sizes)), np.float32)
-    cuts = [0, *itertools.accumulate(sizes)]
-    places = [
-        reduced[start:stop].reshape(shape)
-        for (start, stop), shape in zip(itertools.pairwise(cuts), kinds, strict=True)
-    ]
+    gradients = [np.full(shape, 1.0, np.float32) for shape in MODELS[options.model]()]
     first, later = options.bucket_bytes or (None, None)
     buckets = comm.plan_buckets(gradients, op=cc.SUM, first_bucket_bytes=first, bucket_bytes=later)
-    last_first = list(reversed(range(len(kinds))))
+    if options.work:
+        calls = beside_work(buckets, [gradient.size for gradient in gradients], options.work)
+    else:
+        calls = of_mpi(world, gradients) | ours(comm, buckets, gradients)
+    cases = {name: Case(world, call, *arrays) for name, (call, arrays) in calls.items()}
+    found = []
+    for _ in range(TURNS):
+        before = handover.rate()
+        times = {name: 1e3 * case.seconds() for name, case in cases.items()}
+        found.append((options.model, (before, handover.rate()), times))
+    if comm.rank == 0:
+        print(json.dumps(found))
+    buckets.close()
+
+
+def of_mpi(world: Any, gradients: list[Any]) -> Calls:
+    """Return calls of MPI, and the copy that all ranks make at once."""
+    import numpy as np
+
+    results = [np.empty_like(gradient) for gradient in gradients]
+    cuts = [0, *itertools.accumulate(gradient.size for gradient in gradients)]
+    packed, reduced = np.empty((2, cuts[-1]), np.float32)
+    places = [
+        reduced[start:stop].reshape(gradient.shape)
+        for (start, stop), gradient in zip(itertools.pairwise(cuts), gradients, strict=True)
+    ]
 
     def each() -> None:
         for gradient, result in zip(gradients, results, strict=True):
@@ -149,6 +167,19 @@ def worker(options: argparse.Namespace) -> None:
         for result, place in zip(results, places, strict=True):
             result[...] = place
 
+    return {
+        "each": (each, gradients),
+        "packed": (all_packed, gradients),
+        "copy": (lambda: np.copyto(packed, reduced), gradients),
+    }
+
+
+def ours(comm: Any, buckets: Any, gradients: list[Any]) -> Calls:
+    """Return ours, of arrays and of views of their places."""
+    import collectives as cc
+
+    last_first = list(reversed(range(len(gradients))))
+
     def ready() -> None:
         for i in last_first:
             buckets.ready(i, gradients[i])
@@ -159,13 +190,26 @@ def worker(options: argparse.Namespace) -> None:
             buckets.ready(i)
         buckets.wait()
 
-    work = np.full((256, 256), 1e-3, np.float32)
-    rounds = [round(options.work * size / sum(sizes)) for size in sizes]
+    return {
+        "grouped": (lambda: comm.grouped_allreduce(gradients, op=cc.SUM), gradients),
+        "buckets": (lambda: buckets.allreduce(gradients), gradients),
+        "views": (buckets.allreduce, buckets.views),
+        "ready": (ready, gradients),
+        "ready views": (ready_views, buckets.views),
+    }
+
+
+def beside_work(buckets: Any, sizes: list[int], products: int) -> Calls:
+    """Return steps that compute products of matrices, a gradient's share for its size."""
+    import numpy as np
+
+    matrix = np.full((256, 256), 1e-3, np.float32)
+    rounds = [round(products * size / sum(sizes)) for size in sizes]
 
     def compute(then: Callable[[int], None]) -> None:
-        for i in last_first:
+        for i in reversed(range(len(sizes))):
             for _ in range(rounds[i]):
-                np.matmul(work, work)
+                np.matmul(matrix, matrix)
             then(i)
 
     def one_after_the_other() -> None:
@@ -176,33 +220,13 @@ def worker(options: argparse.Namespace) -> None:
         compute(buckets.ready)
         buckets.wait()
 
-    views = buckets.views
-    calls: dict[str, tuple[Callable[[], object], Any]] = {
-        "each": (each, gradients),
-        "packed": (all_packed, gradients),
-        "grouped": (lambda: comm.grouped_allreduce(gradients, op=cc.SUM), gradients),
-        "buckets": (lambda: buckets.allreduce(gradients), gradients),
-        "views": (buckets.allreduce, views),
-        "ready": (ready, gradients),
-        "ready views": (ready_views, views),
-        "copy": (lambda: np.copyto(packed, reduced), gradients),
+    calls = {
+        "compute": lambda: compute(lambda i: None),
+        "in turns": one_after_the_other,
+        "overlapped": overlapped,
+        "views": buckets.allreduce,
     }
-    if options.work:
-        calls = {
-            "compute": (lambda: compute(lambda i: None), views),
-            "in turns": (one_after_the_other, views),
-            "overlapped": (overlapped, views),
-            "views": (buckets.allreduce, views),
-        }
-    cases = {name: Case(world, call, *arrays) for name, (call, arrays) in calls.items()}
-    found = []
-    for _ in range(TURNS):
-        before = handover.rate()
-        times = {name: 1e3 * case.seconds() for name, case in cases.items()}
-        found.append((options.model, (before, handover.rate()), times))
-    if comm.rank == 0:
-        print(json.dumps(found))
-    buckets.close()
+    return {name: (call, buckets.views) for name, call in calls.items()}
 
 
 if __name__ == "__main__":

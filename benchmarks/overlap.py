@@ -85,48 +85,13 @@ def rank_main(width: int) -> int:
     import torch
 
     import collectives as cc
-    import strategies
-    import strategies.torch  # the backend
 
     comm = cc.init()
     address = f"tcp://10.77.0.1:{PORT}"
     torch.distributed.init_process_group("gloo", address, rank=comm.rank, world_size=comm.size)
     torch.set_num_threads(1)
-
-    def made(wrap):
-        torch.manual_seed(0)
-        layers = [
-            m for _ in range(LAYERS) for m in (torch.nn.Linear(width, width), torch.nn.Tanh())
-        ]
-        model = torch.nn.Sequential(*layers)
-        return wrap(model, torch.optim.SGD(model.parameters(), 0.01))
-
-    def distributed(**options):
-        return lambda model, optimizer: (
-            model, strategies.DistributedOptimizer(optimizer, **options)
-        )  # fmt: skip
-
-    def ddp(group, **options):
-        parallel = torch.nn.parallel.DistributedDataParallel
-        return lambda model, optimizer: (
-            parallel(model, process_group=group, **options), optimizer
-        )  # fmt: skip
-
-    ours, gloo = torch.distributed.new_group(backend="unisono"), torch.distributed.group.WORLD
-    small = {"bucket_cap_mb": 4}
     bytes_alone = BytesAlone(comm.to_mpi())
-
-    ways = {
-        "alone": made(lambda model, optimizer: (model, optimizer)),
-        "plain MPI": made(bytes_alone.beside),
-        "in the step": made(distributed(overlap=False)),
-        "overlap": made(distributed()),
-        "overlap, FP16": made(distributed(compression=cc.FP16)),
-        "DDP, unisono": made(ddp(ours)),
-        "DDP, unisono, 4 MiB": made(ddp(ours, **small)),
-        "DDP, Gloo": made(ddp(gloo)),
-        "DDP, Gloo, 4 MiB": made(ddp(gloo, **small)),
-    }
+    ways = trained_in(width, bytes_alone)
     x = torch.randn(BATCH, width)
     times: dict[str, list[float]] = {way: [] for way in [*ways, "forward"]}
     for step in range(STEPS + 2):
@@ -149,6 +114,47 @@ def rank_main(width: int) -> int:
         print(json.dumps(times), flush=True)
     torch.distributed.destroy_process_group()
     return 0
+
+
+def trained_in(width, bytes_alone):
+    """Return by their names the ways to train: a model and its optimizer for each; *collective*."""
+    import torch
+
+    import collectives as cc
+    import strategies
+
+    def made(wrap):
+        torch.manual_seed(0)
+        layers = [
+            m for _ in range(LAYERS) for m in (torch.nn.Linear(width, width), torch.nn.Tanh())
+        ]
+        model = torch.nn.Sequential(*layers)
+        return wrap(model, torch.optim.SGD(model.parameters(), 0.01))
+
+    def distributed(**options):
+        return lambda model, optimizer: (
+            model, strategies.DistributedOptimizer(optimizer, **options)
+        )  # fmt: skip
+
+    def ddp(group, **options):
+        parallel = torch.nn.parallel.DistributedDataParallel
+        return lambda model, optimizer: (
+            parallel(model, process_group=group, **options), optimizer
+        )  # fmt: skip
+
+    ours, gloo = torch.distributed.new_group(backend="unisono"), torch.distributed.group.WORLD
+    small = {"bucket_cap_mb": 4}
+    return {
+        "alone": made(lambda model, optimizer: (model, optimizer)),
+        "plain MPI": made(bytes_alone.beside),
+        "in the step": made(distributed(overlap=False)),
+        "overlap": made(distributed()),
+        "overlap, FP16": made(distributed(compression=cc.FP16)),
+        "DDP, unisono": made(ddp(ours)),
+        "DDP, unisono, 4 MiB": made(ddp(ours, **small)),
+        "DDP, Gloo": made(ddp(gloo)),
+        "DDP, Gloo, 4 MiB": made(ddp(gloo, **small)),
+    }
 
 
 def cut(array):

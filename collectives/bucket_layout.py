@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Piece", "Stage", "lay_out", "places", "shortened", "spans", "stages"]
+__all__ = ["Piece", "Portion", "lay_out", "places", "portions", "shortened", "spans"]
 
 # Arrays begin at multiples of this many bytes: a cache line, and a multiple of every element.
 ALIGNMENT = 64
@@ -20,14 +20,14 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Stage(NamedTuple):
+class Portion(NamedTuple):
     """Pieces of arrays of one dtype that are reduced by one call.
 
     Attributes:
         dtype: of the arrays.
         pieces: what it consists of, one behind the other.
-        first: the first byte of the stage, where all stages lie one behind the other.
-        nbytes: of the stage.
+        first: the first byte of the portion, where all portions lie one behind the other.
+        nbytes: of the portion.
     """
 
     dtype: Any
@@ -118,28 +118,28 @@ def spans(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def stages(
+def portions(
     counts: Sequence[int], dtypes: Sequence[Any], limit: int
-) -> tuple[list[Stage], list[int], int]:
-    """Cut arrays, which lie one behind the other by dtype, into stages of equal bytes.
+) -> tuple[list[Portion], list[int], int]:
+    """Cut arrays, which lie one behind the other by dtype, into portions of equal bytes.
 
     Args:
         counts: elements of the arrays.
         dtypes: of the arrays, NumPy dtypes.
-        limit: bytes that a stage has at most; a multiple of every element.
+        limit: bytes that a portion has at most; a multiple of every element.
 
     Returns:
-        The stages, the first byte of each array, and all bytes.
+        The portions, the first byte of each array, and all bytes.
 
     Example:
         >>> import numpy as np
-        >>> (first, second), starts, total = stages([3, 2], [np.dtype("int8")] * 2, 4)
+        >>> (first, second), starts, total = portions([3, 2], [np.dtype("int8")] * 2, 4)
         >>> first.pieces
         (Piece(array=0, start=0, stop=3), Piece(array=1, start=0, stop=1))
         >>> second.pieces, second.first, starts
         ((Piece(array=1, start=1, stop=2),), 4, [0, 3])
     """
-    cut: list[Stage] = []
+    cut: list[Portion] = []
     starts = [0] * len(counts)
     at = 0
     for dtype in dict.fromkeys(dtypes):
@@ -151,13 +151,13 @@ def stages(
                 if piece.start == 0:
                     starts[piece.array] = place + count * dtype.itemsize
                 count += piece.stop - piece.start
-            cut.append(Stage(dtype, tuple(pieces), place, count * dtype.itemsize))
+            cut.append(Portion(dtype, tuple(pieces), place, count * dtype.itemsize))
         at += _padded(sum(counts[i] for i in members) * dtype.itemsize)
     return cut, starts, at
 
 
 def _cut(members: Sequence[tuple[int, int]], most: int) -> Iterator[tuple[list[Piece], int]]:
-    """Yield the pieces of each stage of arrays of one dtype, and the elements before it."""
+    """Yield the pieces of each portion of arrays of one dtype, and the elements before it."""
     pieces: list[Piece] = []
     first, room = 0, most
     for index, count in members:

@@ -9,7 +9,8 @@ slice k + 1 comes from the device into the next, and slice k - 1 goes back from 
 
 Both directions have a stream of their own. They begin after everything on the stream that was
 current when the call began; a window is filled again only after what it held has gone back. When
-`Lanes.pass_slices` returns, or fails, nothing is on its way any more, and all results are complete.
+`CopyStreams.pass_slices` returns, or fails, nothing is on its way any more, and all results are
+complete.
 
 The windows are pinned, so that the device copies by itself: memory that CUDA has allocated so, or
 shared memory that it has pinned. Where it cannot, copies are correct, but nothing overlaps.
@@ -27,7 +28,7 @@ import numpy as np
 from collectives.arrays.device import DeviceBuffer
 from collectives.arrays.host import Array, address
 
-__all__ = ["WINDOWS", "Lanes", "Windows", "pinned", "registered", "slice_bytes"]
+__all__ = ["WINDOWS", "CopyStreams", "Windows", "pinned", "registered", "slice_bytes"]
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def _parts(memory: Array) -> list[Array]:
     return [memory[length * i : length * (i + 1)] for i in range(WINDOWS)]
 
 
-class Lanes:
+class CopyStreams:
     """Two streams of a device, one for each direction."""
 
     def __init__(self, cupy: Any, context: Any) -> None:

@@ -1,15 +1,15 @@
 """Many arrays by few calls: `grouped_allreduce`.
 
-The arrays of one dtype are thought of as one, which is cut into stages. Where ranks meet in shared
-memory, a stage fits in a core's cache: it is copied to memory that all ranks reach, reduced there,
-and copied to where the results lie, before the next one. So every number comes from and goes to
-main memory once, as if nothing were packed:
+The arrays of one dtype are thought of as one, which is cut into portions. Where ranks meet in
+shared memory, a portion fits in a core's cache: it is copied to memory that all ranks reach,
+reduced there, and copied to where the results lie, before the next one. So every number comes from
+and goes to main memory once, as if nothing were packed:
 
     arrays    | a | b |    c    |     results   | a | b |    c    |
-    stages    |   1   |   2  | 3 |               |   1   |   2  | 3 |
-                copy to shared memory -> reduce -> copy, one stage after the other
+    portions  |   1   |   2  | 3 |              |   1   |   2  | 3 |
+                copy to shared memory -> reduce -> copy, one portion after the other
 
-By messages each dtype is one stage, since few long messages are best, and is reduced where its
+By messages each dtype is one portion, since few long messages are best, and is reduced where its
 results lie.
 """
 
@@ -120,13 +120,13 @@ def grouped_allreduce(
         direct = _apart(hosts, loans) if is_direct else None
         results = np.empty(0, np.uint8) if direct else groupings.results(known.nbytes)
         if engine is not None:
-            for stage, (shared, work) in zip(known.stages, known.work, strict=True):
-                pack(stage, hosts, shared)
+            for portion, (shared, work) in zip(known.portions, known.work, strict=True):
+                pack(portion, hosts, shared)
                 call.drive(work)  # step 6
                 if direct:
-                    unpack(stage, shared, direct)
+                    unpack(portion, shared, direct)
                 else:
-                    part(stage, results)[...] = shared
+                    part(portion, results)[...] = shared
         groupings.made((asked.key, kinds), known)  # step 7
     if engine is None:
         _by_messages(group, hosts, results, known, asked, timeout)
@@ -146,11 +146,11 @@ def _by_messages(
     asked: Asked,
     timeout: float | None,
 ) -> None:
-    """Reduce each stage where its results lie."""
+    """Reduce each portion where its results lie."""
     as_given = all(way.dtype == way.original for way in known.ways)
-    for stage in known.stages:
-        target = part(stage, results)
-        pack(stage, hosts, target)
+    for portion in known.portions:
+        target = part(portion, results)
+        pack(portion, hosts, target)
         allreduce(
             group, target, op=known.op, out=target, timeout=timeout, algorithm=asked.algorithm,
             compression=asked.compression if as_given else NONE,
@@ -200,7 +200,7 @@ def _by_ways(
 
 
 def _apart(hosts: Sequence[Array], loans: Sequence[Borrowed | None]) -> list[Array] | None:
-    """Return the targets, flat, if each stage may go there before the next one is packed.
+    """Return the targets, flat, if each portion may go there before the next one is packed.
 
     So it may where no target shares memory with another array than its own.
     """

@@ -1,6 +1,6 @@
 """How arrays of certain shapes and dtypes are reduced together: planned once, kept for later calls.
 
-A *stage* is what is reduced by one call: pieces of arrays of one dtype, side by side.
+A *portion* is what is reduced by one call: pieces of arrays of one dtype, side by side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collectives.arrays import detour, host
 from collectives.arrays.detour import Detour
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import Op
-from collectives.bucket_layout import Stage
+from collectives.bucket_layout import Portion
 from collectives.compression import Compression
 from collectives.node.engine import Engine, Work
 from collectives.operations.call import Call
@@ -28,11 +28,11 @@ from collectives.operations.shared import shared_empty
 
 __all__ = ["Asked", "Groupings", "Planned", "pack", "part", "unpack"]
 
-# Bytes of a stage in shared memory; the second where ranks outnumber the cores, so that a meeting
+# Bytes of a portion in shared memory; the second where ranks outnumber the cores, so that a meeting
 # costs a change of process. `benchmarks/gradients.py --model resnet50`, 2 ranks on 2 cores, ms,
 # smallest of 11: 128 KiB 19.2, 512 KiB 15.8, 2 MiB 17.4, 4 MiB 17.9 (where other programs run, too,
 # medians 112, 49, 40, 35); 4 ranks on 2 cores: 1 MiB 130, 2 MiB 108, 8 MiB 64, 64 MiB 65.
-STAGE_BYTES, STAGE_BYTES_CROWDED = 2 << 20, 8 << 20
+PORTION_BYTES, PORTION_BYTES_CROWDED = 2 << 20, 8 << 20
 
 # How many lists of shapes and dtypes are remembered.
 _MOST = 16
@@ -41,7 +41,7 @@ _MOST = 16
 Kind = tuple[tuple[int, ...], "np.dtype[Any]"]
 Key = tuple[object, ...]
 
-# The memory of a stage, and what reduces it there.
+# The memory of a portion, and what reduces it there.
 _InMemory = tuple[Array, Work]
 
 
@@ -50,16 +50,16 @@ class Planned(NamedTuple):
 
     Attributes:
         facts: what must be equal on all ranks, also that they have planned the work.
-        stages: what is reduced by one call each.
+        portions: what is reduced by one call each.
         starts: the first byte of each result.
         nbytes: of all results.
-        work: for each stage, shared memory and what reduces it there; nothing by messages.
-        op: by which stages are reduced.
+        work: for each portion, shared memory and what reduces it there; nothing by messages.
+        op: by which portions are reduced.
         ways: of each array by way of that op; none if it is the caller's.
     """
 
     facts: dict[str, object]
-    stages: list[Stage]
+    portions: list[Portion]
     starts: list[int]
     nbytes: int
     work: list[_InMemory]
@@ -86,7 +86,7 @@ class Groupings:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._stage = np.empty(0, np.uint8)
+        self._portion = np.empty(0, np.uint8)
         self.known: OrderedDict[Key, Planned] = OrderedDict()
         self._results = np.empty(0, np.uint8)
         self._holders = 0  # of the results, when nobody else knows them
@@ -97,7 +97,7 @@ class Groupings:
         known = self.known.get((asked.key, kinds))
         if known is not None:
             call.describe(**known.facts)
-            if engine is None or not known.stages:
+            if engine is None or not known.portions:
                 call.agree()
             return known
         new = _described(kinds, asked, call)
@@ -105,7 +105,7 @@ class Groupings:
         if engine is not None:
             new.facts["planned"] = True  # what is driven later is not what was agreed by
             call.describe(**new.facts)
-            new.work.extend(self._plan(call, engine, new.stages, new.op))
+            new.work.extend(self._plan(call, engine, new.portions, new.op))
         return new
 
     def made(self, key: Key, grouping: Planned) -> None:
@@ -131,12 +131,14 @@ class Groupings:
             self._holders = sys.getrefcount(results)
         return results
 
-    def _plan(self, call: Call, engine: Engine, stages: Sequence[Stage], op: Op) -> list[_InMemory]:
-        """Make what reduces each stage in shared memory; *collective*."""
-        nbytes = _stage_bytes(engine)
-        if not self._stage.size:
-            self._stage = shared_empty(self._group, nbytes, np.uint8)
-        views = [self._stage[: stage.nbytes].view(stage.dtype) for stage in stages]
+    def _plan(
+        self, call: Call, engine: Engine, portions: Sequence[Portion], op: Op
+    ) -> list[_InMemory]:
+        """Make what reduces each portion in shared memory; *collective*."""
+        nbytes = _portion_bytes(engine)
+        if not self._portion.size:
+            self._portion = shared_empty(self._group, nbytes, np.uint8)
+        views = [self._portion[: portion.nbytes].view(portion.dtype) for portion in portions]
         return [(view, engine.plan_allreduce(view, view, op, call.digest)) for view in views]
 
 
@@ -163,34 +165,34 @@ def _described(kinds: Sequence[Kind], asked: Asked, call: Call) -> Planned:
     call.describe(**facts)
     counts = [math.prod(shape) for shape, _ in kinds]
     engine = call.engine_for(algorithm)
-    limit = sys.maxsize if engine is None else _stage_bytes(engine)
+    limit = sys.maxsize if engine is None else _portion_bytes(engine)
     work = [way.dtype for way in ways] or dtypes
     by = ways[0].op if ways else op
-    return Planned(facts, *bucket_layout.stages(counts, work, limit), [], by, ways)
+    return Planned(facts, *bucket_layout.portions(counts, work, limit), [], by, ways)
 
 
-def _stage_bytes(engine: Engine) -> int:
-    return STAGE_BYTES_CROWDED if engine.size > (os.cpu_count() or 1) else STAGE_BYTES
+def _portion_bytes(engine: Engine) -> int:
+    return PORTION_BYTES_CROWDED if engine.size > (os.cpu_count() or 1) else PORTION_BYTES
 
 
-def pack(stage: Stage, hosts: Sequence[Array], into: Array) -> None:
-    """Copy the pieces of a stage side by side: 0.1 us for each, beside the copy itself."""
-    pieces = [hosts[piece.array] for piece in stage.pieces]
+def pack(portion: Portion, hosts: Sequence[Array], into: Array) -> None:
+    """Copy the pieces of a portion side by side: 0.1 us for each, beside the copy itself."""
+    pieces = [hosts[piece.array] for piece in portion.pieces]
     for at in (0, -1):  # only the first and the last can be a part of an array
-        array, start, stop = stage.pieces[at]
+        array, start, stop = portion.pieces[at]
         if stop - start < hosts[array].size:
             pieces[at] = host.flat(hosts[array])[start:stop]
     np.concatenate(pieces, axis=None, out=into, casting="no")
 
 
-def unpack(stage: Stage, shared: Array, flats: Sequence[Array]) -> None:
-    """Copy what a stage has reduced to where its arrays lie."""
+def unpack(portion: Portion, shared: Array, flats: Sequence[Array]) -> None:
+    """Copy what a portion has reduced to where its arrays lie."""
     at = 0
-    for array, start, stop in stage.pieces:
+    for array, start, stop in portion.pieces:
         flats[array][start:stop] = shared[at : at + stop - start]
         at += stop - start
 
 
-def part(stage: Stage, results: Array) -> Array:
-    """Return the results of a stage in the memory of all."""
-    return results[stage.first : stage.first + stage.nbytes].view(stage.dtype)
+def part(portion: Portion, results: Array) -> Array:
+    """Return the results of a portion in the memory of all."""
+    return results[portion.first : portion.first + portion.nbytes].view(portion.dtype)

@@ -79,7 +79,7 @@ class OnDevices:
         self.aware = group.settings.cuda_aware == "on"
         self._slice = staging.slice_bytes(group.size, by_messages=group.num_nodes > 1)
         self._windows: staging.Windows | None = None
-        self._lanes: dict[int, staging.Lanes] = {}
+        self._streams: dict[int, staging.CopyStreams] = {}
         self._planned: dict[tuple[int, int, int], Work] = {}  # by call, and part of a window
         self._nccl: nccl.Nccl | None = None
 
@@ -277,10 +277,10 @@ class OnDevices:
                 if memory is None
                 else staging.registered(cupy, memory)
             )
-        lanes = self._lanes.get(context.id)
-        if lanes is None:
-            lanes = self._lanes[context.id] = staging.Lanes(cupy, context)
-        lanes.pass_slices(self._windows, source, target, work, like)
+        copies = self._streams.get(context.id)
+        if copies is None:
+            copies = self._streams[context.id] = staging.CopyStreams(cupy, context)
+        copies.pass_slices(self._windows, source, target, work, like)
 
 
 def _zeros(like: DeviceBuffer, count: int) -> DeviceBuffer:

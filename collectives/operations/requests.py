@@ -200,7 +200,7 @@ class Request(Generic[T]):
 
 
 def warn_of(jobs: Sequence[Job]) -> None:
-    """Name in one warning what is not done when its communicator is closed; nobody waits for it."""
+    """Warn of what nobody has waited for, and is not done when its communicator is closed."""
     names = [str(job) for job in jobs if not job.settled]
     for job in jobs:
         job.settled = True

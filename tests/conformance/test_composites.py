@@ -51,9 +51,9 @@ def test_groups_that_differ_are_one_error_on_all(world):
     world.run(check)
 
 
-def test_groups_of_many_stages_and_any_strides(world, monkeypatch):
-    monkeypatch.setattr("collectives.operations.groupings.STAGE_BYTES", 4096)
-    monkeypatch.setattr("collectives.operations.groupings.STAGE_BYTES_CROWDED", 4096)
+def test_groups_of_many_portions_and_any_strides(world, monkeypatch):
+    monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES", 4096)
+    monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES_CROWDED", 4096)
 
     def check(comm):
         kinds = [((300, 7), "float32"), ((40,), "int16"), ((), "float64"), ((5000,), "float32")]

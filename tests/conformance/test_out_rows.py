@@ -305,8 +305,8 @@ def grouped_arrays(comm):
 
 
 def test_grouped_allreduce_puts_results_into_out(world, monkeypatch):
-    monkeypatch.setattr("collectives.operations.groupings.STAGE_BYTES", 4096)
-    monkeypatch.setattr("collectives.operations.groupings.STAGE_BYTES_CROWDED", 4096)
+    monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES", 4096)
+    monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES_CROWDED", 4096)
 
     def check(comm):
         everyones = grouped_arrays(comm)

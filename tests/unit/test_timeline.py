@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from calls import until
 
 from collectives import timeline
 from collectives.timeline import timeline_span
@@ -26,13 +27,6 @@ def _ended():
 def slices(path):
     """What a complete file says, but for facts about the process."""
     return [event for event in json.loads(path.read_text()) if event.get("ph") in ("X", "B", "E")]
-
-
-def wait_for(condition):
-    give_up = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 def test_spans_are_slices_of_their_thread_one_inside_of_the_other(tmp_path):
@@ -88,7 +82,7 @@ def test_the_file_is_readable_before_it_ends_and_says_what_goes_on(tmp_path, mon
     with timeline_span("epoch"):
         with timeline_span("step"):
             time.sleep(0.001)
-        wait_for(lambda: '"B"' in path.read_text())  # written by the timeline's thread
+        until(lambda: '"B"' in path.read_text())  # written by the timeline's thread
         lines = path.read_text().splitlines()
         assert lines[0] == "["
         events = [json.loads(line.rstrip(",")) for line in lines[1:]]

@@ -34,8 +34,8 @@ def passed(cupy, windows, work=plus_one):
     target = buffer_of(cupy, np.zeros(COUNT, np.float32))
     values = np.arange(COUNT, dtype=np.float32)
     cupy.later(lambda: source.view.memory.__setitem__(slice(None), values))
-    lanes = staging.Lanes(cupy, cupy.device)
-    lanes.pass_slices(windows, source, target, work, source)
+    copies = staging.CopyStreams(cupy, cupy.device)
+    copies.pass_slices(windows, source, target, work, source)
     return values, target.view.memory
 
 
@@ -67,8 +67,8 @@ def test_arrays_of_any_length_pass_in_place(cupy, count):
         numbers.append((number, part.size))
         plus_one(part, number)
 
-    lanes = staging.Lanes(cupy, cupy.device)
-    lanes.pass_slices(staging.pinned(cupy, SLICE), array, array, work, array)
+    copies = staging.CopyStreams(cupy, cupy.device)
+    copies.pass_slices(staging.pinned(cupy, SLICE), array, array, work, array)
     np.testing.assert_array_equal(array.view.memory, values + 1)
     assert [n for n, _ in numbers] == list(range(-(-count // 16)))
     assert sum(size for _, size in numbers) == count
@@ -81,16 +81,16 @@ def test_a_window_is_not_filled_while_it_still_goes_back(cupy):
     def work(part, number):
         part[...] = number
 
-    lanes = staging.Lanes(cupy, cupy.device)
-    lanes.pass_slices(staging.pinned(cupy, SLICE), None, target, work, target)
+    copies = staging.CopyStreams(cupy, cupy.device)
+    copies.pass_slices(staging.pinned(cupy, SLICE), None, target, work, target)
     np.testing.assert_array_equal(target.view.memory, np.arange(COUNT) // 16)
 
 
 def test_what_only_leaves_the_device_is_seen_in_order(cupy):
     source = buffer_of(cupy, np.arange(COUNT, dtype=np.float32))
     seen = []
-    lanes = staging.Lanes(cupy, cupy.device)
-    lanes.pass_slices(
+    copies = staging.CopyStreams(cupy, cupy.device)
+    copies.pass_slices(
         staging.pinned(cupy, SLICE), source, None, lambda part, _: seen.extend(part), source
     )
     assert seen == list(range(COUNT))
@@ -109,10 +109,10 @@ def test_a_failure_leaves_nothing_on_its_way(cupy, monkeypatch):
         if number == 2:
             raise ValueError("a rank is gone")
 
-    lanes = staging.Lanes(cupy, cupy.device)
+    copies = staging.CopyStreams(cupy, cupy.device)
     array = buffer_of(cupy, np.zeros(COUNT, np.float32))
     with pytest.raises(ValueError, match="a rank is gone"):
-        lanes.pass_slices(staging.pinned(cupy, SLICE), array, array, work, array)
+        copies.pass_slices(staging.pinned(cupy, SLICE), array, array, work, array)
     assert [made.queue for made in streams] == [[], []]  # out and back
 
 

@@ -84,18 +84,18 @@ def test_places_do_not_overlap_and_neighbours_join(sizes, random):
 def test_stages_hold_each_element_once_in_order(arrays, limit):
     counts = [count for count, _ in arrays]
     dtypes = [dtype for _, dtype in arrays]
-    stages, starts, total = bucket_layout.stages(counts, dtypes, limit)
+    portions, starts, total = bucket_layout.portions(counts, dtypes, limit)
     seen = {i: [] for i, count in enumerate(counts) if count}
-    for stage in stages:
-        at = stage.first
-        assert 0 < stage.nbytes <= limit
-        for number, start, stop in stage.pieces:
+    for portion in portions:
+        at = portion.first
+        assert 0 < portion.nbytes <= limit
+        for number, start, stop in portion.pieces:
             itemsize = dtypes[number].itemsize
-            assert dtypes[number] == stage.dtype
+            assert dtypes[number] == portion.dtype
             assert at == starts[number] + start * itemsize
             seen[number] += range(start, stop)
             at += (stop - start) * itemsize
-        assert at == stage.first + stage.nbytes <= total
+        assert at == portion.first + portion.nbytes <= total
     assert seen == {i: list(range(counts[i])) for i in seen}
     assert all(start % dtype.itemsize == 0 for start, dtype in zip(starts, dtypes, strict=True))
 
