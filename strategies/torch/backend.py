@@ -41,9 +41,6 @@ Tensors = Sequence[torch.Tensor]
 
 _HOST = torch.device("cpu")
 
-# By which name errors call what programs use; as in `strategies.distributed_optimizer`.
-_KNOWN_AS = {"UnisonoGroup": "torch.distributed"}
-
 # Tags of `Communicator.group` end here.
 _TAGS = 1 << 14
 

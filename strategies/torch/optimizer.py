@@ -43,7 +43,7 @@ else:
 
 __all__ = ["TorchOptimizer"]
 
-# By which name errors call what users make by it; as in `distributed_optimizer`.
+# By which name errors call what users make by it; as in `strategies.averaging.optimizer`.
 _KNOWN_AS = {"TorchOptimizer": "DistributedOptimizer"}
 
 

@@ -11,11 +11,13 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["uncompiled"]
 
-P = ParamSpec("P")
+# By which name errors call what programs use; as in `strategies.averaging.optimizer`.
+_KNOWN_AS = {"UnisonoGroup": "torch.distributed"}
+
 R = TypeVar("R")
 Class = TypeVar("Class", bound=type)
 
@@ -28,17 +30,18 @@ def uncompiled(kind: Class) -> Class:
     return kind
 
 
-def _uncompiled(method: Callable[P, R]) -> Callable[P, R]:
-    @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+def _uncompiled(method: Callable[..., R]) -> Callable[..., R]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> R:
         compiler = _set_compiler(None)
         try:
-            return method(*args, **kwargs)
+            return method(self, *args, **kwargs)
         finally:
             _set_compiler(compiler)
 
+    # Errors name the method that a program has called by its frame.
+    run.__code__ = run.__code__.replace(co_name=method.__name__)
     _skip(run)
-    return run
+    return functools.wraps(method)(run)
 
 
 def _nothing(_: Any) -> None:

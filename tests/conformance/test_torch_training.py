@@ -253,7 +253,10 @@ def test_fsdp_over_a_mesh_of_two_dimensions_trains_as_one_process(torch_ranks):
     rank, size = torch_ranks
     replicas = 2 if size % 2 == 0 else 1
     model = network()
-    fully_shard(model, mesh=init_device_mesh("cpu", (replicas, size // replicas)))
+    mesh = init_device_mesh(
+        "cpu", (replicas, size // replicas), mesh_dim_names=("replicas", "parts")
+    )
+    fully_shard(model, mesh=mesh)
     train(model, rank, 4, torch.optim.Adam(model.parameters(), 0.01))
     expected = alone(size, 4, lambda ps: torch.optim.Adam(ps, 0.01))
     for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
@@ -302,10 +305,18 @@ def test_compiled_programs_train_as_one_process(torch_ranks):
         frames.append(graph.code)
         return graph
 
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, x):
+            return self.layers(x)
+
     rank, size = torch_ranks
     torch.compiler.reset()
     for views in (False, True):
-        model = DDP(network(), gradient_as_bucket_view=views)
+        model = DDP(Model(), gradient_as_bucket_view=views)
         compiled = torch.compile(model, backend=backend)
         train(compiled, rank, 4, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
         assert_alike(model, alone(size, 4))
@@ -318,7 +329,7 @@ def test_compiled_programs_train_as_one_process(torch_ranks):
     expected = torch.full((3,), sum(range(size)) + 1.0)
     assert torch.equal(total(torch.full((3,), float(rank))), expected)
     # The layers, and the sum: what C++ calls of this library is none of the compiler's.
-    assert len(frames) >= 3
+    assert len(frames) >= 2
     assert all("linear" in code or "all_reduce" in code for code in frames)
 
 
