@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar, cast
 
+import collectives as cc
 from strategies.checks import integer
 from strategies.training import events
 from strategies.training.members import Members, TooFew
@@ -93,12 +94,13 @@ def run_elastic(
     members = Members(state, min_ranks, most)
     prepare: Callable[[], None] = members.begin
     result = None
+    known: cc.Communicator | None = state.comm  # that `train` works with; None on a spare rank
     began = None  # when the failure became known that is not overcome yet
     while True:
         try:
-            before = state.comm
             prepare()
-            if state.comm is not before and on_reset is not None:
+            comm, known = known, state.comm if members.trains else None
+            if known is not comm and known is not None and on_reset is not None:
                 on_reset()
             began = None
             if members.trains and not members.is_through:
