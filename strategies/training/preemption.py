@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 STOPPED_EARLY = 85
 """Exit status of a job that was asked to stop and can go on; the scripts in `slurm/` know it."""
 
-_open: list[Preemption] = []  # of this process
+_open: list[Preemption] = []  # those of this process that are in their blocks
 
 _NAP = 1.0  # seconds between two looks of the thread, whatever wakes it
 _NOTE = b"asked to stop"
@@ -80,7 +80,7 @@ class Preemption:
         self.asked = self.accepted = False
         self.asked_at: float | None = None
         self._comm = comm if comm is not None and comm.size > 1 else None
-        self._is_of_world = self._comm is not None and self._comm is cc.init()
+        self._is_of_world = cc.is_initialized() and self._comm is cc.init()
         self._signals = tuple(signals)
         self._before: dict[int, Any] = {}
         self._notes: _Notes | None = None
