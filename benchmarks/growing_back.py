@@ -12,7 +12,8 @@ four. With `--kill-the-new` the new process is killed, too, and the others go on
 others give up after 5 s, and go on as three.
 
 Every rank says how it has ended; one that hangs is ended after 20 s. docs/reliability.md has what
-was seen, and why `run_elastic` does not do this.
+was seen, and why `run_elastic` does not do this: its spare ranks (`max_ranks`) are there from the
+start. Whether processes of a second mpirun can join is tried by `joining_later.py`.
 """
 
 from __future__ import annotations

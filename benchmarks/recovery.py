@@ -2,17 +2,22 @@
 
     mpirun -np 2 python benchmarks/recovery.py commit --json commit.json
     python benchmarks/recovery.py kills --jobs 50 --ranks 4 --json docs/benchmarks/recovery.json
+    python benchmarks/recovery.py kills --jobs 20 --spares 2 --json docs/benchmarks/spare_ranks.json
     python benchmarks/recovery.py table docs/benchmarks/recovery.json
+    python benchmarks/recovery.py waiting
 
 `kills` starts `examples/elastic_digits.py` again and again under `mpirun --with-ft ulfm`. In each
 job one or two ranks are killed, two at one step or each at its own; which ones is drawn from a
 seed. It ends with status 1 if a job has not trained to an accuracy of 0.96, or has lost or repeated
-a row. Rows are added to those that the file has of other jobs.
+a row; or where spare ranks were enough, if its last checkpoint has other bits than that of a job in
+which nobody dies. Rows are added to those that the file has of other jobs. `waiting` says what a
+spare rank costs two that train.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -21,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,17 +47,25 @@ def main() -> None:
     kills = commands.add_parser("kills")
     kills.add_argument("--jobs", type=int, default=50)
     kills.add_argument("--ranks", type=int, default=4)
+    kills.add_argument("--spares", type=int, default=0, help="ranks that wait besides")
     kills.add_argument("--first", type=int, default=0, help="seed of the first job")
     kills.add_argument("--json", type=Path, help="also write the rows to this file")
     table = commands.add_parser("table")
     table.add_argument("json", type=Path)
+    commands.add_parser("waiting")
+    commands.add_parser("steps", help="what `waiting` lets mpirun start")
     options = parser.parse_args()
     if options.command == "commit":
         measure_commits(int(options.megabytes * 1e6), options.json)
     elif options.command == "table":
         print(table_of(json.loads(options.json.read_text())))
+    elif options.command == "waiting":
+        measure_waiting()
+    elif options.command == "steps":
+        make_steps()
     else:
-        sys.exit(kill_ranks(options.jobs, options.ranks, options.first, options.json))
+        seeds = range(options.first, options.first + options.jobs)
+        sys.exit(kill_ranks(seeds, options.ranks, options.spares, options.json))
 
 
 def measure_commits(nbytes: int, file: Path | None) -> None:
@@ -88,6 +102,45 @@ def measure_commits(nbytes: int, file: Path | None) -> None:
             file.write_text(json.dumps(facts, indent=1) + "\n")
 
 
+def measure_waiting() -> None:
+    """Let two ranks train beside no spare rank and beside one, in turns; prints both."""
+    for _ in range(3):
+        for spares in (0, 1):
+            done = subprocess.run(
+                [launcher(), "--with-ft", "ulfm", "-np", str(2 + spares), sys.executable,
+                 __file__, "steps"],
+                cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
+            )  # fmt: skip
+            print(f"{spares} spare: {' '.join(sorted(done.stdout.splitlines()))}", flush=True)
+
+
+def make_steps() -> None:
+    """Make steps on two ranks; they print the time of one, spare ones their share of a core."""
+    import collectives as cc
+    from strategies import training
+
+    comm = cc.init()
+    rows, weights = np.random.default_rng(comm.rank).random((200, 500)), np.zeros(100_000)
+    state = training.State(comm, weights=weights, step=0)
+
+    def train(state: training.State) -> float:
+        seconds = []
+        for step in range(6000):
+            began = time.perf_counter()
+            _ = rows @ rows.T
+            weights[:] = state.comm.allreduce(weights)
+            if step % 100 == 99:
+                state.commit(step=step)
+            seconds.append(time.perf_counter() - began)
+        return float(np.median(seconds[1000:]))
+
+    began, used = time.monotonic(), time.process_time()
+    median = training.run_elastic(train, state, max_ranks=2)
+    share = (time.process_time() - used) / (time.monotonic() - began)
+    text = f"{median * 1e6:.0f} us" if median is not None else f"{share:.2%} of a core"
+    print(f"rank {comm.rank}: {text}", flush=True)
+
+
 class Kill(NamedTuple):
     """Who dies when."""
 
@@ -116,6 +169,7 @@ class Outcome(NamedTuple):
     rows: tuple[int, int]  # how often the rarest row was used, and the most frequent one
     recoveries: list[Recovery]
     text: str
+    bits: str = ""  # a sum of the arrays of the last checkpoint
 
 
 def schedule(seed: int, ranks: int) -> list[Kill]:
@@ -129,28 +183,36 @@ def schedule(seed: int, ranks: int) -> list[Kill]:
     return sorted(map(Kill, steps, victims))
 
 
-def run_job(kills: list[Kill], ranks: int) -> Outcome:
+def launcher() -> str:
+    """Return the path of mpirun."""
+    mpirun = Path(sys.executable).parent / "mpirun"
+    return str(mpirun) if mpirun.exists() else shutil.which("mpirun") or "mpirun"
+
+
+def run_job(kills: list[Kill], ranks: int, spares: int = 0) -> Outcome:
     """Train on the digits while ranks are killed."""
     from strategies.training import events
 
-    mpirun = Path(sys.executable).parent / "mpirun"
-    launcher = str(mpirun) if mpirun.exists() else shutil.which("mpirun") or "mpirun"
     with tempfile.TemporaryDirectory() as folder:
         wanted = ";".join(f"step={kill.step},rank={kill.rank},kind=kill" for kill in kills)
         places = {"UNISONO_EVENTS": folder, "UNISONO_RECORDER_DIR": folder}
-        command = [launcher, "--with-ft", "ulfm", "-np", str(ranks), sys.executable]
+        command = [launcher(), "--with-ft", "ulfm", "-np", str(ranks + spares), sys.executable]
         done = subprocess.run(
             [*command, "examples/elastic_digits.py", "--epochs", str(EPOCHS),
-             "--checkpoints", f"{folder}/checkpoints"],
+             "--checkpoints", f"{folder}/checkpoints", "--max-ranks", str(ranks)],
             cwd=ROOT, env={**os.environ, **places, "UNISONO_FAULT": wanted},
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         told = events.read(folder)
+        bits = hashlib.sha256()
+        saved = sorted(Path(folder, "checkpoints").glob("step-*"))
+        for file in sorted(saved[-1].glob("*.safetensors")) if saved else ():
+            bits.update(file.read_bytes())
     said = re.search(r"used (\d+) to (\d+) times; accuracy .*: (\S+)", done.stdout)
     if done.returncode or said is None:
         return Outcome(0.0, (0, 0), [], done.stdout + done.stderr)
     rows = int(said[1]), int(said[2])
-    return Outcome(float(said[3]), rows, recoveries_of(told), done.stdout)
+    return Outcome(float(said[3]), rows, recoveries_of(told), done.stdout, bits.hexdigest())
 
 
 def recoveries_of(told: list[dict[str, Any]]) -> list[Recovery]:
@@ -171,16 +233,19 @@ def recoveries_of(told: list[dict[str, Any]]) -> list[Recovery]:
     return recoveries
 
 
-def kill_ranks(jobs: int, ranks: int, first: int, file: Path | None) -> int:
+def kill_ranks(seeds: Sequence[int], ranks: int, spares: int, file: Path | None) -> int:
     """Run jobs, print a row for each, and what is worst of all; returns the exit status."""
     print("| job | rank killed at step | accuracy | steps made again | s from death to going on |")
     print("| --- | --- | --- | --- | --- |")
     failed = 0
     rows = {}
-    for seed in range(first, first + jobs):
+    undisturbed = run_job([], ranks) if spares else None
+    for seed in seeds:
         kills = schedule(seed, ranks)
-        outcome = run_job(kills, ranks)
+        outcome = run_job(kills, ranks, spares)
         right = outcome.accuracy >= 0.96 and outcome.rows == (EPOCHS, EPOCHS)
+        if undisturbed is not None and len(kills) <= spares:
+            right = right and outcome.bits == undisturbed.bits
         failed += not right
         when = ", ".join(f"{kill.rank} at {kill.step}" for kill in kills)
         lost = " ".join(str(r.lost) for r in outcome.recoveries)
@@ -194,7 +259,8 @@ def kill_ranks(jobs: int, ranks: int, first: int, file: Path | None) -> int:
             "accuracy": outcome.accuracy if right else 0.0,
             "recoveries": [recovery._asdict() for recovery in outcome.recoveries],
         }
-    print(f"\n{jobs - failed} of {jobs} jobs of {ranks} ranks trained")
+    beside = f" beside {spares} spare" if spares else ""
+    print(f"\n{len(seeds) - failed} of {len(seeds)} jobs of {ranks} ranks{beside} trained")
     print(table_of(list(rows.values())))
     if file is not None:
         known = json.loads(file.read_text()) if file.exists() else []

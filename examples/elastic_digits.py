@@ -2,10 +2,12 @@
 
     mpirun --with-ft ulfm -np 4 python examples/elastic_digits.py
     UNISONO_FAULT="step=40,rank=0,kind=kill" mpirun --with-ft ulfm -np 4 python ...
+    mpirun --with-ft ulfm -np 5 python examples/elastic_digits.py --max-ranks 4
 
 Every few steps all ranks copy weights, optimizer, input position and generators in memory. When
 ranks have died (here: on purpose), the others go back to that, share the rows that are left, and
-train on. With any other MPI, or without `--with-ft ulfm`, a dead rank ends the job as usual.
+train on. With `--max-ranks 4` a fifth rank is spare, and trains in the place of a dead one. With
+any other MPI, or without `--with-ft ulfm`, a dead rank ends the job as usual.
 
 A session also writes them to files, less often, and when the batch system asks the job to stop: the
 program ends with status 85 then, and `--resume` goes on, with any number of ranks.
@@ -73,8 +75,8 @@ def main() -> None:
             while not session.should_stop():
                 session.run(train_step, optimizer)
 
-    with training.Preemption() as preemption:  # around all: also while those that live meet
-        training.run_elastic(train, state, min_ranks=options.min_ranks)
+    with training.Preemption(comm) as preemption:  # around all: also while those that live meet
+        training.run_elastic(train, state, min_ranks=options.min_ranks, max_ranks=options.max_ranks)
     if state.comm.rank == 0:
         pixels, labels = digits.load("held out")
         accuracy = digits.accuracy(digits.Network(weights).predict(pixels), labels)
@@ -95,6 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-steps", type=int, default=100, help="steps between two files")
     parser.add_argument("--resume", action="store_true", help="go on from the newest file")
     parser.add_argument("--min-ranks", type=int, default=1, help="how few may go on")
+    parser.add_argument("--max-ranks", type=int, help="how many train; the others are spare")
     return parser.parse_args()
 
 

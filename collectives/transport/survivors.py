@@ -22,12 +22,13 @@ rationale", IJHPCA 27(3), 2013; MPIX_Comm_revoke, MPIX_Comm_shrink and MPIX_Comm
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, PeerFailure
 from collectives.transport import liveness, whereabouts
-from collectives.transport.waiting import Deadline, Known, Ranks, Wait
+from collectives.transport.waiting import IN_RESERVE, Deadline, Known, Ranks, Wait, named
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -68,6 +69,7 @@ def meet(
 
     Raises:
         CollectiveTimeout: a rank that lives has not come; names it.
+        PeerFailure: one has ended its program, and will not come.
     """
     world = whereabouts.current
     if world is None:  # a world of some processes only: MPI's own waits have to do
@@ -75,7 +77,7 @@ def meet(
     own = key | number << _KEY_BITS
     others = [rank for rank in range(ranks.size) if rank != ranks.rank]
     world.come(own, [numbers[rank] for rank in others])
-    wait = Wait()
+    wait = Wait(pace=IN_RESERVE) if deadline.limit == math.inf else Wait()
     while True:
         dead, come = world.here(own)
         missing = [rank for rank in others if numbers[rank] not in dead | come]
@@ -85,7 +87,9 @@ def meet(
             return False
         absent = [Known(f"{ranks.name([rank])} to come", (rank,), False) for rank in missing]
         deadline.check(ranks, absent)
-        wait.pause()
+        if wait.pause() and (news := world.look(own, [numbers[rank] for rank in missing])):
+            who = named([news.rank])
+            raise PeerFailure(f"{deadline.operation}: world {who} {news.text} ({ranks.where})")
 
 
 def agree(comm: MPI.Comm, flag: bool) -> bool:

@@ -1,8 +1,9 @@
 """Horovod's names for jobs whose ranks may die: `hvd.elastic.run`, states and a sampler.
 
 They stand on `strategies.training.run_elastic` and `State`, and work where these do: in a job that
-outlives its ranks, Open MPI >= 5 under `mpirun --with-ft ulfm`. Ranks only leave: no rank is added,
-so that nothing asks hosts. In any other job a rank that dies ends it, and `run` is only a call.
+outlives its ranks, Open MPI >= 5 under `mpirun --with-ft ulfm`. No rank comes in from outside, so
+that nothing asks hosts; ranks above `max_np` are spare, and train in the place of dead ones. In
+any other job a rank that dies ends it, and `run` is only a call.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class State:
         self._take()
 
     def check_host_updates(self) -> None:
-        """Do nothing: no rank is added."""
+        """Do nothing: spare ranks come in when others have died."""
 
     def sync(self) -> None:
         """Give all ranks rank 0's things; *collective*."""
@@ -86,7 +87,7 @@ class State:
         """Do nothing; subclasses may do something after ranks have died, before the callbacks."""
 
     def on_reset(self) -> None:
-        """Go on after ranks have died, with the optimizers among those that live; for `run`."""
+        """Go on among other ranks, with the optimizers; for `run`."""
         self._take()
         comm = self._state().comm
         with contextlib.suppress(cc.CollectiveError):  # that ranks have died
@@ -143,23 +144,38 @@ class TorchState(State):
         super().__init__(**{k: v for k, v in own.items() if v is not None}, **things)
 
 
-def run(func: Callable[..., T]) -> Callable[..., T]:
+def run(func: Callable[..., T] | None = None, *, min_np: int = 1, max_np: int | None = None) -> Any:
     """Make a function of a state go on when ranks have died, with those that live.
 
     All ranks begin with rank 0's state. After a death `func(state)` is called again, with the state
     of the last commit. Errors of `func` itself end the job on all ranks.
 
     Args:
-        func: takes a state first.
+        func: takes a state first; a decorator is returned if None.
+        min_np: how few ranks may go on.
+        max_np: how many train, `hvd.size()` meanwhile; all if None. The others are spare.
     """
+    if func is None:
+        return functools.partial(run, min_np=min_np, max_np=max_np)
 
     @functools.wraps(func)
     def elastic(state: State, *args: Any, **kwargs: Any) -> T:
         state.sync()
         state.commit()
         kept = state._state()
-        train = lambda kept: func(state, *args, **kwargs)  # noqa: E731
-        return training.run_elastic(train, kept, on_reset=state.on_reset)
+        has_spares = max_np is not None and kept.comm.size > max_np
+        if has_spares:
+            sessions.shutdown()  # of all ranks; `on_reset` begins that of those that train
+
+        def train(kept: training.State) -> T:
+            result = func(state, *args, **kwargs)
+            if has_spares:
+                state.commit()  # what they are given at the end
+            return result
+
+        return training.run_elastic(
+            train, kept, min_ranks=min_np, max_ranks=max_np, on_reset=state.on_reset
+        )
 
     return elastic
 

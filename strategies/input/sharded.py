@@ -8,7 +8,8 @@ ranks. They are dealt out like cards::
     what is left            d  e  f  g  h        3 ranks go on:  d g  |  e h  |  f
 
 A *position* says how many cards each rank has used, of how many ranks: a *stage*. What is left can
-be dealt to other ranks, and so on: an epoch has as many stages as it was interrupted in.
+be dealt to other ranks, and so on: an epoch has as many stages as it was interrupted in. As many
+ranks as before go on with the cards that they have: as if nobody had interrupted them.
 
 Under the policy "data" the cards are records, and every rank reads all files. Under "file" they are
 whole files; of files that were interrupted, a position says how many records are done.
@@ -16,6 +17,7 @@ whole files; of files that were interrupted, a position says how many records ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
@@ -94,10 +96,10 @@ class ShardedInput(Generic[R]):
         self._about = {"files": len(files), "seed": seed, "shuffle": shuffle}
         self._earlier: dict[int, Any] = {}  # epoch -> policy, stages and files that were begun
         self._epoch = 0
-        if state is not None:
-            self._go_on(state)
         self._used = 0  # cards of this stage of this epoch
         self._begun: list[int] | None = None  # number of the file being read, records done
+        if state is not None:
+            self._go_on(state)
         self._records = self._all_epochs()
 
     def __iter__(self) -> Iterator[R]:
@@ -144,10 +146,9 @@ class ShardedInput(Generic[R]):
         Raises:
             ValueError: the state belongs to other files or another seed.
         """
-        self._go_on(state)
         if comm is not None:
             self._rank, self._size = comm.rank, comm.size
-        self._used, self._begun = 0, None
+        self._go_on(state)
         self._records = self._all_epochs()
 
     def _all_epochs(self) -> Iterator[R]:
@@ -163,10 +164,11 @@ class ShardedInput(Generic[R]):
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(order).tolist()
         if earlier["policy"] == "file":
-            yield from self._whole_files(self._dealt(order, earlier), earlier["begun"])
+            numbers = itertools.islice(self._dealt(order, earlier), self._used, None)
+            yield from self._whole_files(numbers, earlier["begun"])
             return
         records = (record for number in order for record in self._read(self._files[number]))
-        for record in self._dealt(records, earlier):
+        for record in itertools.islice(self._dealt(records, earlier), self._used, None):
             self._used += 1
             yield record
 
@@ -203,8 +205,18 @@ class ShardedInput(Generic[R]):
                 f"ShardedInput: the state belongs to other input, expected {self._about}, "
                 f"got {state['about']}"
             )
-        self._epoch = state["epoch"]
         self._earlier = {int(epoch): found for epoch, found in state["epochs"].items()}
+        self._epoch, self._used, self._begun = state["epoch"], 0, None
+        for epoch, found in sorted(self._earlier.items()):
+            *stages, (ranks, used) = found["stages"]
+            if found["policy"] == "off" or ranks != self._size:
+                return
+            self._earlier[epoch] = {**found, "stages": stages}
+            if epoch == self._epoch and used[self._rank] is None:  # this rank is past it
+                del self._earlier[epoch]
+                self._epoch += 1
+            elif epoch == self._epoch:
+                self._used = used[self._rank]
 
 
 def merge_positions(positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

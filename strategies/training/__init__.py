@@ -15,8 +15,9 @@ one gets there completely or not at all, `durable` the order of writing that sur
 `retention` which stay, `background` writes them beside the program, `inspection` looks at them.
 `summaries` is for people: metrics, the loss curve, progress.
 
-`recovery` trains on when ranks die, with the `survivors`, from the copies that `state` keeps in
-memory; `faults` lets them die on purpose, `events` writes down what has happened.
+`recovery` trains on when ranks die, with the `survivors`, from what `state` keeps in memory as
+`copies`; `members` are the ranks that train and those that are spare, `places` says who is which;
+`faults` lets them die on purpose, `events` writes down what has happened.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ A line is written at once and whole: it is there also if the process is killed r
 | `fault` | before a fault on purpose | `step`, `kind` |
 | `failure` | this rank has learnt of one | `error` |
 | `recovered` | those that live go on | `size`, `commit`, `seconds` since `failure` |
+| `spare` | this rank begins to wait in reserve | |
+| `admitted` | it trains from now on | `place`: its rank there; `size`, `commit` |
 | `error` | an error of the program ends the job | `error` |
 | `end` | `run_elastic` returns | |
 | `restored` | a session begins, or has gone back | `step`: after which; `file`: or from memory |
@@ -33,11 +35,20 @@ from typing import Any
 
 import collectives as cc
 
-__all__ = ["VARIABLE", "read", "write"]
+__all__ = ["VARIABLE", "number_at_start", "read", "write"]
 
 VARIABLE = "UNISONO_EVENTS"
 
-_own: tuple[int, int] | None = None  # descriptor, or -1 for none, and rank
+_number: int | None = None
+_descriptor: int | None = None  # -1 for none
+
+
+def number_at_start() -> int:
+    """Return the rank that this process was at the first call, before any had died."""
+    global _number
+    if _number is None:
+        _number = cc.rank() if cc.is_initialized() else 0
+    return _number
 
 
 def write(event: str, /, **facts: Any) -> None:
@@ -50,14 +61,13 @@ def write(event: str, /, **facts: Any) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    global _own
-    if _own is None:
-        rank = cc.rank() if cc.is_initialized() else 0
-        _own = _opened(rank), rank
-    descriptor, rank = _own
-    if descriptor >= 0:
+    global _descriptor
+    rank = number_at_start()
+    if _descriptor is None:
+        _descriptor = _opened(rank)
+    if _descriptor >= 0:
         line = json.dumps({"event": event, "time": round(time.time(), 6), "rank": rank, **facts})
-        os.write(descriptor, line.encode() + b"\n")
+        os.write(_descriptor, line.encode() + b"\n")
 
 
 def _opened(rank: int) -> int:

@@ -25,7 +25,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-import collectives as cc
 from strategies import arrays as of_any_library
 from strategies.training import events
 
@@ -101,7 +100,7 @@ def inject(step: int, arrays: Iterable[Any] = ()) -> None:
     """
     global _left
     if _left is None:
-        own = cc.rank() if cc.is_initialized() else 0
+        own = events.number_at_start()
         _left = [fault for fault in parse(os.environ.get(VARIABLE, "")) if fault.rank == own]
     for fault in [fault for fault in _left if fault.step == step]:
         _left.remove(fault)

@@ -26,12 +26,14 @@ import collectives as cc
 from strategies.checks import number
 from strategies.training.survivors import without_the_dead
 
-__all__ = ["STOPPED_EARLY", "Preemption"]
+__all__ = ["STOPPED_EARLY", "Preemption", "accept_all", "is_accepted"]
 
 _log = logging.getLogger(__name__)
 
 STOPPED_EARLY = 85
 """Exit status of a job that was asked to stop and can go on; the scripts in `slurm/` know it."""
+
+_open: list[Preemption] = []  # those of this process that are in their blocks
 
 _NAP = 1.0  # seconds between two looks of the thread, whatever wakes it
 _NOTE = b"asked to stop"
@@ -78,6 +80,7 @@ class Preemption:
         self.asked = self.accepted = False
         self.asked_at: float | None = None
         self._comm = comm if comm is not None and comm.size > 1 else None
+        self._is_of_world = cc.is_initialized() and self._comm is cc.init()
         self._signals = tuple(signals)
         self._before: dict[int, Any] = {}
         self._notes: _Notes | None = None
@@ -95,6 +98,7 @@ class Preemption:
         self.accepted = True
 
     def __enter__(self) -> Preemption:
+        _open.append(self)
         if self._comm is not None:
             self._notes = _Notes(self._comm, self)
         if threading.current_thread() is threading.main_thread():
@@ -117,6 +121,9 @@ class Preemption:
             SystemExit: with status 85; on all ranks that live.
         """
         leaves = False
+        _open.remove(self)
+        if self._is_of_world and cc.is_initialized():
+            self._comm = cc.init()  # a smaller one, where ranks have died
         try:
             if kind is None and self._comm is not None:
                 self._comm = without_the_dead(self._comm, self._share)
@@ -135,6 +142,17 @@ class Preemption:
     def _share(self, comm: cc.Communicator) -> None:
         """Learn whether a session of any rank has stopped for a signal."""
         self.accepted = bool(comm.allreduce(int(self.accepted), op=cc.MAX))
+
+
+def is_accepted() -> bool:
+    """Tell whether a session of this process has stopped for a signal."""
+    return any(each.accepted for each in _open)
+
+
+def accept_all() -> None:
+    """Say so for a rank that has no session, of which others have stopped."""
+    for each in _open:
+        each.accept()
 
 
 class _Notes:

@@ -30,6 +30,8 @@ def put_back(
     things: Mapping[str, Any],
     comm: cc.Communicator | None,
     parts: Parts,
+    *,
+    place: int | None = None,
 ) -> tuple[dict[str, Any], list[Put]]:
     """Compare what a checkpoint holds with the things that are to have it.
 
@@ -41,6 +43,7 @@ def put_back(
         things: the program's.
         comm: the ranks.
         parts: of the things.
+        place: which rank's generators this one takes; those of its own number in `comm` if None.
 
     Returns:
         The new things, of which those that are changed in place are the old ones; and what has to
@@ -51,7 +54,9 @@ def put_back(
         InvalidArgumentError: containers, shapes or dtypes differ.
         DataLossError: the JSON object is not one of `collect`.
     """
-    back = _Back(stored, comm, parts)
+    if place is None:
+        place = 0 if comm is None else comm.rank
+    back = _Back(stored, comm, parts, place)
     new = {}
     for name, thing in things.items():
         if name not in nodes:
@@ -73,12 +78,14 @@ def put_back(
 class _Back:
     """One way back: `puts` are the changes that it will take."""
 
-    def __init__(self, stored: Arrays, comm: cc.Communicator | None, parts: Parts) -> None:
+    def __init__(
+        self, stored: Arrays, comm: cc.Communicator | None, parts: Parts, place: int
+    ) -> None:
         self.puts: list[Put] = []
         self._parts = parts
         self._stored = stored
         self._comm = comm
-        self._rank = 0 if comm is None else comm.rank
+        self._place = place
 
     def thing(self, node: Any, live: Any, name: str) -> Any:
         """Give what stands where `live` does, from what the file holds."""
@@ -150,7 +157,7 @@ class _Back:
         if not isinstance(node, dict) or "ranks" not in node:
             return node
         nodes = node["ranks"]
-        return nodes[self._rank] if self._rank < len(nodes) else None
+        return nodes[self._place] if self._place < len(nodes) else None
 
     def _mapping(self, node: Any, live: Mapping[Any, Any], name: str) -> Any:
         if not isinstance(node, dict) or "dict" not in node:

@@ -1,11 +1,11 @@
 """Train on when ranks die, with those that live, from the last commit.
 
-    rank 0              rank 1          rank 2
-    commit 7            commit 7        commit 7
-    step 8              dies            step 8 ...
-    PeerFailure                         PeerFailure         within 0.2 s on one node
-    shrink                              shrink              a communicator of two
-    go on from 7                        go on from 7        inputs dealt to two
+    rank 0              rank 1          rank 2                              rank 3 (spare)
+    commit 7            commit 7        commit 7                            sleeps
+    step 8              dies            step 8 ...                          sleeps
+    PeerFailure                         PeerFailure    within 0.2 s         sleeps
+    shrink                              shrink         all that live        shrink
+    go on from 7                        go on from 7   of as many ranks     is given commit 7
 
 An error of the program itself is never tried again: it would come again, and take one rank after
 the other. The rank that has it takes the others out of their calls, and all raise it.
@@ -13,28 +13,20 @@ the other. The rank that has it takes the others out of their calls, and all rai
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import TypeVar, cast
 
 import collectives as cc
-from strategies import errors
-from strategies.agreement import raise_everywhere
 from strategies.checks import integer
 from strategies.training import events
+from strategies.training.members import Members, TooFew
 from strategies.training.state import State
-from strategies.training.survivors import shrunk
 
 __all__ = ["run_elastic"]
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
-
-class _TooFew(errors.UnavailableError):
-    """Fewer ranks live than the program wants."""
 
 
 def run_elastic(
@@ -42,6 +34,7 @@ def run_elastic(
     state: State,
     *,
     min_ranks: int = 1,
+    max_ranks: int | None = None,
     on_reset: Callable[[], object] | None = None,
 ) -> T:
     """Call `train(state)`; when ranks have died, again, by those that live, from the last commit.
@@ -55,19 +48,32 @@ def run_elastic(
     first the state as it is. What is made of a communicator (strategies, `DistributedOptimizer`,
     plans) is made in `train` of `state.comm`, which is another one then.
 
+    With `max_ranks` the ranks above it are *spare*. They wait, nearly without a processor; when one
+    that trains has died, the next one is given what was committed, with the generators and the rows
+    of the dead rank, and trains in its place: `state.comm` has as many ranks as before, in the same
+    order. Ranks that were spare to the end are given the state of then, and return with the others.
+
     Args:
         train: what to do; begins where `state` is.
         state: what it goes on from.
         min_ranks: how few may go on.
-        on_reset: called after ranks have died, when the state is that of the commit again.
+        max_ranks: how many train; all if None.
+        on_reset: called when `state.comm` has become another one, and the state is that of the
+            commit again.
 
     Returns:
-        What `train` has returned; all ranks that live return together.
+        What `train` has returned; None on a rank that was spare to the end. All ranks that live
+        return together.
 
     Raises:
-        UnavailableError: fewer ranks live than `min_ranks`; on all of them.
+        UnavailableError: fewer ranks live than `min_ranks`, or spare ones alone; on all of them.
+        LaunchError: there are more ranks than `max_ranks` where a dead rank ends the job.
+        SystemExit: `train` leaves the program on all ranks that train; on spare ones, too.
         Exception: an error of `train` that no death has caused, on all ranks; and what `go_on` of
             the state raises.
+
+    Cost: where there are spare ranks, all-gathers of the generators at each commit, and a commit at
+        the end.
 
     Example:
         >>> import numpy as np
@@ -82,69 +88,32 @@ def run_elastic(
         5
     """
     integer("run_elastic", "min_ranks", min_ranks)
+    most = state.comm.size
+    if max_ranks is not None:
+        most = integer("run_elastic", "max_ranks", max_ranks, least=min_ranks)
+    members = Members(state, min_ranks, most)
+    prepare: Callable[[], None] = members.begin
+    result = None
+    known: cc.Communicator | None = state.comm  # that `train` works with; None on a spare rank
     began = None  # when the failure became known that is not overcome yet
     while True:
-        error: Exception
         try:
-            if began is not None or state.number < 0:
-                _go_on(state, min_ranks, began)
-                if began is not None and on_reset is not None:
-                    on_reset()
-                began = None
-            result = train(state)
-            if state.comm.agreed(True):
-                events.write("end")
-                return result
-            error = cc.PeerFailure("run_elastic: a rank died before all had returned")
-        except _TooFew:
+            prepare()
+            comm, known = known, state.comm if members.trains else None
+            if known is not comm and known is not None and on_reset is not None:
+                on_reset()
+            began = None
+            if members.trains and not members.is_through:
+                result = members.train(train)
+            if members.meet():
+                break
+            prepare = members.place  # all of them
+        except TooFew:
             raise
-        except Exception as caught:
-            error = caught
-        began = began or time.monotonic()
-        _after(error, state)
-
-
-def _after(error: Exception, state: State) -> None:
-    """Make a communicator of those that live, if it was a death; else raise the error on all."""
-    # Who is silent would not come to a meeting either.
-    if not cc.is_fault_tolerant() or isinstance(error, cc.CollectiveTimeout):
-        raise error
-    own = None if _is_of_a_death(error, state.comm) else error
-    events.write("failure" if own is None else "error", error=f"{type(error).__name__}: {error}")
-    if own is not None:
-        state.comm.give_up(f"train failed: {type(error).__name__}: {error}")
-    comm = shrunk(state.comm)
-    if comm.allreduce(int(own is not None), op=cc.MAX):
-        raise_everywhere(own, comm, "train")
-    state.comm = comm
-
-
-def _go_on(state: State, min_ranks: int, began: float | None) -> None:
-    """Commit what there is, or go back to the last commit."""
-    comm = state.comm
-    if comm.size < min_ranks:
-        raise comm.raised_by_all(
-            _TooFew(
-                f"run_elastic: too few ranks live, expected at least {min_ranks}, got {comm.size}"
-            )
-        )
-    if began is None:
-        state.commit()
-        return
-    state.go_on(comm)
-    seconds = time.monotonic() - began
-    events.write("recovered", size=comm.size, commit=state.number, seconds=round(seconds, 6))
-    if comm.rank == 0:
-        log.warning("goes on with %d ranks from commit %d", comm.size, state.number)
-
-
-def _is_of_a_death(error: BaseException | None, comm: cc.Communicator) -> bool:
-    """Tell whether an error is, or comes from, that of a call that a dead rank was needed for."""
-    later = isinstance(error, cc.CollectiveError) and not isinstance(error, cc.MismatchError)
-    if later and "PeerFailure" in (comm.unusable or ""):
-        return True
-    while error is not None:
-        if isinstance(error, cc.PeerFailure):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+        except Exception as error:
+            began = began or time.monotonic()
+            members.after(error)
+            prepare = partial(members.place, began)
+    events.write("end")
+    members.leave()
+    return cast(T, result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from strategies import arrays, errors
 from strategies.agreement import compare, raise_everywhere
 from strategies.training import content, events
 from strategies.training import things as kinds
+from strategies.training.copies import NOTHING, Copies, Copy
 from strategies.training.distributed import Parts
 from strategies.training.put_back import put_back
 from strategies.training.slices import Slice
@@ -33,25 +34,6 @@ _PIPELINE = (
     "commit(input=batches.state(comm)), and a new one in `train`, over a ShardedInput of the ranks "
     "that live, which goes on by batches.go_on(state['input'], comm)"
 )
-
-
-class _Copy(NamedTuple):
-    """Things as they were.
-
-    Attributes:
-        number: of the commit; -1 if it is not whole.
-        nodes: all but the numbers in arrays, as `content.collect` gives it.
-        tensors: copies of the arrays, by name.
-        inputs: positions of all ranks, by name.
-    """
-
-    number: int
-    nodes: Any
-    tensors: Mapping[str, Any]
-    inputs: Mapping[str, Any]
-
-
-_NOTHING = _Copy(-1, {}, {}, {})
 
 
 class State:
@@ -75,6 +57,9 @@ class State:
     Attributes:
         comm: the ranks that go on; another communicator after a death.
         number: of the last commit; -1 before the first.
+        for_others: whether all ranks keep the generators of all, for those that may take the place
+            of a dead one: `run_elastic` says so where there are spare ranks.
+        copies: what each rank has of the commits.
 
     Raises:
         ValueError: nothing to keep, a thing is called "verify", is a pipeline, or this rank has
@@ -103,13 +88,13 @@ class State:
             raise ValueError(f"State: {_PIPELINE}, got a pipeline (name: {name})")
         self.comm = cc.init() if comm is None else comm
         self._things = things
-        # The one that all ranks have, and the one that they are about to have.
-        self._kept, self._next = _NOTHING, _NOTHING
+        self.for_others = False
+        self.copies = Copies()
 
     @property
     def number(self) -> int:
         """Number of the last commit; -1 before the first."""
-        return self._kept.number
+        return self.copies.kept.number
 
     def __getitem__(self, name: str) -> Any:
         """Return a thing: the one that was given last, or restored since."""
@@ -144,8 +129,8 @@ class State:
         """
         if verify:
             compare(self.comm, "commit", lambda: (None, self._sums()))
-        number = self._kept.number + 1
-        error, copied = None, _NOTHING
+        copies, number = self.copies, self.number + 1
+        error, copied = None, NOTHING
         try:
             copied = self._copied(number, new)
         except Exception as caught:
@@ -154,9 +139,11 @@ class State:
             raise_everywhere(error, self.comm, "commit")
         self._things |= new
         inputs = {name: thing.state(self.comm) for name, thing in self._inputs()}
-        self._next = copied._replace(inputs=inputs)
+        if self.for_others:
+            copied = self._with_those_of_others(copied)
+        copies.next = copied._replace(inputs=inputs)
         self.comm.barrier()
-        self._kept, self._next = self._next, self._kept
+        copies.turn()
         events.write("commit", commit=number)
 
     def restore(self) -> None:
@@ -165,33 +152,35 @@ class State:
         Raises:
             FailedPreconditionError: there is none.
         """
-        if self._kept is _NOTHING:
+        if self.number < 0:
             raise errors.FailedPreconditionError("restore: expected a commit before, got none")
-        self._put_back(self._kept)
+        self._put_back(self.copies.kept)
 
-    def go_on(self, comm: cc.Communicator) -> None:
+    def go_on(self, comm: cc.Communicator, places: Mapping[int, int] | None = None) -> None:
         """Give all things back as they were at the last commit that any rank is sure of.
 
         Inputs are dealt out anew: rows that were used before that commit do not come again, all
-        others do.
+        others do. Where there are as many ranks as then, each goes on with the rows that it had.
 
         Args:
             comm: those that live, of the ranks so far.
+            places: ranks of `comm` that have no commit yet, and in the place of which rank, by its
+                number at that commit; they are given what the others have.
 
         Raises:
             FailedPreconditionError: there was no commit; on all ranks.
         """
         # Who is sure of a commit knows that all ranks had made their copies.
-        newest = int(comm.allreduce(self._kept.number, op=cc.MAX))
+        newest = int(comm.allreduce(self.number, op=cc.MAX))
         if newest < 0:
             raise comm.raised_by_all(
                 errors.FailedPreconditionError("go_on: expected a commit before, got none")
             )
-        if self._next.number == newest:
-            self._kept, self._next = self._next, self._kept
-        self._next = self._next._replace(number=-1)
+        self.copies.go_back(newest)
+        if places:
+            self.copies.hand_on(comm, places)
         self.comm = comm
-        self._put_back(self._kept)
+        self._put_back(self.copies.kept)
 
     def _inputs(self) -> list[tuple[str, Any]]:
         found = self._things.items()
@@ -202,7 +191,7 @@ class State:
         every = (things or self._things).items()
         return {name: thing for name, thing in every if name not in inputs}
 
-    def _copied(self, number: int, new: Mapping[str, Any]) -> _Copy:
+    def _copied(self, number: int, new: Mapping[str, Any]) -> Copy:
         """Copy what this rank has, into the memory of the copy before the last one."""
         unknown = new.keys() - self._things.keys()
         if unknown:
@@ -216,16 +205,28 @@ class State:
         for name, array in found.items():
             if isinstance(array, Slice):
                 raise errors.InvalidArgumentError(f"commit: {_LOST}, got a part (name: {name})")
-        before = self._next.tensors
-        self._next = _NOTHING
+        before = self.copies.next.tensors
+        self.copies.next = NOTHING
         tensors = {name: _copy(array, before.get(name)) for name, array in found.items()}
-        return _Copy(number, nodes, tensors, {})
+        return Copy(number, nodes, tensors, {}, self.comm.rank, self.comm.size)
 
-    def _put_back(self, copy: _Copy) -> None:
+    def _with_those_of_others(self, copy: Copy) -> Copy:
+        """Add to a copy what each of the other ranks has of its own; *collective*."""
+        own = {name: thing for name, thing in self._others().items() if _is_of_rank(thing)}
+        found, nodes = content.collect(own, self.comm)
+        known, theirs = copy.tensors, tuple(f"{name}/" for name in own)
+        tensors = {n: array for n, array in known.items() if not f"{n}/".startswith(theirs)}
+        tensors |= {
+            name: known[name] if name in known else _copy(array, None)
+            for name, array in found.items()
+        }
+        return copy._replace(nodes=copy.nodes | nodes, tensors=tensors)
+
+    def _put_back(self, copy: Copy) -> None:
         others = self._others()
         # Things may keep what they are given.
         tensors = {name: array.copy() for name, array in copy.tensors.items()}
-        new, puts = put_back(copy.nodes, tensors, others, None, Parts({}))
+        new, puts = put_back(copy.nodes, tensors, others, None, Parts({}), place=copy.place)
         for put in puts:
             put()
         self._things |= new
@@ -257,6 +258,17 @@ def _pipelines(things: Any, name: str = "") -> Iterator[str]:
         label = kinds.labels(things)
         for index, part in enumerate(parts):
             yield from _pipelines(part, f"{name}/{label(index)}")
+
+
+def _is_of_rank(thing: Any) -> bool:
+    """Whether each rank has its own of this, or of something in it."""
+    kind = kinds.kind_of(thing)
+    if kind is not None:
+        return kind.of_rank
+    if kinds.key_kind(thing) is not None:
+        return True
+    inside = thing.values() if isinstance(thing, Mapping) else kinds.parts_of(thing)
+    return any(map(_is_of_rank, inside or ()))
 
 
 def _copy(array: Any, into: Any) -> Any:

@@ -101,6 +101,41 @@ def test_a_session_commits_and_begins_where_the_state_is_else_at_the_newest_chec
     world.run(check)
 
 
+def test_a_rank_without_a_commit_is_given_one_with_the_place_of_another(world):
+    """As after a death: the others keep their rows and generators, whatever each had used."""
+
+    def check(comm):
+        def things(rank, size):
+            rng, other = np.random.default_rng(rank), random.Random(rank)
+            rows = ShardedInput(range(40), lambda row: [row], rank=rank, size=size, policy="file")
+            return {"rows": rows, "mixed": {"w": np.zeros((), np.float16), "rng": rng}, "o": other}
+
+        own = things(comm.rank, comm.size)
+        state = State(comm, **own, words=[], step=0)
+        state.for_others = True
+        own["mixed"]["w"][...] = 1.5
+        own["mixed"]["rng"].random(comm.rank), own["o"].random()
+        used = [next(own["rows"]) for _ in range(comm.rank % 3)]
+        state.commit(words=["a", {"b": 1.5}], step=3)
+        if comm.rank == comm.size - 1 and comm.size > 1:  # another process, in its place
+            given = things(0, 1)
+            state = State(comm, **given, words=None, step=0)
+            state.go_on(comm, {comm.size - 1: comm.size - 1})
+        else:
+            given = own
+            state.go_on(comm, {comm.size - 1: comm.size - 1} if comm.size > 1 else None)
+        assert state.number == 0
+        assert (state["step"], state["words"]) == (3, ["a", {"b": 1.5}])
+        expected = things(comm.rank, comm.size)
+        expected["mixed"]["rng"].random(comm.rank), expected["o"].random()
+        assert given["mixed"]["w"] == 1.5
+        assert given["mixed"]["rng"].random() == expected["mixed"]["rng"].random()
+        assert given["o"].random() == expected["o"].random()
+        assert used + list(given["rows"]) == list(expected["rows"])
+
+    world.run(check)
+
+
 def test_a_session_goes_back_to_the_last_commit_after_an_error_that_passes(world):
     def check(comm):
         weights, made = np.zeros(3), []

@@ -5,61 +5,22 @@ from __future__ import annotations
 import json
 import re
 import sys
-import textwrap
 from collections import Counter
 
 import pytest
+from elastic_jobs import DIGITS, FAULT_TOLERANT, needs_fault_tolerance, of_kind, start
 
-from launcher import ROOT, asked_to_stop, mpirun, mpirun_path, run
+from launcher import ROOT, asked_to_stop, mpirun, run
 from pairwise import also
-from requirements import needs, require
+from requirements import needs
 from strategies import training
 from strategies.training import events
-
-FAULT_TOLERANT = ("--with-ft", "ulfm")
-DIGITS = ROOT / "examples" / "elastic_digits.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _fault_tolerant_mpi():
-    version = run([mpirun_path(), "--version"], timeout=30).stdout
-    if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
-        require("ulfm", "fault tolerance needs Open MPI 5")
+    needs_fault_tolerance()
 
-
-def start(tmp_path, program, faults, *arguments, size=3, options=FAULT_TOLERANT, **extra):
-    if not hasattr(program, "suffix"):
-        text, program = program, tmp_path / "program.py"
-        program.write_text(textwrap.dedent(HEAD) + textwrap.dedent(text))
-    result = mpirun(
-        size, program, *arguments, options=options, timeout=110, UNISONO_FAULT=faults,
-        UNISONO_EVENTS=str(tmp_path / "events"), UNISONO_RECORDER_DIR=str(tmp_path), **extra,
-    )  # fmt: skip
-    return result, events.read(tmp_path / "events")
-
-
-def of_kind(told, event):
-    return [line for line in told if line["event"] == event]
-
-
-# Commits after every step; the weights after n steps are n, whoever has died.
-HEAD = """
-    import sys
-    import numpy as np
-    import collectives as cc
-    import strategies
-    from strategies import training
-    comm = cc.init()
-    weights = np.zeros(1000)
-    state = training.State(comm, weights=weights, step=0)
-
-    def train(state):
-        for step in range(state["step"], 12):
-            training.inject(step, [weights])
-            weights[:] += state.comm.allreduce(np.ones(1000))
-            state.commit(step=step + 1, verify="verify" in sys.argv)
-        return state["step"]
-"""
 
 TRAIN = """
     steps = training.run_elastic(train, state, min_ranks=int(sys.argv[1]))

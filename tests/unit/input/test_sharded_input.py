@@ -121,14 +121,34 @@ def test_nothing_is_lost_and_nothing_comes_twice_with_another_number_of_ranks(
     assert seen == Counter({record: 3 for records in files.values() for record in records})
 
 
-def test_going_on_without_a_change_gives_the_same_order():
-    files = contents([4, 4, 4])
-    whole = [list(part) for part in inputs(files, 2, seed=5, policy="data")]
-    parts = inputs(files, 2, seed=5, policy="data")
-    begun = [list(islice(part, 3)) for part in parts]
+@settings(max_examples=200)
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=7),
+    policy=st.sampled_from(POLICIES),
+    before=st.tuples(st.integers(1, 4), st.integers(0, 9)),
+    stages=st.lists(st.lists(st.integers(0, 12), min_size=3, max_size=3), max_size=4),
+    size=st.integers(1, 3),
+    seed=st.integers(0, 3),
+)
+def test_as_many_ranks_as_before_go_on_as_if_nobody_had_interrupted_them(
+    lengths, policy, before, stages, size, seed
+):
+    """Whichever of them had used more than others, also after another number of ranks."""
+    files = contents(lengths)
+    options = {"policy": policy, "seed": seed, "num_epochs": 3}
+    parts = inputs(files, before[0], **options)
+    list(islice(parts[-1], before[1]))
     state = merge_positions([part.position() for part in parts])
-    rest = [list(part) for part in inputs(files, 2, seed=5, policy="data", state=state)]
-    assert [b + r for b, r in zip(begun, rest, strict=True)] == whole
+    whole = [list(part) for part in inputs(files, size, state=state, **options)]
+    seen = [[] for _ in range(size)]
+    for counts in stages:
+        parts = inputs(files, size, state=state, **options)
+        for part, records, count in zip(parts, seen, counts, strict=False):
+            records += islice(part, count)
+        state = json.loads(json.dumps(merge_positions([part.position() for part in parts])))
+    for part, records in zip(inputs(files, size, state=state, **options), seen, strict=True):
+        records += part
+    assert seen == whole
 
 
 def test_a_position_does_not_change_afterwards():

@@ -1,0 +1,57 @@
+"""Jobs whose ranks die on purpose, under `mpirun --with-ft ulfm`, and what they say of it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+from launcher import ROOT, mpirun, mpirun_path, run
+from requirements import require
+from strategies.training import events
+
+FAULT_TOLERANT = ("--with-ft", "ulfm")
+DIGITS = ROOT / "examples" / "elastic_digits.py"
+
+
+def needs_fault_tolerance():
+    """Skip, or fail, where no MPI outlives its ranks."""
+    version = run([mpirun_path(), "--version"], timeout=30).stdout
+    if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
+        require("ulfm", "fault tolerance needs Open MPI 5")
+
+
+def start(tmp_path, program, faults, *arguments, size=3, options=FAULT_TOLERANT, **extra):
+    """Run a program, or `HEAD` and its text, with faults; returns how it ended, and its events."""
+    if not hasattr(program, "suffix"):
+        text, program = program, tmp_path / "program.py"
+        program.write_text(textwrap.dedent(HEAD) + textwrap.dedent(text))
+    result = mpirun(
+        size, program, *arguments, options=options, timeout=110, UNISONO_FAULT=faults,
+        UNISONO_EVENTS=str(tmp_path / "events"), UNISONO_RECORDER_DIR=str(tmp_path), **extra,
+    )  # fmt: skip
+    return result, events.read(tmp_path / "events")
+
+
+def of_kind(told, event):
+    """The events of one kind."""
+    return [line for line in told if line["event"] == event]
+
+
+# Commits after every step; the weights after n steps are n, whoever has died.
+HEAD = """
+    import sys
+    import numpy as np
+    import collectives as cc
+    import strategies
+    from strategies import training
+    comm = cc.init()
+    weights = np.zeros(1000)
+    state = training.State(comm, weights=weights, step=0)
+
+    def train(state):
+        for step in range(state["step"], 12):
+            training.inject(step, [weights])
+            weights[:] += state.comm.allreduce(np.ones(1000))
+            state.commit(step=step + 1, verify="verify" in sys.argv)
+        return state["step"]
+"""
