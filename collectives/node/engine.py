@@ -328,9 +328,9 @@ class Engine:
         block[words.DETAIL] = detail
         block[words.LONGEST] = -(-longest // words.PART_BYTES) * words.PART_BYTES
         taken = sum(stop - first for _, first, stop, _ in rows)
-        block[words.STREAMS] = taken >= _STREAMED_BYTES
-        kernel = _kind("publish") if longest <= words.PART_BYTES else _kind("flow")
-        return Work(kernel, block, (table,))
+        kind = "publish" if longest <= words.PART_BYTES else "flow"
+        block[words.STREAMS] = kind == "flow" and taken >= _STREAMED_BYTES  # with its fence
+        return Work(_kind(kind), block, (table,))
 
     def drive(self, work: Work, deadline: Deadline, status: int | None = None) -> bool:
         """Go on with a call until it is done; False if the ranks disagree about it.

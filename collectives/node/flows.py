@@ -51,8 +51,8 @@ def _put_own(block: Any, dest: int, first: int, stop: int) -> None:
     before, after = min(stop, max(first, block[w.KEPT])), max(first, min(stop, block[w.KEPT_TO]))
     if before >= after:
         before = after = stop
-    put(block, dest, block[w.SEND] + first, before - first)
-    put(block, dest + after - first, block[w.SEND] + after, stop - after)
+    put(block, dest, block[w.SEND] + first, before - first)  # [fill]
+    put(block, dest + after - first, block[w.SEND] + after, stop - after)  # [fill]
 
 
 @njit
@@ -86,24 +86,24 @@ def publish(address: int) -> int:
     """
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
-        number = next_round(block)
-        announce(block, number)
+        number = next_round(block)  # [number]
+        announce(block, number)  # [hash]
         _put_own(block, slot(block, block[w.RANK], number), 0, block[w.COUNT])
-        tell(block, w.FILLED, number)
+        tell(block, w.FILLED, number)  # [filled]
         block[w.PHASE] = 1
     number = block[w.FIRST]
-    if not wait(block, w.FILLED, number):
+    if not wait(block, w.FILLED, number):  # [all filled]
         return w.WAITING
-    if not agreed(block):
+    if not agreed(block):  # [hashes]
         return end(block, w.MISMATCH, 1)
-    if not alike(block):
+    if not alike(block):  # [hashes]
         return end(block, w.DONE, 1)
     _copy_own(block, 0, block[w.COUNT])
     table = carray(pointer(block[w.TABLE]), (block[w.ROWS], 4), np.int64)
     for row in range(block[w.ROWS]):
         peer, first = table[row, PEER], table[row, FROM]
         if peer != block[w.RANK]:
-            source = slot(block, peer, number) + first
+            source = slot(block, peer, number) + first  # [read]
             _copy_row(block, row, source, first, table[row, TO], False)
     return end(block, w.DONE, 1)
 
@@ -132,8 +132,9 @@ def _put_parts(block: Any, turn: int) -> None:
     stop = min(block[w.COUNT], window + block[w.SLOT_BYTES])
     for first in range(window, stop, w.PART_BYTES):
         _put_own(block, own + first - window, first, min(stop, first + w.PART_BYTES))
-        store(header(block, block[w.RANK]) + 8 * w.STORED, state(block)[w.WAY])
-        tell(block, w.PARTS, _part_number(block, number, (first - window) // w.PART_BYTES))
+        store(header(block, block[w.RANK]) + 8 * w.STORED, state(block)[w.WAY])  # [hint]
+        told = _part_number(block, number, (first - window) // w.PART_BYTES)
+        tell(block, w.PARTS, told)  # [part]
 
 
 @njit
@@ -151,14 +152,14 @@ def _copy_parts(block: Any, turn: int) -> bool:
             peer = table[row, PEER]
             first, last = max(table[row, FROM], at), min(table[row, TO], stop)
             if peer != block[w.RANK] and first < last:
-                if not wait_for(block, peer, told):
+                if not wait_for(block, peer, told):  # [part is there]
                     return False
-                source = _room(block, peer, number) + first - window
-                far = load(header(block, peer) + 8 * w.STORED) == w.STREAMING
+                far = load(header(block, peer) + 8 * w.STORED) == w.STREAMING  # [hint]
+                source = _room(block, peer, number) + first - window  # [read]
                 _copy_row(block, row, source, first, last, far or block[w.STREAMS])
         block[w.AT] += 1
     block[w.AT] = 0
-    fence()  # of results that were stored past the caches
+    fence()  # [results] that were stored past the caches
     return True
 
 
@@ -166,21 +167,21 @@ def flow(address: int) -> int:
     """As `publish`, for streams of many parts: each is read while the next is put."""
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
-        announce(block, next_round(block))
+        announce(block, next_round(block))  # [number] [hash]
         block[w.PHASE] = 1
     while block[w.DONE_ROUNDS] < block[w.ROUNDS]:
         turn = block[w.DONE_ROUNDS]
         number = block[w.FIRST] + turn
         if block[w.PHASE] == 1:
-            tell(block, w.FILLED, number)
+            tell(block, w.FILLED, number)  # [filled]
             _put_parts(block, turn)
             block[w.PHASE] = 2
         if block[w.PHASE] == 2 and turn == 0:  # nobody copies before all are known to be alike
-            if not wait(block, w.FILLED, number):
+            if not wait(block, w.FILLED, number):  # [all filled]
                 return w.WAITING
-            if not agreed(block):
+            if not agreed(block):  # [hashes]
                 return end(block, w.MISMATCH, 1)
-            if not alike(block):
+            if not alike(block):  # [hashes]
                 return end(block, w.DONE, 1)
         if block[w.PHASE] == 2:
             block[w.PHASE] = 3
@@ -188,7 +189,7 @@ def flow(address: int) -> int:
             if not _copy_parts(block, turn):
                 return w.WAITING
             block[w.PHASE] = 4
-        if not wait(block, w.FILLED, number):
+        if not wait(block, w.FILLED, number):  # [all filled]
             return w.WAITING
         block[w.DONE_ROUNDS] = turn + 1
         block[w.PHASE] = 1

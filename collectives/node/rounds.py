@@ -17,6 +17,9 @@ Why a slot may be filled again in round k + 2: before that its rank has seen eit
 FILLED >= k + 1, on all ranks, and each of them stores these only after it has read all that it
 needs of round k. Why hashes lie in two words, by the parity of a call's first round: a rank that is
 one call ahead must not overwrite what a slow one still compares.
+
+[Words] in brackets name the steps of the model in `tests/unit/node/protocol.py`, which tries every
+order in which processors may take them: what one of the two does for others, the other does, too.
 """
 
 from __future__ import annotations
@@ -47,12 +50,12 @@ def _fill(block: Any, dest: int, source: int, n: int) -> None:
     """Copy a contribution to where others read it."""
     width = block[w.WIDTH]
     if not block[w.FILL]:
-        put(block, dest, source, n * width)
+        put(block, dest, source, n * width)  # [fill]
         return
     for at in range(0, n, w.TILE):
         few = min(w.TILE, n - at)
         call(block[w.FILL], block[w.SCRATCH], source + at * width, few, block[w.SIZE])
-        put(block, dest + at * width, block[w.SCRATCH], few * width)
+        put(block, dest + at * width, block[w.SCRATCH], few * width)  # [fill]
 
 
 @njit
@@ -92,7 +95,8 @@ def _combine_all(block: Any, at: int, n: int) -> None:
     dest = block[w.OUT] + offset
     total = block[w.SCRATCH] if block[w.SAVE] else dest
     for rank in range(block[w.SIZE]):
-        _accumulate(block, total, slot(block, rank, block[w.FIRST]) + offset, n, rank)
+        source = slot(block, rank, block[w.FIRST]) + offset  # [read]
+        _accumulate(block, total, source, n, rank)
     if block[w.SAVE]:
         call(block[w.SAVE], dest, total, n, block[w.SIZE])
 
@@ -107,7 +111,7 @@ def _combine_two(block: Any, at: int, n: int) -> None:
     me, offset = block[w.RANK], at * block[w.WIDTH]
     dest = block[w.OUT] + offset
     own = _own(block, block[w.SEND] + offset, n, me)
-    theirs = slot(block, 1 - me, block[w.FIRST]) + offset
+    theirs = slot(block, 1 - me, block[w.FIRST]) + offset  # [read]
     first, second = (own, theirs) if me == 0 else (theirs, own)
     if block[w.SAVE]:
         pair(block[w.START], block[w.SCRATCH], first, second, n)
@@ -128,14 +132,14 @@ def one_shot(address: int) -> int:
     block = carray(pointer(address), w.WORDS, np.int64)
     count = block[w.COUNT]
     if block[w.PHASE] == 0:
-        number = next_round(block)
+        number = next_round(block)  # [number]
         _fill(block, slot(block, block[w.RANK], number), block[w.SEND], count)
-        announce(block, number)
-        tell(block, w.FILLED, number)
+        announce(block, number)  # [hash]
+        tell(block, w.FILLED, number)  # [filled]
         block[w.PHASE] = 1
-    if not wait(block, w.FILLED, block[w.FIRST]):
+    if not wait(block, w.FILLED, block[w.FIRST]):  # [all filled]
         return w.WAITING
-    if not agreed(block):
+    if not agreed(block):  # [hashes]
         return end(block, w.MISMATCH, 1)
     for at in range(0, count, w.TILE):
         n = min(w.TILE, count - at)
@@ -181,7 +185,7 @@ def _contribute(block: Any, turn: int) -> None:
             start, n = _span(block, owner, turn)
             dest = own + owner * _piece(block)
             _fill(block, dest, block[w.SEND] + start * block[w.WIDTH], n)
-    tell(block, w.FILLED, number)
+    tell(block, w.FILLED, number)  # [filled]
 
 
 @njit
@@ -213,14 +217,15 @@ def _combine_piece(block: Any, turn: int) -> None:
             if rank == me:
                 source = _own(block, block[w.SEND] + offset, n, rank)
             else:
-                source = slot(block, rank, number) + place + at * width
+                source = slot(block, rank, number) + place + at * width  # [read]
             _accumulate(block, block[w.SCRATCH], source, n, rank)
         result = _saved(block, block[w.SCRATCH], n)
         if block[w.TAKE] != w.TAKE_NONE:
             _result(block, block[w.OUT] + offset, result, n * width)
         if block[w.TAKE] != w.TAKE_OWN:
-            put(block, slot(block, me, number) + place + at * width, result, n * width)
-    tell(block, w.READY, number)
+            dest = slot(block, me, number) + place + at * width
+            put(block, dest, result, n * width)  # [make]
+    tell(block, w.READY, number)  # [made]
 
 
 @njit
@@ -230,10 +235,10 @@ def _collect(block: Any, turn: int) -> None:
     for owner in range(block[w.SIZE]):
         if owner != block[w.RANK]:
             start, n = _span(block, owner, turn)
-            source = slot(block, owner, number) + owner * _piece(block)
+            source = slot(block, owner, number) + owner * _piece(block)  # [take]
             _result(block, block[w.OUT] + start * width, source, n * width)
     if _streams(block):
-        fence()
+        fence()  # [results]
 
 
 def pipelined(address: int) -> int:
@@ -246,21 +251,21 @@ def pipelined(address: int) -> int:
     block = carray(pointer(address), w.WORDS, np.int64)
     total = _turns(block)
     if block[w.PHASE] == 0:
-        announce(block, next_round(block))
+        announce(block, next_round(block))  # [number] [hash]
         _contribute(block, 0)
         block[w.PHASE] = 1
     while block[w.DONE_ROUNDS] < total:
         turn = block[w.DONE_ROUNDS]
         if block[w.PHASE] == 1:
-            if not wait(block, w.FILLED, block[w.FIRST] + turn):
+            if not wait(block, w.FILLED, block[w.FIRST] + turn):  # [all filled]
                 return w.WAITING
-            if turn == 0 and not agreed(block):
+            if turn == 0 and not agreed(block):  # [hashes]
                 return end(block, w.MISMATCH, 1)
             if turn + 1 < total:
                 _contribute(block, turn + 1)
             _combine_piece(block, turn)
             block[w.PHASE] = 2
-        if not wait(block, w.READY, block[w.FIRST] + turn):
+        if not wait(block, w.READY, block[w.FIRST] + turn):  # [all made]
             return w.WAITING
         if block[w.TAKE] == w.TAKE_ALL:
             _collect(block, turn)
@@ -279,11 +284,11 @@ def _combine_shared(block: Any) -> None:
     for at in range(bounds[block[w.RANK]], stop, w.TILE):
         n = min(w.TILE, stop - at)
         for rank in range(block[w.SIZE]):
-            source = _own(block, table[rank] + at * width, n, rank)
+            source = _own(block, table[rank] + at * width, n, rank)  # [read arrays]
             _accumulate(block, block[w.SCRATCH], source, n, rank)
         result = _saved(block, block[w.SCRATCH], n)
         for rank in range(block[w.SIZE]):
-            copy(table[rank] + at * width, result, n * width)
+            copy(table[rank] + at * width, result, n * width)  # [write arrays]
 
 
 def shared(address: int) -> int:
@@ -293,19 +298,19 @@ def shared(address: int) -> int:
     """
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
-        number = next_round(block)
-        announce(block, number)
-        tell(block, w.FILLED, number)
+        number = next_round(block)  # [number]
+        announce(block, number)  # [hash]
+        tell(block, w.FILLED, number)  # [filled]
         block[w.PHASE] = 1
     if block[w.PHASE] == 1:
-        if not wait(block, w.FILLED, block[w.FIRST]):
+        if not wait(block, w.FILLED, block[w.FIRST]):  # [all filled]
             return w.WAITING
-        if not agreed(block):
+        if not agreed(block):  # [hashes]
             return end(block, w.MISMATCH, 1)
         _combine_shared(block)
-        tell(block, w.READY, block[w.FIRST])
+        tell(block, w.READY, block[w.FIRST])  # [made]
         block[w.PHASE] = 2
-    if not wait(block, w.READY, block[w.FIRST]):
+    if not wait(block, w.READY, block[w.FIRST]):  # [all made]
         return w.WAITING
     return end(block, w.DONE, 1)
 

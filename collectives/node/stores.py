@@ -53,7 +53,7 @@ def _timed(block: Any, dest: int, source: int, nbytes: int) -> None:
     drain()
     began = now(block)
     copy(dest, near, nbytes)
-    drain()
+    drain()  # [change]
     own[w.RATE] = 1000 * nbytes // max(1, now(block) - began)
     way = w.STREAMING if own[w.RATE] < _SLOW else w.PLAIN
     own[w.AGAINST] = 0 if way == own[w.WAY] else own[w.AGAINST] + 1
@@ -84,5 +84,5 @@ def put(block: Any, dest: int, source: int, nbytes: int) -> None:
 def tell(block: Any, word: int, number: int) -> None:
     """Store a number in a word of this rank's header, after all that was put."""
     if state(block)[w.WAY] == w.STREAMING:
-        fence()
+        fence()  # [fence]
     store(header(block, block[w.RANK]) + 8 * word, number)

@@ -18,6 +18,21 @@ holds for loads that are open, which only ARM64 has.
 
 Left out are ranks that disagree, which stop; sizes: a slot has two parts, what its rank brings for
 others and what it has made; and the return to Python in a wait, which changes nothing.
+
+What a rank does for others has a name, by which the code cites it, in brackets:
+
+    number                     take the numbers of the rounds of a call
+    hash, hashes               store what the call is about; compare that of all
+    fill, make                 store in the own slot what it brings, what it has made of others'
+    change                     fence, when it stops streaming
+    fence                      before a word, if it streams
+    filled, part, made         store the word FILLED, PARTS, READY
+    all filled, all made       wait for such a word of all ranks
+    part is there              wait for PARTS of one
+    read, take                 load what others bring, what they have made
+    read arrays, write arrays  load and store arrays that all ranks reach
+    hint                       store, load how a part was stored: whatever is found will do
+    results                    fence behind results that were streamed to the caller's memory
 """
 
 from __future__ import annotations
@@ -34,6 +49,8 @@ LOAD, STORE, RELEASE, WAIT, FENCE = "load", "store", "release", "wait", "fence"
 TURNS = 2  # rounds of a call that has several
 # Of a slot, whose two places are put and read as one, or each by itself.
 WHOLE, HALVES = ((False, True),), ((False,), (True,))
+TOLD = {"FILLED": "filled", "PARTS": "part", "READY": "made"}
+AWAITED = {"FILLED": "all filled", "READY": "all made"}
 RESULT = 1000  # of a round, where data of the round are meant by its number
 
 
@@ -54,9 +71,9 @@ class Wrong(Exception):
 class Rank:
     """Writes down the steps of a rank.
 
-    The methods are the functions of `collectives.node.rounds`, `flows` and `meeting`, with their
-    names and in their order. `without` leaves one thing out: what a method does for a word, such as
-    ("pipelined", "wait", "READY"), or one of two places, such as ("", "slot", "").
+    The methods are the functions of `collectives.node.rounds`, `flows`, `meeting` and `stores`,
+    with their names and in their order. `without` leaves one thing out: what a method does for a
+    word, such as ("pipelined", "wait", "READY"), or one of two places, such as ("", "slot", "").
 
     Args:
         rank: which one.
@@ -81,7 +98,7 @@ class Rank:
         self.everybody = range(size)
         self.others = [other for other in self.everybody if other != rank]
         self.steps: list[Step] = []
-        self.said: list[tuple[str, str]] = []
+        self.said: list[str] = []
         self.number = self.first = self.puts = 0
         self.kind, self.is_streaming = "", False
 
@@ -92,16 +109,14 @@ class Rank:
 
     def one_shot(self) -> None:
         number = self.next_round()
-        self.put(number, result=False)
-        self.put(number, result=True)  # the whole slot
+        self.fill(number)
         self.announce(number)
         self.tell("FILLED", number)
         self.wait("FILLED", number)
         self.agreed()
         # Of two ranks each reads its own array where it is.
         for rank in self.everybody if self.size > 2 else self.others:
-            self.read(rank, number, result=False)
-            self.read(rank, number, result=True)
+            self.read(rank, number)
 
     def pipelined(self, take_all: bool = True) -> None:
         self.announce(self.next_round(TURNS))
@@ -122,24 +137,30 @@ class Rank:
         self.pipelined(take_all=False)
 
     def contribute(self, turn: int) -> None:
-        self.put(self.first + turn, result=False)
+        self.fill(self.first + turn, [False])
         self.tell("FILLED", self.first + turn)
 
     def combine_piece(self, turn: int, take_all: bool) -> None:
         for rank in self.others:
-            self.read(rank, self.first + turn, result=False)
+            self.read(rank, self.first + turn, [False])
         if take_all:
-            self.put(self.first + turn, result=True)
+            self.put(self.first + turn, "make", result=True)
         self.tell("READY", self.first + turn)
 
     def collect(self, turn: int) -> None:
         for rank in self.others:
-            self.read(rank, self.first + turn, result=True)
+            self.said.append("take")
+            self.load_slot(rank, self.first + turn, result=True)
+        self.said.append("results")  # what that is for is in `shared`
 
     def shared(self) -> None:
         number = self.next_round()
+        # The array is what an earlier call has left there, past the caches or not.
+        is_streamed = self.streams(self.puts)
         for chunk in self.everybody:
-            self._store(("array", self.rank, chunk), number)  # the user writes the array
+            self._store(("array", self.rank, chunk), number, is_streamed)
+        if is_streamed:
+            self._fence("results")
         self.announce(number)
         self.tell("FILLED", number)
         self.wait("FILLED", number)
@@ -151,6 +172,7 @@ class Rank:
             self._load(("array", self.rank, chunk), number + RESULT)
 
     def combine_shared(self, number: int) -> None:
+        self.said += ["read arrays", "write arrays"]
         for rank in self.everybody:
             self._load(("array", rank, self.rank), number)
         for rank in self.everybody:
@@ -159,22 +181,20 @@ class Rank:
     def publish(self) -> None:
         number = self.next_round()
         self.announce(number)
-        self.put(number, result=False)
-        self.put(number, result=True)  # the whole slot
+        self.fill(number)
         self.tell("FILLED", number)
         self.wait("FILLED", number)
         self.agreed()
         for rank in self.others:
-            self.read(rank, number, result=False)
-            self.read(rank, number, result=True)
+            self.read(rank, number)
 
     def flow(self) -> None:
         self.announce(self.next_round(TURNS))
         for number in range(self.first, self.first + TURNS):
             self.tell("FILLED", number)
             for part, halves in enumerate(self.parts):
-                for result in halves:
-                    self.put(number, result=result)
+                self.fill(number, halves)
+                self.said.append("hint")
                 self.tell("PARTS", 2 * number + part)
             if number == self.first:
                 self.wait("FILLED", number)
@@ -182,26 +202,32 @@ class Rank:
             for part, halves in enumerate(self.parts):
                 for rank in self.others:
                     self.wait_for(rank, 2 * number + part)
-                    for result in halves:
-                        self.read(rank, number, result=result)
+                    self.said.append("hint")
+                    self.read(rank, number, halves)
+            self.said.append("results")  # what that is for is in `shared`
             self.wait("FILLED", number)
 
     def next_round(self, rounds: int = 1) -> int:
+        self.said.append("number")
         self.first = self.number + 1
         self.number += rounds
         return self.first
 
     def announce(self, first: int) -> None:
-        self.said.append(("announce", ""))
+        self.said.append("hash")
         self._store(("hash", self.rank, self._half("hash", first)), first)
 
     def agreed(self) -> None:
-        self.said.append(("agreed", ""))
+        self.said.append("hashes")
         for rank in self.others:
             self._load(("hash", rank, self._half("hash", self.first)), self.first)
 
-    def put(self, number: int, *, result: bool) -> None:
-        self.said.append(("put", ""))
+    def fill(self, number: int, halves: Sequence[bool] = WHOLE[0]) -> None:
+        for result in halves:
+            self.put(number, "fill", result=result)
+
+    def put(self, number: int, step: str, *, result: bool) -> None:
+        self.said += ["change", step]
         before, self.is_streaming = self.is_streaming, self.streams(self.puts)
         if before and not self.is_streaming:
             self._fence("change")  # a timing ends with it, see `collectives.node.stores`
@@ -209,12 +235,17 @@ class Rank:
         place = ("slot", self.rank, self._half("slot", number), result)
         self._store(place, number + RESULT * result, self.is_streaming)
 
-    def read(self, rank: int, number: int, *, result: bool) -> None:
+    def read(self, rank: int, number: int, halves: Sequence[bool] = WHOLE[0]) -> None:
+        self.said.append("read")
+        for result in halves:
+            self.load_slot(rank, number, result=result)
+
+    def load_slot(self, rank: int, number: int, *, result: bool) -> None:
         place = ("slot", rank, self._half("slot", number), result)
         self._load(place, number + RESULT * result)
 
     def tell(self, word: str, number: int) -> None:
-        self.said.append(("tell", word))
+        self.said += ["fence", TOLD[word]]
         if self.is_streaming:
             self._fence(word)
         if self._is_left_out("tell", word):
@@ -223,13 +254,13 @@ class Rank:
         self.steps.append(Step(RELEASE, self._place((word, self.rank)), number, ordered=ordered))
 
     def wait(self, word: str, number: int) -> None:
-        self.said.append(("wait", word))
+        self.said.append(AWAITED[word])
         if not self._is_left_out("wait", word):
             for rank in self.others:
                 self.steps.append(Step(WAIT, self._place((word, rank)), number))
 
     def wait_for(self, rank: int, number: int) -> None:
-        self.said.append(("wait", "PARTS"))
+        self.said.append("part is there")
         if not self._is_left_out("wait", "PARTS"):
             self.steps.append(Step(WAIT, self._place(("PARTS", rank)), number))
 
@@ -263,8 +294,8 @@ KINDS = {
 }
 
 
-def steps_of(kind: str) -> list[tuple[str, str]]:
-    """Return what a rank says to the others in a call, in order: function and word."""
+def steps_of(kind: str) -> list[str]:
+    """Return the names of the steps that a rank takes in a call, in their order."""
     rank = Rank(0, 2, {}, lambda put: False, ("", "", ""))
     rank.call(kind)
     return rank.said
