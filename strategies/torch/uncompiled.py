@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import _C
+
 __all__ = ["uncompiled"]
 
 # By which name errors call what programs use; as in `strategies.averaging.optimizer`.
@@ -50,15 +52,12 @@ def _nothing(_: Any) -> None:
 
 _set_compiler: Callable[[Any], Any] = _nothing
 _skip: Callable[[Any], None] = _nothing
-with contextlib.suppress(AttributeError, ImportError):
-    from torch._C._dynamo import eval_frame
-
-    _SKIPPED = eval_frame._FrameExecStrategy(
-        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    )
-    _set_compiler = eval_frame.set_eval_frame
+with contextlib.suppress(AttributeError):
+    _frames: Any = _C._dynamo.eval_frame
+    _SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+    _set_compiler = _frames.set_eval_frame
 
     def _skip_frames_of(function: Any) -> None:
-        eval_frame.set_code_exec_strategy(function.__code__, _SKIPPED)
+        _frames.set_code_exec_strategy(function.__code__, _SKIPPED)
 
     _skip = _skip_frames_of
