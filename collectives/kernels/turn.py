@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Iterator
 
-__all__ = ["first"]
+__all__ = ["first", "place"]
 
 # How long others wait, and how often they look. A function takes 0.3 to 2 s to compile, numba 0.5 s
 # to load, on a busy machine several times that: later than this the maker is stopped or worse.
@@ -34,7 +34,7 @@ def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
 
     Args:
         what: a description, the same for all who need the same; of one user.
-        most_seconds: how long to wait for another process.
+        most_seconds: how long to wait for another process; 0 only asks whether there is one.
 
     Yields:
         Whether this process is the first: others wait until it leaves the context. Those that have
@@ -53,6 +53,13 @@ def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
         if waited:
             own.close()
         yield not waited
+
+
+@contextlib.contextmanager
+def place(what: str, places: int) -> Iterator[bool]:
+    """Yield whether one of so many places on this machine was free, which is held meanwhile."""
+    with contextlib.ExitStack() as held:
+        yield any(held.enter_context(first(f"{what} {n}", 0.0)) for n in range(places))
 
 
 def _taken(own: socket.socket, name: str) -> bool:
