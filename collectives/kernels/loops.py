@@ -17,7 +17,7 @@ from collectives.arrays.device import is_half
 from collectives.arrays.reduction import RULES, Op
 from collectives.kernels import machine_code
 
-__all__ = ["Loops", "behind", "loops", "names"]
+__all__ = ["Loops", "behind", "behind_name", "loops", "names"]
 
 
 class Loops(NamedTuple):
@@ -67,9 +67,14 @@ def behind(dtype: np.dtype[Any], op: str) -> int:
 
     0 for 16-bit floats, which are combined in float32 and not in place; arguments as `loops`.
     """
+    name = behind_name(dtype, op)
+    return 0 if name is None else machine_code.address(*name)
+
+
+def behind_name(dtype: np.dtype[Any], op: str) -> tuple[str, ...] | None:
+    """Return what `machine_code` knows it by; None for 16-bit floats."""
     storage = "uint8" if dtype.kind == "b" else dtype.name
-    name = _loop("behind", storage, RULES[Op(op)].function)
-    return 0 if is_half(dtype) else machine_code.address(*name)
+    return None if is_half(dtype) else _loop("behind", storage, RULES[Op(op)].function)
 
 
 def _loop(kind: str, *words: str) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -62,6 +63,7 @@ KNOWN_SYMBOLS = frozenset((*_OF_PYTHON, "clock_gettime", "sched_yield"))
 _lock = threading.Lock()
 _addresses: dict[tuple[str, ...], int] = {}
 _made: dict[tuple[str, ...], bytes] = {}  # by this process, and not yet loaded
+_place: list[socket.socket] = []  # of this process among those that make code
 
 
 def address(module: str, *words: str) -> int:
@@ -83,8 +85,8 @@ def prepare(names: Sequence[tuple[str, ...]]) -> None:
     """Make, of functions that this process will load, those that no file has and nobody makes yet.
 
     Ranks that need the same functions at the same moment so make one each, where they would wait
-    for the first one in turn: as many of them as the machine has cores, since each has to load
-    numba first.
+    for the first one in turn. As many do as the machine has cores, and it is always the same ones:
+    each has to load numba first.
 
     Args:
         names: the arguments of `address`, of each function.
@@ -92,13 +94,20 @@ def prepare(names: Sequence[tuple[str, ...]]) -> None:
     with _lock:
         missing = [name for name in names if name not in _addresses and name not in _made]
         codes = {name: code for name in missing if (code := _Code(name)).read() is None}
-        if len(codes) < 2:  # the one that loads it makes it
+        if len(codes) < 2 or not _makes_code():  # the one that loads it makes it
             return
-        with preparation.preparing(), turn.place("makes code", os.cpu_count() or 1) as is_free:
+        with preparation.preparing():
             for name, code in codes.items():
                 with turn.first(code.described, 0.0) as is_first:
-                    if is_free and is_first and code.read() is None:
+                    if is_first and code.read() is None:
                         _made[name] = code.make()
+
+
+def _makes_code() -> bool:
+    """Tell whether this process has one of the places of those that make code; it keeps it."""
+    if not _place and (free := turn.place("makes code", os.cpu_count() or 1)) is not None:
+        _place.append(free)
+    return bool(_place)
 
 
 def is_kept(module: str, *words: str) -> bool:

@@ -41,11 +41,11 @@ def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
         waited find what the first has made, unless it could not, or was too slow; then they no
         longer wait for each other.
     """
-    name = hashlib.sha256(f"{os.getuid()} {what}".encode()).hexdigest()
+    name = _name(what)
     until = time.monotonic() + most_seconds
     waited = False
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
-        while not _taken(own, f"\0unisono-{name[:32]}"):
+        while not _taken(own, name):
             waited = True
             if time.monotonic() > until:
                 break
@@ -55,11 +55,20 @@ def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
         yield not waited
 
 
-@contextlib.contextmanager
-def place(what: str, places: int) -> Iterator[bool]:
-    """Yield whether one of so many places on this machine was free, which is held meanwhile."""
-    with contextlib.ExitStack() as held:
-        yield any(held.enter_context(first(f"{what} {n}", 0.0)) for n in range(places))
+def place(what: str, places: int) -> socket.socket | None:
+    """Take one of so many places on this machine, until the socket is closed; None if all are."""
+    own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    for number in range(places):
+        if _taken(own, _name(f"{what} {number}")):
+            return own
+    own.close()
+    return None
+
+
+def _name(what: str) -> str:
+    """Return the name of a socket, for one user."""
+    name = hashlib.sha256(f"{os.getuid()} {what}".encode()).hexdigest()
+    return f"\0unisono-{name[:32]}"
 
 
 def _taken(own: socket.socket, name: str) -> bool:

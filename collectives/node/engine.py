@@ -52,7 +52,7 @@ from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
 from collectives.errors import PeerFailure
 from collectives.kernels import ahead, machine_code
-from collectives.kernels.loops import behind, loops
+from collectives.kernels.loops import behind, behind_name, loops
 from collectives.kernels.loops import names as loop_names
 from collectives.node import folders, segment, ways, words
 from collectives.node.shared_arrays import SharedArrays
@@ -259,7 +259,9 @@ class Engine:
         converts = fill is not None or save is not None
         kind = ways.way(send.nbytes, self.size, crowded=self._crowded, converts=converts)
         kind = kind if place is None else "shared"
-        needed = [(_ROUNDS, kind), fill, start, add, save]
+        has_behind = kind == "one_shot" and self.size == 2
+        last = behind_name(send.dtype, op.value) if has_behind else None
+        needed = [(_ROUNDS, kind), fill, start, add, save, last]
         machine_code.prepare([name for name in needed if name is not None])
         block = self._block(digest, send, out, op)
         block[words.COUNT] = send.size
@@ -268,7 +270,7 @@ class Engine:
             table = self.shared.addresses(place)
             block[words.TABLE] = address(table)
             return Work(_kind(kind), block, (bounds, table))
-        if kind == "one_shot" and self.size == 2:
+        if has_behind:
             block[words.BEHIND] = behind(send.dtype, op.value)
         return Work(_kind(kind), block, (bounds,))
 

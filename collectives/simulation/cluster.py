@@ -13,10 +13,10 @@ from collectives.simulation.hosts import Waiting, Waits
 __all__ = ["Cluster", "check_spread"]
 
 # How ranks wait that share the cores of an AMD EPYC (`benchmarks/shared_host.py`): 200 polls take
-# 79 to 82 us from Python and 59 in letters, 2,000 pauses of the node engine 46; a look 3.3 to 4.9 us
-# among 2 to 8 ranks of a core. A rank goes on 8 us after it has the core back with two on it, and 36
-# with eight. 20 between them, and what letters and the engine take there, fit all-reduces of 4 to 16
-# ranks on two cores (`benchmarks/model.py`).
+# 79 to 82 us from Python and 59 in letters, 2,000 pauses of the node engine 46; a look takes 3.3 to
+# 4.9 us among 2 to 8 ranks of a core. A rank goes on 8 us after it has the core back with two on
+# it, and 36 with eight. 20 between them, and what letters and the engine take there, fit
+# all-reduces of 4 to 16 ranks on two cores (`benchmarks/model.py`).
 POLLING = Waits(
     python=Waiting(polls=8e-5, look=4e-6, resume=8e-6),
     letters=Waiting(polls=6e-5, look=4e-6, resume=4e-6),
@@ -28,8 +28,8 @@ YIELDING = Waits(
     engine=Waiting(polls=4.6e-5, look=4e-6, resume=2.5e-5),
 )
 
-# Seconds of a core for a byte over TCP, of each program: 0.3 ns where nothing shapes the lines; over
-# lines of 1 Gbit/s bytes go in smaller parts, and 0.5 to 1 fit the times of whole arrays.
+# Seconds of a core for a byte over TCP, of each program: 0.3 ns where nothing shapes the lines.
+# Over lines of 1 Gbit/s bytes go in smaller parts, and 0.5 to 1 fit the times of whole arrays.
 COPYING = 7e-10
 
 # Standard deviations over a mean for which a gamma distribution can be drawn from.

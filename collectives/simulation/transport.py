@@ -66,12 +66,15 @@ class _End:
 class _Pair:
     """What is under way from one rank to another, in one direction."""
 
-    __slots__ = ("connection", "copying", "cost", "receives", "sends", "under_way")
+    __slots__ = ("connection", "cost", "receives", "receiving", "sending", "sends", "under_way")
 
     def __init__(self, network: Network, source: int, dest: int) -> None:
         self.connection = network.lines.connect(source, dest, self._arrive)
         self.cost = network.lines.cost(source, dest)
-        self.copying = network.lines.copying(source, dest)
+        # Seconds of a byte, of the programs that share their cores.
+        copying, ranks = network.lines.copying(source, dest), network.clock.ranks
+        self.sending = copying if ranks[source].shares else 0.0
+        self.receiving = copying if ranks[dest].shares else 0.0
         self.sends: deque[_End] = deque()  # for which no receive has been started
         self.receives: deque[_End] = deque()  # for which no send has been started
         self.under_way: deque[_End] = deque()  # sends that the connection has
@@ -160,7 +163,7 @@ class SimulatedTransport(Transport):
         pair = self._to.get(dest)
         if pair is None:
             pair = self._to[dest] = network.pair(self.rank, dest)
-        rank.spend(pair.cost + pair.copying * data.nbytes * rank.shares)
+        rank.spend(pair.cost + pair.sending * data.nbytes if pair.sending else pair.cost)
         send = _End(self, data, dest, "receive")
         if not network.payload:
             send.memory = None
@@ -186,7 +189,9 @@ class SimulatedTransport(Transport):
         if rank.now >= rank.dies:
             rank.spend(0.0)
         receive = _End(self, into, source, "send")
-        receive.cost = pair.cost + pair.copying * into.nbytes * rank.shares
+        receive.cost = pair.cost
+        if pair.receiving:
+            receive.cost += pair.receiving * into.nbytes
         if not pair.sends:
             pair.receives.append(receive)
             return receive

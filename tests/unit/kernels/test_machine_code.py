@@ -249,13 +249,15 @@ def test_what_is_prepared_is_made_once_where_nothing_can_be_kept(folder):
 
 
 def test_there_are_so_many_places_and_no_more():
-    with turn.place("somewhere", 2) as first, turn.place("somewhere", 2) as second:
-        assert first
-        assert second
-        with turn.place("somewhere", 2) as third:
-            assert not third
-    with turn.place("somewhere", 1) as again:
-        assert again
+    first, second = (turn.place("somewhere", 2) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    with second:
+        assert turn.place("somewhere", 2) is None
+        first.close()
+        again = turn.place("somewhere", 2)
+        assert again is not None
+        again.close()
 
 
 def test_nobody_waits_for_longer_than_the_limit():
