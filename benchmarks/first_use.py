@@ -90,7 +90,7 @@ def rank_main(alone: bool, delay: float) -> int:
     if alone:
 
         @contextlib.contextmanager
-        def nobody_waits(what: str) -> Iterator[bool]:
+        def nobody_waits(what: str, most_seconds: float = 0.0) -> Iterator[bool]:
             yield True
 
         turn.first = nobody_waits  # type: ignore[assignment]

@@ -14,16 +14,18 @@ at once, of 256 KiB at 1 Gbit/s. Before each call that is timed, ranks send each
 up, and calls of small arrays are timed several at a time; what lines save within a call is
 simulated (`Cluster.burst`).
 
-How busy the cores are without the job is measured before and after it; where that was more than
-`BUSY` the layout is marked as disturbed.
+All sizes are gone through `PASSES` times, and what a call takes is the median of its passes; how
+far these are apart is how well a time repeats, and no prediction can be nearer (`repeats`: the
+greatest over the least). What others use of the cores is measured in each pass. A pass in which
+that was more than `BUSY` is made once more, and the least disturbed ones count.
 
 A row is one layout and one size; "auto" is right there if what it does takes at most 10 % more than
 the fastest call. That is timed twice, as "auto" and by its name, and the better time counts, so
 that one disturbance is no wrong choice; what travels with the comparison has no name. A time is the
 slowest rank's, arrays are reduced in place. All of it is simulated, too: whole calls, on the cores
-that the ranks share, over links that two ranks have measured while the others slept; what a byte
-costs on the lines is of all ranks at once. How far off that was is printed for each layout and
-size, and for long arrays by algorithm.
+that the ranks share, over links that two ranks have measured while the others slept, and with what
+Python takes for each algorithm besides its messages (`simulation.instant`). How far off that was is
+printed for each layout and size, and for long arrays by algorithm.
 """
 
 from __future__ import annotations
@@ -42,13 +44,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.algorithms import ring, tree
-from collectives.arrays.reduction import MAX
-from collectives.transport.waiting import POLLS
+from collectives.algorithms import ring, selection, tree
+from collectives.arrays.reduction import MAX, SUM
+from collectives.operations import compare
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from collectives.algorithms.layout import Layout
     from collectives.communicator import Communicator
     from collectives.links import Link, Machine
 
@@ -79,11 +82,9 @@ USED_UP_BYTES = 384 << 10
 MOST_CALLS, CALLS_BYTES = 8, 32 << 10
 LEAST_ROUNDS = 3
 
-# How often a rank's patience is measured.
-LOOKS = 20
-
-# The share of the cores that others may use, and the seconds for which that is looked at.
-BUSY, LOOK_SECONDS = 0.1, 2.0
+# How often each size is measured, and how often more where the cores were not the job's own: others
+# used more than a share of them.
+PASSES, MORE_PASSES, BUSY = 3, 2, 0.1
 
 
 def main() -> int:
@@ -109,7 +110,6 @@ def main() -> int:
     write(options.json, layouts)
     wanted = [each.split("x") for each in options.layouts.split(",") if each]
     for machines, ranks in (map(int, each) for each in wanted):
-        busy = others()
         with NamespaceCluster(machines) as cluster:
             job = cluster.run(
                 ranks, __file__, "--rank", "--seconds", str(options.seconds),
@@ -120,9 +120,8 @@ def main() -> int:
             return 1
         named = {"machines": machines, "ranks_per_machine": ranks, "mbit": options.mbit}
         layouts = [old for old in layouts if not named.items() <= old.items()]
-        busy = [busy, others()]
-        facts = {"busy": busy, "disturbed": max(busy) > BUSY, "load": os.getloadavg()[0]}
-        layouts.append(named | facts | json.loads(job.stdout))
+        layouts.append(named | json.loads(job.stdout))
+        write(options.json, layouts)  # also if what follows fails
         simulate(layouts[-1])
         print(table(layouts[-1]), flush=True)
         write(options.json, layouts)
@@ -139,7 +138,7 @@ def earlier(file: Path | None) -> list[dict[str, Any]]:
     if file is None or not file.exists():
         return []
     layouts = json.loads(file.read_text())["layouts"]
-    return [each for each in layouts if {*NAMES, "pairs", "busy"} <= each.keys()]
+    return [each for each in layouts if {*NAMES, "pairs", "polls"} <= each.keys()]
 
 
 def write(file: Path | None, layouts: list[dict[str, Any]]) -> None:
@@ -150,44 +149,35 @@ def write(file: Path | None, layouts: list[dict[str, Any]]) -> None:
         file.write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def others() -> float:
-    """Return the share of the cores that other programs use."""
-
-    def spent() -> tuple[float, float]:
-        with open("/proc/stat") as file:
-            numbers = [float(word) for word in file.readline().split()[1:9]]
-        return sum(numbers), numbers[3] + numbers[4]  # idle, and waiting for a disk
-
-    whole, idle = spent()
-    time.sleep(LOOK_SECONDS)
-    later, idle_later = spent()
-    return 1 - (idle_later - idle) / (later - whole)
+def spent() -> tuple[float, float]:
+    """Return the seconds that all programs of this machine have had cores for, and this one has."""
+    with open("/proc/stat") as file:
+        user, nice, system, _, _, _, _, steal = map(int, file.readline().split()[1:9])
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 def table(layout: dict[str, Any]) -> str:
     rows = [f"{layout['machines']} machines x {layout['ranks_per_machine']} ranks", layout["links"]]
-    rows.append(f"others use {100 * max(layout['busy']):.0f} % of the cores before or after")
     for size in layout["sizes"]:
         times = ", ".join(
             f"{name} {1e3 * took:.3f} ({1e3 * said:.3f}, {1e3 * size['simulated'][name]:.3f})"
             for name, said, took in size["times"]
         )
-        rows.append(f"{size['bytes']:>9}  {size['auto']:<13}{size['behind']:5.2f}  ms: {times}")
+        apart = max(size["repeats"].values())
+        rows.append(
+            f"{size['bytes']:>9}  {size['auto']:<13}{size['behind']:5.2f}  others use "
+            f"{100 * size['others']:.0f} %, passes up to {apart:.2f}x apart, ms: {times}"
+        )
     return "\n".join(rows)
 
 
 def simulate(layout: dict[str, Any]) -> None:
     """Simulate what was measured, over the links that were."""
     from collectives.links import Link, Machine
-    from collectives.operations import compare
-    from collectives.simulation import calls
+    from collectives.simulation import calls, instant
     from collectives.simulation.cluster import Cluster
 
-    by_all, by_pairs = (
-        Machine(*(Link(*link) for link in layout[which])) for which in ("machine", "pairs")
-    )
-    # What a byte costs on lines that all use; the rest where every rank has a core.
-    machine = by_pairs._replace(network=by_pairs.network._replace(beta=by_all.network.beta))
+    machine = Machine(*(Link(*link) for link in layout["pairs"]))
     machines = layout["machines"]
     cluster = Cluster(
         machines * layout["ranks_per_machine"],
@@ -196,13 +186,19 @@ def simulate(layout: dict[str, Any]) -> None:
         burst=BURST_BYTES if layout["mbit"] > 100 else SLOW_BURST_BYTES,
         cores=layout["cores"],
         nodes_per_host=machines,
-        patience=layout["patience"],
     )
     by_nodes = compare.by_nodes(cluster.layout)
+    python = {
+        name: instant.seconds(name, cluster.layout, cluster.leaders())
+        for name in selection.estimate("allreduce", 4, cluster.layout)
+    }
     for size in layout["sizes"]:
         how = {"by_nodes": by_nodes, "calls": several(size["bytes"])}
         names = {name for name, _, _ in size["times"]} - {"auto"}
-        found = {name: calls.whole(name, size["bytes"], cluster, **how) for name in names}
+        found = {
+            name: calls.whole(name, size["bytes"], cluster, python=python[name], **how)
+            for name in names
+        }
         carried = size["auto"] == "letters"
         found["auto"] = (
             calls.whole(None, size["bytes"], cluster, **how) if carried else found[size["auto"]]
@@ -213,11 +209,14 @@ def simulate(layout: dict[str, Any]) -> None:
 def accuracy(layouts: list[dict[str, Any]]) -> str:
     """Say how far off the simulation is."""
     errors: dict[str, list[float]] = {"all": []}
+    within = 0
     for layout in layouts:
         ranks = f"{layout['machines']} x {layout['ranks_per_machine']}, {layout['mbit']} Mbit/s"
         for size in layout["sizes"]:
             for name, _, took in size["times"]:
-                error = abs(size["simulated"][name] / took - 1)
+                ratio, apart = size["simulated"][name] / took, size["repeats"][name]
+                error = abs(ratio - 1)
+                within += 1 / apart <= ratio <= apart
                 whats = ["all", ranks, f"{ranks}, {size['bytes']} bytes"]
                 if size["bytes"] >= LONG:
                     whats.append(f"{name}, {LONG >> 10} KiB and more")
@@ -231,8 +230,13 @@ def accuracy(layouts: list[dict[str, Any]]) -> str:
         f"{100 * max(several):.0f} %, of {len(several)} calls"
         for what, several in errors.items()
     ]
+    near = sum(error <= WORST_ERROR for error in everything) / len(everything)
     goal = f"goal {100 * MEDIAN_ERROR:g} % and {100 * WORST_ERROR:g} % at worst: {said}"
-    return "\n".join([*rows, goal])
+    more = (
+        f"{100 * near:.0f} % of {len(everything)} calls are within {100 * WORST_ERROR:g} %; "
+        f"{within} are no farther off than their passes are apart"
+    )
+    return "\n".join([*rows, goal, more])
 
 
 def choices(layouts: list[dict[str, Any]]) -> str:
@@ -277,18 +281,13 @@ def timed(
     return {name: sorted(each)[len(each) // 4] for name, each in found.items()}
 
 
-def by_pairs(comm: Communicator, seconds: float) -> tuple[Machine, float]:
-    """Measure links between two ranks while the others sleep, so that each has a core.
-
-    Returns:
-        The links, and how long a rank that waits polls; the same on all ranks.
-    """
+def by_pairs(comm: Communicator, seconds: float) -> Machine:
+    """Measure links between two ranks while the others sleep, so that each has a core."""
     from collectives import links
     from collectives.tools import measure
 
     first = {node: rank for rank, node in reversed([*enumerate(comm.allgather([comm.node_rank]))])}
     found: dict[str, Link] = {}
-    patience = 0.0
     for two in ((0, first.get(1)), (0, 1 if comm.allgather([comm.node_rank])[1] == 0 else None)):
         if None in two:
             continue
@@ -296,44 +295,17 @@ def by_pairs(comm: Communicator, seconds: float) -> tuple[Machine, float]:
         if pair is not None:
             with pair:
                 found |= measure.measure(measure.Clock(pair), seconds)
-                patience = max(patience, polled(pair))
         comm.barrier()
-    found, patience = comm.broadcast_object((found, patience))
+    found = comm.broadcast_object(found)
     changes = {name: link._asdict() for name, link in found.items()}
-    return links.overridden(links.defaults(), changes, "measured").machine, patience
-
-
-def polled(pair: Communicator) -> float:
-    """Return how long a rank polls for a message before it gives its core away.
-
-    Where `launch` has told Open MPI to yield when it is idle, as many ranks on a machine as it has
-    cores, every poll does.
-    """
-    if os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1":  # noqa: SIM112
-        return 0.0
-    transport, deadline = pair.transport, pair.deadline("model")
-    data = np.zeros(8, np.uint8)
-    times = []
-    for _ in range(LOOKS):
-        message = transport.start_receive(data, 1 - pair.rank)
-        began, polls = time.perf_counter(), 0
-        while not message.done():  # as `Transport.wait`
-            polls += 1
-            if polls > POLLS:
-                break
-        times.append(time.perf_counter() - began)
-        transport.send(data.copy(), 1 - pair.rank, deadline)
-        transport.wait([message], deadline)
-    return statistics.median(times)
+    return links.overridden(links.defaults(), changes, "measured").machine
 
 
 def rank_main(seconds: float) -> int:
     """Measure one layout as one of its ranks; rank 0 prints what was found."""
     import collectives as cc
     from collectives import communicator, settings, tuned
-    from collectives.algorithms import selection
     from collectives.links import table as table_of
-    from collectives.operations import compare
     from collectives.tools import measure
 
     world = cc.init()
@@ -343,43 +315,86 @@ def rank_main(seconds: float) -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "links.json"
         found = measure.measure(clock, seconds / 5)
-        pairs, patience = by_pairs(world, seconds / 15)
+        pairs = by_pairs(world, seconds / 15)
         if world.rank == 0:
             tuned.write(file, found, {})
         chosen = replace(settings.from_environment(), tuned=str(file))  # rank 0's counts
         comm = communicator.from_mpi(MPI.COMM_WORLD, chosen)
         comm.barrier()
-    sizes = []
-    for nbytes, share in zip(SIZES, SHARES, strict=True):
-        buffer = np.zeros(nbytes // 4, np.float32)
-
-        def call(algorithm, buffer=buffer):
-            how = {"op": cc.MAX, "out": buffer, "algorithm": algorithm}
-            return lambda: comm.allreduce(buffer, **how)
-
-        compared = compare.seconds(0, comm.layout) + comm.layout.call
-        times = selection.estimate("allreduce", nbytes, comm.layout)
-        said = {name: compared + took for name, took in times.items()}
-        carried = nbytes <= compare.most(comm.layout)
-        picked = selection.pick("allreduce", nbytes, comm.layout)
-        said["auto"] = compare.seconds(nbytes, comm.layout) if carried else said[picked]
-        cases = {name: call(name) for name in said}
-        took = timed(comm, cases, nbytes, 2 * seconds / 3 * share / sum(SHARES))
-        same = took["auto"] if carried else min(took["auto"], took[picked])
-        sizes.append(
-            {
-                "bytes": nbytes,
-                "auto": "letters" if carried else picked,
-                "behind": same / min(took.values()),
-                "times": [(name, said[name], took[name]) for name in sorted(took, key=took.get)],
-            }
-        )
+    passes: list[dict[int, tuple[float, dict[str, float]]]] = []
+    for number in range(PASSES + MORE_PASSES):
+        missing = [nbytes for nbytes in SIZES if not enough(nbytes, passes)]
+        if number >= PASSES and not missing:
+            break
+        chosen = SIZES if number < PASSES else missing
+        passes.append({nbytes: one_pass(comm, nbytes, seconds) for nbytes in chosen})
+    sizes = [row(comm, nbytes, passes) for nbytes in SIZES]
     if comm.rank == 0:
         links = table_of(comm.settings.links).replace(str(file), "measured")
         machine = [list(link) for link in comm.settings.links.machine]
-        facts = {"pairs": pairs, "patience": patience, "cores": len(os.sched_getaffinity(0))}
+        polls = os.environ.get("OMPI_MCA_mpi_yield_when_idle") != "1"  # noqa: SIM112
+        facts = {"pairs": pairs, "polls": polls, "cores": len(os.sched_getaffinity(0))}
         print(json.dumps({"links": links, "machine": machine, **facts, "sizes": sizes}))
     return 0
+
+
+def enough(nbytes: int, passes: list[dict[int, tuple[float, dict[str, float]]]]) -> bool:
+    """Tell whether a size has been measured often enough while others were quiet."""
+    return sum(each[nbytes][0] <= BUSY for each in passes if nbytes in each) >= PASSES
+
+
+def one_pass(comm: Communicator, nbytes: int, seconds: float) -> tuple[float, dict[str, float]]:
+    """Return what others used of the cores, and what whole calls took meanwhile."""
+    buffer = np.zeros(nbytes // 4, np.float32)
+
+    def call(algorithm: str) -> Callable[[], object]:
+        how: dict[str, Any] = {"op": MAX, "out": buffer, "algorithm": algorithm}
+        return lambda: comm.allreduce(buffer, **how)
+
+    cases = {name: call(name) for name in said(nbytes, comm.layout)}
+    share = SHARES[SIZES.index(nbytes)] / sum(SHARES) / PASSES
+    (all_before, own_before), began = spent(), time.perf_counter()
+    took = timed(comm, cases, nbytes, 2 * seconds / 3 * share)
+    (all_after, own_after), whole = spent(), time.perf_counter() - began
+    own = float(comm.allreduce(np.array(own_after - own_before), op=SUM))
+    others = (all_after - all_before - own) / whole / (os.cpu_count() or 1)
+    return float(comm.broadcast(np.array(others))), took
+
+
+def said(nbytes: int, layout: Layout) -> dict[str, float]:
+    """Return what the cost model says of whole calls, also of "auto"."""
+    compared = compare.seconds(0, layout) + layout.call
+    times = selection.estimate("allreduce", nbytes, layout)
+    found = {name: compared + took for name, took in times.items()}
+    picked = auto(nbytes, layout)
+    found["auto"] = compare.seconds(nbytes, layout) if picked == "letters" else found[picked]
+    return found
+
+
+def auto(nbytes: int, layout: Layout) -> str:
+    """Return what "auto" does: an algorithm, or letters that carry the array."""
+    carried = nbytes <= compare.most(layout)
+    return "letters" if carried else selection.pick("allreduce", nbytes, layout)
+
+
+def row(
+    comm: Communicator, nbytes: int, passes: list[dict[int, tuple[float, dict[str, float]]]]
+) -> dict[str, Any]:
+    """Return what was found for one size, of its least disturbed passes."""
+    mine = sorted((each[nbytes] for each in passes if nbytes in each), key=lambda one: one[0])
+    mine = mine[:PASSES]
+    times = {name: [took[name] for _, took in mine] for name in mine[0][1]}
+    took = {name: statistics.median(each) for name, each in times.items()}
+    picked, estimates = auto(nbytes, comm.layout), said(nbytes, comm.layout)
+    same = min(took["auto"], took.get(picked, took["auto"]))
+    return {
+        "bytes": nbytes,
+        "auto": picked,
+        "behind": same / min(took.values()),
+        "others": max(used for used, _ in mine),
+        "times": [(name, estimates[name], took[name]) for name in sorted(took, key=took.get)],
+        "repeats": {name: max(each) / min(each) for name, each in times.items()},
+    }
 
 
 if __name__ == "__main__":

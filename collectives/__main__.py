@@ -7,14 +7,13 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from collectives import world
 from collectives.errors import LaunchError
 
 if TYPE_CHECKING:
     from collectives import links, settings
-    from collectives.simulation.cluster import Cluster
 
 # The other modules are imported by the command that needs them: `explain` does without MPI.
 
@@ -36,8 +35,17 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, without all options, of which some commands have many."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    from collectives.tools import simulate_options
+
+    parser = _Parser(
         prog="python -m collectives", description="The collectives of this machine or cluster."
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -89,11 +97,11 @@ def _parser() -> argparse.ArgumentParser:
             "explain", help="print how long each algorithm should take, and which one that picks"
         )
     )
-    _simulate_options(
-        commands.add_parser(
-            "simulate", help="run the algorithms on machines whose time is virtual; needs greenlet"
-        )
+    simulate = commands.add_parser(
+        "simulate", help="run the algorithms on machines whose time is virtual; needs greenlet"
     )
+    simulate_options.add(simulate)
+    simulate.set_defaults(run=_simulate)
     return parser
 
 
@@ -135,64 +143,6 @@ def _explain_options(explain: argparse.ArgumentParser) -> None:
     text = "of the curve, with matplotlib"
     explain.add_argument("--plot", type=Path, metavar="FILE.png", help=text)
     explain.set_defaults(run=_explain)
-
-
-def _simulate_options(simulate: argparse.ArgumentParser) -> None:
-    from collectives import links
-
-    def gigabits(text: str) -> float:
-        return 8e-9 / links.seconds_per_byte(text)
-
-    text = "a file that says some of the options of a cluster, nodes to dead, below [cluster]"
-    simulate.add_argument("--cluster", type=Path, metavar="FILE", help=text)
-    simulate.add_argument("--op", default="allreduce", help="default %(default)s")
-    text = "of the whole array: 64M, FIRST:LAST in steps of 4, or A,B,C"
-    simulate.add_argument("--bytes", help=text)
-    simulate.add_argument("--nodes", type=int)
-    simulate.add_argument("--ranks", type=int, default=1, help="on each node (default 1)")
-    text = "of a node's line in either direction, as 100Gbit/s"
-    simulate.add_argument("--link", dest="gigabits", type=gigabits, metavar="RATE", help=text)
-    text = "of a message between nodes, as 2us"
-    simulate.add_argument("--latency", type=links.seconds, metavar="TIME", help=text)
-    simulate.add_argument(
-        "--tuned", metavar="FILE", help="what tune measured, or off (default: this cluster's file)"
-    )
-    text = "nodes below one switch (default: all, and it is never the narrow part)"
-    simulate.add_argument("--switch", type=int, metavar="NODES", help=text)
-    text = "how much more these send than their switch's line up takes (default %(default)g)"
-    simulate.add_argument("--oversubscribed", type=_seconds, default=1.0, help=text)
-    text = "bytes that a node's line passes at once after it was idle (default 0)"
-    simulate.add_argument("--burst", type=int, default=0, metavar="BYTES", help=text)
-    text = "cores that the ranks of a host share (default: each rank has one of its own)"
-    simulate.add_argument("--cores", type=int, metavar="CORES", help=text)
-    text = "nodes that are on one host, as containers are (default 1)"
-    simulate.add_argument("--nodes-per-host", type=int, default=1, metavar="NODES", help=text)
-    text = "standard deviation of the programs' times over their mean (default %(default)g)"
-    simulate.add_argument("--noise", type=float, default=0.0, help=text)
-    simulate.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    text = "a rank whose program is slower, as 3:10; may be said several times"
-    simulate.add_argument("--slow", type=_slow, action="append", default=[], help=text)
-    text = "a rank that dies after some time of the simulated clock, as 3:2ms; also several times"
-    simulate.add_argument("--dead", type=_dead, action="append", default=[], help=text)
-    text = "instead of a call a training step of every rank, on 1, 2, 4 ... of the nodes"
-    simulate.add_argument("--step", action="store_true", help=text)
-    text = "of a step: how long a rank computes, as 150ms"
-    simulate.add_argument("--compute", type=links.seconds, metavar="TIME", help=text)
-    text = "of a step: standard deviation of that over its mean (default %(default)g)"
-    simulate.add_argument("--spread", type=float, default=0.0, help=text)
-    text = "of a step: which share of them takes how many times as long, as 1%%:3"
-    simulate.add_argument("--stragglers", type=_stragglers, default=(0.0, 1.0), help=text)
-    text = "of a step: times of steps, to draw from in place of --spread; scaled to --compute"
-    simulate.add_argument("--times", type=Path, metavar="FILE", help=text)
-    text = "of a step: bytes of its buckets, as they get ready: 25M,25M,48M"
-    simulate.add_argument("--gradients", metavar="BYTES", help=text)
-    text = "of a step: reduce buckets while later ones are computed"
-    simulate.add_argument("--overlap", action="store_true", help=text)
-    simulate.add_argument("--half", action="store_true", help="of a step: send 16 bits for 32")
-    _limit(simulate, "--within", 60.0, "how long one algorithm may take to simulate")
-    text = "draw the times of all sizes, or the efficiency of steps, with matplotlib"
-    simulate.add_argument("--picture", type=Path, metavar="FILE.png", help=text)
-    simulate.set_defaults(run=_simulate)
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -261,8 +211,7 @@ def _explain(options: argparse.Namespace) -> int:
         points = explain.curve(question, layout, options.upto)
         print(f"\n{explain.drawn(points)}\n{explain.rests_on(configuration, known)}")
         if options.plot is not None:
-            if not plot.is_possible():
-                raise ValueError("--plot needs matplotlib: pip install matplotlib")
+            plot.check(options.plot, "--plot")
             plot.draw_curve(f"{question}, {layout.per_node} ranks a node", points, options.plot)
     except (OSError, ValueError) as error:
         return _refuse(error)
@@ -270,56 +219,14 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from collectives.simulation.cluster import Cluster
-    from collectives.tools import plot, simulate, units
-    from collectives.tools.explain import Question
+    from collectives.tools import simulate_options
 
     try:
         _, known = _links(options)
-        for name in ("nodes", *(["compute", "gradients"] if options.step else ["bytes"])):
-            if getattr(options, name) is None:
-                raise ValueError(f"simulate: --{name} is missing")
-        cluster = Cluster(
-            options.nodes * options.ranks, options.nodes, known.machine,
-            nodes_per_switch=options.switch, oversubscription=options.oversubscribed,
-            burst=options.burst, cores=options.cores, nodes_per_host=options.nodes_per_host,
-            noise=options.noise, seed=options.seed, slow=dict(options.slow),
-            deaths=dict(options.dead),
-        )  # fmt: skip
-        if options.picture is not None and not plot.is_possible():
-            raise ValueError("--picture needs matplotlib: pip install matplotlib")
-        if options.step:
-            _simulate_step(options, cluster)
-            return 0
-        found = []
-        for nbytes in units.sizes(options.bytes):
-            question = Question(options.op, nbytes)
-            found.append((nbytes, simulate.rows(question, cluster, options.within)))
-            print(simulate.table(question, found[-1][1], cluster, known), flush=True)
-        if options.picture is not None:
-            name = simulate.title(options.op, cluster)
-            plot.draw_sizes(name, simulate.drawable(found), options.picture)
+        simulate_options.run(options, known)
     except (ImportError, OSError, ValueError) as error:
         return _refuse(error)
     return 0
-
-
-def _simulate_step(options: argparse.Namespace, cluster: Cluster) -> None:
-    from collectives.simulation.training import Compute
-    from collectives.tools import plot, simulate_step, units
-
-    if options.times is not None and options.spread:
-        raise ValueError("simulate: expected --spread or --times, got both")
-    measured = [] if options.times is None else simulate_step.times_of(options.times)
-    share, factor = options.stragglers
-    compute = Compute(options.compute, options.spread, share, factor, options.seed, measured)
-    gradients = units.sizes(options.gradients)
-    step = simulate_step.Step(compute, gradients, options.overlap, options.half)
-    found = simulate_step.points(step, cluster, options.within)
-    print(simulate_step.table(step, found))
-    if options.picture is not None:
-        curve = [(point.nodes, point.efficiency) for point in found]
-        plot.draw_efficiency("a training step, simulated", curve, options.picture)
 
 
 def _with_file(arguments: list[str]) -> list[str]:
@@ -355,29 +262,13 @@ def _refuse(error: Exception) -> int:
     return 2
 
 
-def _slow(text: str) -> tuple[int, float]:
-    rank, _, factor = text.partition(":")
-    return int(rank), _seconds(factor)
-
-
-def _stragglers(text: str) -> tuple[float, float]:
-    share, percent, factor = text.partition("%:")
-    if not percent or not 0 < float(share) <= 100:
-        raise argparse.ArgumentTypeError(f"expected a share and a factor as 1%:3, got {text!r}")
-    return float(share) / 100, _seconds(factor)
-
-
-def _dead(text: str) -> tuple[int, float]:
-    from collectives import links
-
-    rank, _, after = text.partition(":")
-    return int(rank), links.seconds(after)
-
-
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected seconds > 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
 
 

@@ -36,9 +36,11 @@ class Look(NamedTuple):
 @functools.cache
 def look() -> Look:
     """Return the fastest way to look at arrays."""
+    module = "collectives.kernels.address_code"
+    machine_code.prepare([(module, "readable"), (module, "writable")])
     compiled = Look(
-        machine_code.function("collectives.kernels.address_code", "readable"),
-        machine_code.function("collectives.kernels.address_code", "writable", arguments=2),
+        machine_code.function(module, "readable"),
+        machine_code.function(module, "writable", arguments=2),
     )
     return compiled if _is_right(compiled) else in_python
 

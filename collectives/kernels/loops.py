@@ -17,7 +17,7 @@ from collectives.arrays.device import is_half
 from collectives.arrays.reduction import RULES, Op
 from collectives.kernels import machine_code
 
-__all__ = ["Loops", "behind", "loops"]
+__all__ = ["Loops", "behind", "behind_name", "loops", "names"]
 
 
 class Loops(NamedTuple):
@@ -44,16 +44,22 @@ def loops(dtype: np.dtype[Any], op: str) -> Loops:
         dtype: of the arrays.
         op: the name of one that needs no detour, such as "SUM", defined for the dtype.
     """
+    found = names(dtype, op)
+    machine_code.prepare([name for name in found if name is not None])
+    return Loops(*(0 if name is None else machine_code.address(*name) for name in found))
+
+
+def names(dtype: np.dtype[Any], op: str) -> tuple[tuple[str, ...] | None, ...]:
+    """Return what `machine_code` knows the loops by, in the order of `Loops`; None for a copy."""
     function = RULES[Op(op)].function
     mean = op == "MEAN"
     if is_half(dtype):
         half = dtype.name
         save = _loop("mean" if mean else "round", half)
-        start = _loop("start_half", half, function)
-        return Loops(0, start, _loop("add_half", half, function), save)
+        return None, _loop("start_half", half, function), _loop("add_half", half, function), save
     storage = "uint8" if dtype.kind == "b" else dtype.name
-    fill = _loop("divide", storage) if mean else 0
-    return Loops(fill, _loop("start", storage, function), _loop("add", storage, function), 0)
+    fill = _loop("divide", storage) if mean else None
+    return fill, _loop("start", storage, function), _loop("add", storage, function), None
 
 
 def behind(dtype: np.dtype[Any], op: str) -> int:
@@ -61,9 +67,15 @@ def behind(dtype: np.dtype[Any], op: str) -> int:
 
     0 for 16-bit floats, which are combined in float32 and not in place; arguments as `loops`.
     """
+    name = behind_name(dtype, op)
+    return 0 if name is None else machine_code.address(*name)
+
+
+def behind_name(dtype: np.dtype[Any], op: str) -> tuple[str, ...] | None:
+    """Return what `machine_code` knows it by; None for 16-bit floats."""
     storage = "uint8" if dtype.kind == "b" else dtype.name
-    return 0 if is_half(dtype) else _loop("behind", storage, RULES[Op(op)].function)
+    return None if is_half(dtype) else _loop("behind", storage, RULES[Op(op)].function)
 
 
-def _loop(kind: str, *words: str) -> int:
-    return machine_code.address("collectives.kernels.elementwise", kind, *words)
+def _loop(kind: str, *words: str) -> tuple[str, ...]:
+    return ("collectives.kernels.elementwise", kind, *words)

@@ -34,15 +34,16 @@ import importlib.util
 import logging
 import os
 import secrets
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from collectives import preparation
 from collectives.kernels import turn
 
-__all__ = ["KNOWN_SYMBOLS", "address", "function", "is_kept"]
+__all__ = ["KNOWN_SYMBOLS", "address", "function", "is_kept", "prepare"]
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ KNOWN_SYMBOLS = frozenset((*_OF_PYTHON, "clock_gettime", "sched_yield"))
 
 _lock = threading.Lock()
 _addresses: dict[tuple[str, ...], int] = {}
+_made: dict[tuple[str, ...], bytes] = {}  # by this process, and not yet loaded
+_place: list[socket.socket] = []  # of this process among those that make code
 
 
 def address(module: str, *words: str) -> int:
@@ -76,6 +79,35 @@ def address(module: str, *words: str) -> int:
             with preparation.preparing():
                 _addresses[name] = _load(name)
         return _addresses[name]
+
+
+def prepare(names: Sequence[tuple[str, ...]]) -> None:
+    """Make, of functions that this process will load, those that no file has and nobody makes yet.
+
+    Ranks that need the same functions at the same moment so make one each, where they would wait
+    for the first one in turn. As many do as the machine has cores, and it is always the same ones:
+    each has to load numba first.
+
+    Args:
+        names: the arguments of `address`, of each function.
+    """
+    with _lock:
+        missing = [name for name in names if name not in _addresses and name not in _made]
+        codes = {name: code for name in missing if (code := _Code(name)).read() is None}
+        if len(codes) < 2 or not _makes_code():  # the one that loads it makes it
+            return
+        with preparation.preparing():
+            for name, code in codes.items():
+                with turn.first(code.described, 0.0) as is_first:
+                    if is_first and code.read() is None:
+                        _made[name] = code.make()
+
+
+def _makes_code() -> bool:
+    """Tell whether this process has one of the places of those that make code; it keeps it."""
+    if not _place and (free := turn.place("makes code", os.cpu_count() or 1)) is not None:
+        _place.append(free)
+    return bool(_place)
 
 
 def is_kept(module: str, *words: str) -> bool:
@@ -118,13 +150,11 @@ _new_builtin = ctypes.PYFUNCTYPE(
 
 def _load(name: tuple[str, ...]) -> int:
     code = _Code(name)
-    content = code.read()
+    content = _made.pop(name, None) or code.read()
     if content is None:
         with turn.first(code.described):
-            content = code.read()  # which another process may have made meanwhile
-            if content is None:
-                content = importlib.import_module(name[0]).make(code.symbol, *name[1:])
-                code.write(content)
+            # Another process may have made it meanwhile.
+            content = code.read() or code.make()
     import llvmlite.binding as llvm
 
     linker = _linker()
@@ -162,7 +192,7 @@ class _Code:
         short = hashlib.sha256(described.encode()).hexdigest()[:16]
         self.symbol = f"unisono_{short}"
         self._file = f"{'.'.join((name[0].rpartition('.')[2], *name[1:]))}.{short}.o"
-        self._module = name[0]
+        self._module, self._words = name[0], name[1:]
         self._made_from = described.encode() + _source(name[0])
 
     def read(self) -> bytes | None:
@@ -174,6 +204,12 @@ class _Code:
                 if digest == self._digest(code):
                     return code
         return None
+
+    def make(self) -> bytes:
+        """Compile the object file, and keep it where that is possible."""
+        code: bytes = importlib.import_module(self._module).make(self.symbol, *self._words)
+        self.write(code)
+        return code
 
     def write(self, code: bytes) -> None:
         """Keep an object file where that is possible."""

@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Iterator
 
-__all__ = ["first"]
+__all__ = ["first", "place"]
 
 # How long others wait, and how often they look. A function takes 0.3 to 2 s to compile, numba 0.5 s
 # to load, on a busy machine several times that: later than this the maker is stopped or worse.
@@ -34,18 +34,18 @@ def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
 
     Args:
         what: a description, the same for all who need the same; of one user.
-        most_seconds: how long to wait for another process.
+        most_seconds: how long to wait for another process; 0 only asks whether there is one.
 
     Yields:
         Whether this process is the first: others wait until it leaves the context. Those that have
         waited find what the first has made, unless it could not, or was too slow; then they no
         longer wait for each other.
     """
-    name = hashlib.sha256(f"{os.getuid()} {what}".encode()).hexdigest()
+    name = _name(what)
     until = time.monotonic() + most_seconds
     waited = False
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
-        while not _taken(own, f"\0unisono-{name[:32]}"):
+        while not _taken(own, name):
             waited = True
             if time.monotonic() > until:
                 break
@@ -53,6 +53,22 @@ def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
         if waited:
             own.close()
         yield not waited
+
+
+def place(what: str, places: int) -> socket.socket | None:
+    """Take one of so many places on this machine, until the socket is closed; None if all are."""
+    own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    for number in range(places):
+        if _taken(own, _name(f"{what} {number}")):
+            return own
+    own.close()
+    return None
+
+
+def _name(what: str) -> str:
+    """Return the name of a socket, for one user."""
+    name = hashlib.sha256(f"{os.getuid()} {what}".encode()).hexdigest()
+    return f"\0unisono-{name[:32]}"
 
 
 def _taken(own: socket.socket, name: str) -> bool:

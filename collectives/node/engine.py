@@ -52,7 +52,8 @@ from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
 from collectives.errors import PeerFailure
 from collectives.kernels import ahead, machine_code
-from collectives.kernels.loops import behind, loops
+from collectives.kernels.loops import behind, behind_name, loops
+from collectives.kernels.loops import names as loop_names
 from collectives.node import folders, segment, ways, words
 from collectives.node.shared_arrays import SharedArrays
 from collectives.settings import Stores
@@ -254,16 +255,22 @@ class Engine:
         """
         place = self.shared.place_of(send, out)
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
+        fill, start, add, save = loop_names(send.dtype, op.value)
+        converts = fill is not None or save is not None
+        kind = ways.way(send.nbytes, self.size, crowded=self._crowded, converts=converts)
+        kind = kind if place is None else "shared"
+        has_behind = kind == "one_shot" and self.size == 2
+        last = behind_name(send.dtype, op.value) if has_behind else None
+        needed = [(_ROUNDS, kind), fill, start, add, save, last]
+        machine_code.prepare([name for name in needed if name is not None])
         block = self._block(digest, send, out, op)
         block[words.COUNT] = send.size
         block[words.BOUNDS], block[words.TAKE] = address(bounds), words.TAKE_ALL
         if place is not None:
             table = self.shared.addresses(place)
             block[words.TABLE] = address(table)
-            return Work(_kind("shared"), block, (bounds, table))
-        converts = bool(block[words.FILL] or block[words.SAVE])
-        kind = ways.way(send.nbytes, self.size, crowded=self._crowded, converts=converts)
-        if kind == "one_shot" and self.size == 2:
+            return Work(_kind(kind), block, (bounds, table))
+        if has_behind:
             block[words.BEHIND] = behind(send.dtype, op.value)
         return Work(_kind(kind), block, (bounds,))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,13 @@ def together(
 
 
 def whole(
-    algorithm: str | None, nbytes: int, cluster: Cluster, *, by_nodes: bool, calls: int = 1
+    algorithm: str | None,
+    nbytes: int,
+    cluster: Cluster,
+    *,
+    by_nodes: bool,
+    calls: int = 1,
+    python: Sequence[float] | None = None,
 ) -> float:
     """Return how long one of several all-reduces takes, each compared first, one after the other.
 
@@ -93,6 +99,7 @@ def whole(
         cluster: the ranks.
         by_nodes: as for `together`.
         calls: how many.
+        python: seconds of each rank's program for the algorithm, besides its messages (`instant`).
 
     Raises:
         As `seconds`.
@@ -107,7 +114,8 @@ def whole(
         for _ in range(calls):
             compared(access)
             if run is not None:
-                rank.spend(cluster.layout.call)
+                own = 0.0 if python is None else python[rank.number]
+                rank.spend((cluster.layout.call + own) * rank.cold)
                 run(access)
         return rank.now - began
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from collectives.errors import CollectiveTimeout, PeerFailure
 from collectives.simulation.cluster import Cluster
-from collectives.simulation.hosts import Host
+from collectives.simulation.hosts import Host, Waiting
 from collectives.transport.waiting import Known, Message, named
 
 __all__ = ["NEVER", "Clock", "Rank", "Stopped"]
@@ -117,6 +117,16 @@ class Rank:
             self._host.begin(self)
 
     @property
+    def shares(self) -> bool:
+        """Whether it has to share a core."""
+        return self._host is not None and self._host.is_shared
+
+    @property
+    def cold(self) -> float:
+        """How many times as long a program takes whose code is in no cache of its core."""
+        return 1.0 if self._host is None else self._host.cold
+
+    @property
     def died(self) -> bool:
         """Whether it is dead; not whether it has failed."""
         return isinstance(self.error, _Died)
@@ -130,13 +140,13 @@ class Rank:
         if self.now >= self.dies:
             raise _Died
 
-    def wait(self, message: Message, operation: str, patience: float = 0.0) -> None:
+    def wait(self, message: Message, operation: str, how: Waiting) -> None:
         """Let others go on until `wake`.
 
         Args:
             message: that has to come.
             operation: the name that errors carry.
-            patience: seconds for which it polls before it gives its core away.
+            how: it waits.
 
         Raises:
             PeerFailure: a rank is dead, whether or not this one waits for it.
@@ -147,16 +157,16 @@ class Rank:
             raise self.of_the_dead(operation)
         self.waits_for, self.operation = message, operation
         if self._host is not None:
-            self._host.waits(self, patience)
+            self._host.waits(self, how)
         clock.turn.switch()
 
-    def sleep(self, until: float, message: Message, operation: str, patience: float) -> None:
+    def sleep(self, until: float, message: Message, operation: str, how: Waiting) -> None:
         """Wait for a message of which it is known when it is there."""
         if self._host is None:
             self.now = until
         else:
             self._clock.at(until, self._come, message)
-            self.wait(message, operation, patience)
+            self.wait(message, operation, how)
 
     def wake(self, when: float) -> None:
         """Go on, with its own time not before `when`; called by events, not by ranks."""
@@ -236,8 +246,7 @@ class Clock:
             return [None] * cluster.size
         numbers = [node // cluster.nodes_per_host for node in cluster.nodes()]
         hosts = [
-            Host(self, numbers.count(number), cluster.cores, cluster.change)
-            for number in range(numbers[-1] + 1)
+            Host(self, numbers.count(number), cluster.cores) for number in range(numbers[-1] + 1)
         ]
         return [hosts[number] for number in numbers]
 

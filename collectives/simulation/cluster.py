@@ -8,17 +8,40 @@ from dataclasses import dataclass, field
 from collectives import topology
 from collectives.algorithms.layout import Layout
 from collectives.links import DEFAULT, Machine
-from collectives.transport.waiting import POLLS
+from collectives.simulation.hosts import Waiting, Waits
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "check_spread"]
 
-# Of two cores of an AMD EPYC on which 2 to 16 ranks in namespaces exchanged messages over TCP
-# (`benchmarks/model.py`): 200 polls from Python take 100 us. From one process to the next, whose
-# interpreter is then in nobody's cache, passes what fits the times of all-reduces best, of 3 to 30
-# us; for letters 0.6 of the polls' time fitted better than 0.4.
-POLL_SECONDS = 5e-7
-CHANGE_SECONDS = 2.5e-5
-LETTER_PATIENCE = 0.6
+# How ranks wait that share the cores of an AMD EPYC (`benchmarks/shared_host.py`): 200 polls take
+# 79 to 82 us from Python and 59 in letters, 2,000 pauses of the node engine 46; a look takes 3.3 to
+# 4.9 us among 2 to 8 ranks of a core. A rank goes on 8 us after it has the core back with two on
+# it, and 36 with eight. 20 between them, and what letters and the engine take there, fit
+# all-reduces of 4 to 16 ranks on two cores (`benchmarks/model.py`).
+POLLING = Waits(
+    python=Waiting(polls=8e-5, look=4e-6, resume=8e-6),
+    letters=Waiting(polls=6e-5, look=4e-6, resume=4e-6),
+    engine=Waiting(polls=4.6e-5, look=4e-6, resume=1.2e-5),
+)
+YIELDING = Waits(
+    python=Waiting(polls=0.0, look=4e-6, resume=2e-5),
+    letters=Waiting(polls=0.0, look=4e-6, resume=1.2e-5),
+    engine=Waiting(polls=4.6e-5, look=4e-6, resume=2.5e-5),
+)
+
+# Seconds of a core for a byte over TCP, of each program: 0.3 ns where nothing shapes the lines.
+# Over lines of 1 Gbit/s bytes go in smaller parts, and 0.5 to 1 fit the times of whole arrays.
+COPYING = 7e-10
+
+# Standard deviations over a mean for which a gamma distribution can be drawn from.
+_LEAST_SPREAD, _MOST_SPREAD = 1e-6, 100.0
+
+
+def check_spread(what: str, spread: float) -> None:
+    """Refuse a standard deviation over a mean that makes no sense."""
+    if spread != 0 and not _LEAST_SPREAD <= spread <= _MOST_SPREAD:
+        raise ValueError(
+            f"{what}: expected 0, or {_LEAST_SPREAD:g} to {_MOST_SPREAD:g}, got {spread:g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -40,9 +63,10 @@ class Cluster:
             that a token bucket shapes do; at first it has none.
         cores: of a host, which its ranks share; None if every rank has one of its own.
         nodes_per_host: nodes that share the cores of one host, as containers do.
-        patience: seconds that a rank which waits polls before it gives its core to another one.
-            Compiled code, which polls as often, takes `LETTER_PATIENCE` of that.
-        change: seconds from one rank on a core to the next one.
+        waits: how ranks that share cores wait; None for as `init` lets them (`launch`): where the
+            ranks of a node fill its cores, MPI gives the core away in each look.
+        copying: seconds of a core that a byte between nodes costs each of its two programs, where
+            cores are shared; elsewhere it is done while the byte before is on the line.
         noise: standard deviation of every time but that of the lines, over its mean.
         seed: of the noise.
         slow: rank -> factor by which its program takes longer.
@@ -60,8 +84,8 @@ class Cluster:
     burst: int = 0
     cores: int | None = None
     nodes_per_host: int = 1
-    patience: float = POLLS * POLL_SECONDS
-    change: float = CHANGE_SECONDS
+    waits: Waits | None = None
+    copying: float = COPYING
     noise: float = 0.0
     seed: int = 0
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -81,26 +105,40 @@ class Cluster:
             )
         if self.burst < 0:
             raise ValueError(f"cluster: expected a burst of 0 or more bytes, got {self.burst}")
-        for name, value, least in (
-            ("oversubscription", self.oversubscription, 0.0),
-            ("noise", self.noise, -1.0),
-            ("patience", self.patience, -1.0),
-            ("change", self.change, -1.0),
-            *((f"slowness of rank {rank}", factor, 0.0) for rank, factor in self.slow.items()),
+        for name, value in (
+            ("oversubscription", self.oversubscription),
+            *((f"slowness of rank {rank}", factor) for rank, factor in self.slow.items()),
         ):
-            if not least < value < float("inf"):
-                raise ValueError(f"cluster: expected another {name}, got {value:g}")
-        for name in ("noise", "patience", "change"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"cluster: expected {name} >= 0, got {getattr(self, name):g}")
+            if not 0 < value < float("inf"):
+                raise ValueError(f"cluster: {name} must be positive, got {value:g}")
+        check_spread("cluster: noise", self.noise)
+        if self.seed < 0:
+            raise ValueError(f"cluster: expected a seed of 0 or more, got {self.seed}")
+        for name, value in (
+            ("copying", self.copying),
+            *((f"{who}'s {what}", seconds) for who, how in self.waiting._asdict().items()
+              for what, seconds in how._asdict().items()),
+        ):  # fmt: skip
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"cluster: expected {name} >= 0, got {value:g}")
         for rank in (*self.slow, *self.deaths):
             if not 0 <= rank < self.size:
                 raise ValueError(f"cluster: expected ranks below {self.size}, got rank {rank}")
+        if len(self.deaths) == self.size:
+            raise ValueError(f"cluster: expected a rank that lives, of {self.size} all are to die")
 
     @property
     def layout(self) -> Layout:
         """What "auto" and the closed forms see of it."""
         return Layout(self.size, self.num_nodes, self.machine)
+
+    @property
+    def waiting(self) -> Waits:
+        """How ranks that share cores wait."""
+        if self.waits is not None:
+            return self.waits
+        fills = self.cores is not None and self.layout.per_node >= self.cores
+        return YIELDING if fills else POLLING
 
     def leaders(self) -> tuple[int, ...]:
         """Return the lowest rank of every rank's node."""

@@ -2,16 +2,43 @@
 
 A rank holds a core while it runs, and for a while longer when it waits: it polls before it gives
 the core away (`transport.waiting`). What it waits for finds it at once as long as it polls. After
-that it stands in line for a core, in the order in which ranks became ready.
+that it has the core back in turns with the others, for a look each, and goes on in the order in
+which ranks became ready.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Clock", "Host", "Rank"]
+__all__ = ["Clock", "Host", "Rank", "Waiting", "Waits"]
+
+
+# How many times as long Python takes when others have had its core, for each doubling of their
+# number: the part of a call that is not messages 22 us with a core of its own, 65 with two ranks on
+# it, 140 with eight (`benchmarks/shared_host.py`).
+COLD = 1.5
+
+
+class Waiting(NamedTuple):
+    """How somebody waits who shares a core, in seconds."""
+
+    polls: float  # for so long it keeps the core
+    look: float  # of the core, each time that it has it back and finds nothing
+    resume: float  # until it goes on, when it has it back and finds something
+
+
+class Waits(NamedTuple):
+    """How ranks wait for messages from Python, for those of compiled code, and in their node."""
+
+    python: Waiting
+    letters: Waiting
+    engine: Waiting
+
+
+_NEVER = Waiting(0.0, 0.0, 0.0)  # of who has not begun yet, or has ended
 
 
 class Clock(Protocol):
@@ -39,16 +66,21 @@ class Host:
         clock: of all ranks.
         ranks: how many share it.
         cores: that it has.
-        change: seconds from one rank on a core to the next one.
+
+    Attributes:
+        is_shared: whether there are more ranks than cores.
+        cold: how many times as long a program takes that has not run since others had its core.
     """
 
-    def __init__(self, clock: Clock, ranks: int, cores: int, change: float) -> None:
+    def __init__(self, clock: Clock, ranks: int, cores: int) -> None:
         self._clock = clock
         self._cores = self._free = cores
-        self._ranks = ranks
-        self._change = change
+        self.is_shared = ranks > cores
+        self.cold = 1 + COLD * math.log2(max(1.0, ranks / cores))
         self._line: deque[Rank] = deque()
         self._until: dict[Rank, float] = {}  # who holds a core, and for how long; inf: it runs
+        self._waits: dict[Rank, Waiting] = {}  # who has begun to wait, and how
+        self._looking: dict[Rank, float] = {}  # seconds of a look, of who has given its core away
 
     def begin(self, rank: Rank) -> None:
         """Let a rank run for the first time, as soon as there is a core."""
@@ -62,16 +94,19 @@ class Host:
         """Let a rank run, or stand in line; called when the clock is at the time."""
         if rank in self._until:  # it still polls
             self._run(rank)
-        elif self._free:
+            return
+        self._looking.pop(rank, None)
+        if self._free:
             self._free -= 1
-            rank.now = max(rank.now, self._clock.now + self._turn())
+            rank.now = max(rank.now, self._clock.now + self._turn(rank))
             self._run(rank)
         else:
             self._line.append(rank)
 
-    def waits(self, rank: Rank, patience: float) -> None:
-        """Take note that a rank has begun to wait, at its own time, and polls for so long."""
-        self._leave(rank, rank.now + patience)
+    def waits(self, rank: Rank, how: Waiting) -> None:
+        """Take note that a rank has begun to wait, at its own time."""
+        self._waits[rank] = how
+        self._leave(rank, rank.now + how.polls)
 
     def told(self, rank: Rank) -> None:
         """Take note that a rank hears of an error, wherever it waits."""
@@ -80,18 +115,20 @@ class Host:
 
     def ended(self, rank: Rank) -> None:
         """Take note that its program has ended."""
+        self._waits[rank] = _NEVER
+        self._looking.pop(rank, None)
         self._leave(rank, rank.now)
 
-    def _turn(self) -> float:
-        """Return the seconds until a rank that is ready has a core that nobody works on.
+    def _turn(self, rank: Rank) -> float:
+        """Return the seconds until a rank that is ready goes on, on a core that nobody works on.
 
         Those that wait have their turns there, too, to look whether their message has come: half of
         them on the average.
         """
-        if self._ranks <= self._cores:
+        if not self.is_shared:
             return 0.0
-        others = self._ranks - len(self._until) - len(self._line) - 1
-        return self._change * (1 + max(0, others) / (2 * self._cores))
+        own = self._waits.get(rank, _NEVER).resume
+        return own + sum(self._looking.values()) / (2 * self._cores)
 
     def _run(self, rank: Rank) -> None:
         self._until[rank] = float("inf")
@@ -107,9 +144,10 @@ class Host:
         if self._until.get(rank, float("inf")) > self._clock.now:
             return
         del self._until[rank]
+        self._looking[rank] = self._waits[rank].look
         if self._line:
             following = self._line.popleft()
-            following.now = max(following.now, self._clock.now + self._turn())
+            following.now = max(following.now, self._clock.now + self._turn(following))
             self._run(following)
         else:
             self._free += 1

@@ -175,6 +175,7 @@ class Lines:
         self._clock = clock
         self._latency = network.alpha - 2 * self.between
         self._node_beta = node.beta
+        self._copying = cluster.copying
         nodes = range(cluster.num_nodes)
         self._out = [Line(network.beta, cluster.burst) for _ in nodes]
         self._in = [Line(network.beta, cluster.burst) for _ in nodes]
@@ -187,6 +188,10 @@ class Lines:
     def cost(self, one: int, other: int) -> float:
         """Return the seconds that a message between two ranks costs each program."""
         return self.inside if self.nodes[one] == self.nodes[other] else self.between
+
+    def copying(self, one: int, other: int) -> float:
+        """Return the seconds that a byte between two ranks costs each program."""
+        return self._copying if self.nodes[one] != self.nodes[other] else 0.0
 
     def connect(self, source: int, dest: int, arrive: Callable[[float], None]) -> Connection:
         """Return a connection from one rank to another; `arrive` as there."""

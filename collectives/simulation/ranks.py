@@ -10,7 +10,7 @@ from collectives.algorithms import hierarchical
 from collectives.algorithms.hierarchical import Levels
 from collectives.errors import CollectiveTimeout
 from collectives.simulation.clock import NEVER, Clock, Rank
-from collectives.simulation.cluster import LETTER_PATIENCE, Cluster
+from collectives.simulation.cluster import Cluster
 from collectives.simulation.memory import Memory
 from collectives.simulation.stages import Node, in_node
 from collectives.simulation.transport import EAGER_BYTES, Network, SimulatedTransport
@@ -78,13 +78,11 @@ def run(
         ImportError: greenlet is not installed.
     """
     clock = Clock(cluster)
+    waits = cluster.waiting
     compiled = cluster.layout.compiled().machine
     networks = [
-        Network(clock, machine, patience, payload=payload, eager=eager)
-        for machine, patience in (
-            (cluster.machine, cluster.patience),
-            (compiled, cluster.patience * LETTER_PATIENCE),
-        )
+        Network(clock, machine, waiting, payload=payload, eager=eager)
+        for machine, waiting in ((cluster.machine, waits.python), (compiled, waits.letters))
     ]
     gamma = cluster.layout.combined(1.0)
     several = cluster.layout.is_hierarchical

@@ -35,6 +35,7 @@ class Node:
 
     def __init__(self, clock: Clock, ranks: Sequence[Rank], *, payload: bool) -> None:
         self.layout: Layout = clock.cluster.layout
+        self._waiting = clock.cluster.waiting.engine
         self.payload = payload
         self._clock = clock
         self._ranks = ranks
@@ -71,7 +72,9 @@ class Node:
             own.spend(seconds)
             return
         missing = [rank.number for n, rank in enumerate(self._ranks) if n not in self._come]
-        own.wait(Known(f"{named(missing)} to enter", missing, has_come=False), operation)
+        own.wait(
+            Known(f"{named(missing)} to enter", missing, has_come=False), operation, self._waiting
+        )
         own.spend(seconds)
 
     def _wake(self, rank: Rank) -> None:

@@ -22,6 +22,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from collectives.arrays.host import Array
+from collectives.simulation.cluster import check_spread
 
 __all__ = [
     "Compute",
@@ -60,6 +61,9 @@ class Compute:
     slow_by: float = 1.0
     seed: int = 0
     measured: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        check_spread("step: spread", self.spread)
 
     def draw(self, steps: int, replicas: int) -> Array:
         """Return seconds, shape (steps, replicas), float64."""

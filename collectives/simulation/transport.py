@@ -16,6 +16,7 @@ from collectives.arrays.host import Array, raw_bytes
 from collectives.errors import MismatchError
 from collectives.links import Machine
 from collectives.simulation.clock import NEVER, Clock, Rank
+from collectives.simulation.hosts import Waiting
 from collectives.simulation.lines import Lines
 from collectives.transport.transport import Deadline, Message, Transport
 
@@ -65,11 +66,15 @@ class _End:
 class _Pair:
     """What is under way from one rank to another, in one direction."""
 
-    __slots__ = ("connection", "cost", "receives", "sends", "under_way")
+    __slots__ = ("connection", "cost", "receives", "receiving", "sending", "sends", "under_way")
 
     def __init__(self, network: Network, source: int, dest: int) -> None:
         self.connection = network.lines.connect(source, dest, self._arrive)
         self.cost = network.lines.cost(source, dest)
+        # Seconds of a byte, of the programs that share their cores.
+        copying, ranks = network.lines.copying(source, dest), network.clock.ranks
+        self.sending = copying if ranks[source].shares else 0.0
+        self.receiving = copying if ranks[dest].shares else 0.0
         self.sends: deque[_End] = deque()  # for which no receive has been started
         self.receives: deque[_End] = deque()  # for which no send has been started
         self.under_way: deque[_End] = deque()  # sends that the connection has
@@ -109,7 +114,7 @@ class Network:
     Args:
         clock: of the ranks.
         machine: what messages cost.
-        patience: seconds for which a rank polls for one before it gives its core away.
+        waiting: how a rank waits for one.
         payload: whether bytes are moved, or counted only.
         eager: bytes of the longest message that does not ask first; -1 if all do.
     """
@@ -118,13 +123,13 @@ class Network:
         self,
         clock: Clock,
         machine: Machine,
-        patience: float,
+        waiting: Waiting,
         *,
         payload: bool,
         eager: int = EAGER_BYTES,
     ) -> None:
         self.clock = clock
-        self.patience = patience
+        self.waiting = waiting
         self.lines = Lines(clock, machine)
         self.payload = payload
         self.eager = eager
@@ -158,7 +163,7 @@ class SimulatedTransport(Transport):
         pair = self._to.get(dest)
         if pair is None:
             pair = self._to[dest] = network.pair(self.rank, dest)
-        rank.spend(pair.cost)
+        rank.spend(pair.cost + pair.sending * data.nbytes if pair.sending else pair.cost)
         send = _End(self, data, dest, "receive")
         if not network.payload:
             send.memory = None
@@ -185,6 +190,8 @@ class SimulatedTransport(Transport):
             rank.spend(0.0)
         receive = _End(self, into, source, "send")
         receive.cost = pair.cost
+        if pair.receiving:
+            receive.cost += pair.receiving * into.nbytes
         if not pair.sends:
             pair.receives.append(receive)
             return receive
@@ -216,9 +223,9 @@ class SimulatedTransport(Transport):
             if type(message) is not _End:  # of no bytes
                 continue
             if message.when == NEVER:
-                rank.wait(message, deadline.operation, self._network.patience)
+                rank.wait(message, deadline.operation, self._network.waiting)
             elif message.when > rank.now:
-                rank.sleep(message.when, message, deadline.operation, self._network.patience)
+                rank.sleep(message.when, message, deadline.operation, self._network.waiting)
             if message.cost:
                 rank.spend(message.cost)
                 message.cost = 0.0

@@ -46,6 +46,8 @@ class Question(NamedTuple):
     nbytes: int  # of the whole array
 
     def __str__(self) -> str:
+        if self.operation == "barrier":
+            return self.operation
         return f"{self.operation}, {units.size_text(self.nbytes)} bytes"
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from collectives.tools.explain import Point
 
-__all__ = ["draw", "draw_curve", "draw_efficiency", "draw_sizes", "is_possible", "save"]
+__all__ = ["check", "draw", "draw_curve", "draw_efficiency", "draw_sizes", "is_possible", "save"]
 
 # Colours of matplotlib -> what they are called in an SVG, on a light card and on a dark one. Text
 # and lines on each have a contrast of 3 : 1 at least, as pictures need.
@@ -43,6 +43,26 @@ def is_possible() -> bool:
     except ImportError:
         return False
     return True
+
+
+def check(path: Path, option: str) -> None:
+    """Refuse a file that no picture can be written to, before anything is computed for it.
+
+    Raises:
+        ValueError: matplotlib is not installed, there is no such folder, or no such format.
+    """
+    if not is_possible():
+        raise ValueError(f"{option} needs matplotlib: pip install matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(
+            f"{option}: expected a file that ends in one of .{' .'.join(sorted(known))}, "
+            f"got {str(path)!r}"
+        )
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {str(path.parent)!r}")
 
 
 def save(figure: Figure, path: Path | str) -> None:

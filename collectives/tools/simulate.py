@@ -147,7 +147,7 @@ def table(question: Question, found: Sequence[Row], cluster: Cluster, known: lin
         of_call = row.algorithm in (_COMPARISON, _TOGETHER)
         sign = ">" if row.stopped else ""
         time = "-" if row.failed else f"{sign}{1e3 * row.seconds:.4f}"
-        is_shared = least and not row.stopped and not of_call
+        is_shared = least and row.seconds and not row.stopped and not of_call
         share = f"{100 * least / row.seconds:.0f} %" if is_shared else "-"
         marks = ["fastest"] * (row is found[0] and not row.stopped)
         marks += ["picked by auto"] * (row.algorithm == auto)
@@ -198,8 +198,9 @@ def options_of(file: Path) -> list[str]:
     try:
         parser.read_string(file.read_text())
         settings = parser["cluster"]
-    except (configparser.Error, KeyError) as error:
-        raise ValueError(f"{file}: expected lines below [cluster]: {error}") from None
+    except (configparser.Error, KeyError, UnicodeDecodeError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"{file}: expected lines below [cluster]: {why}") from None
     found = []
     for name, value in settings.items():
         if name not in _OF_A_CLUSTER:

@@ -31,8 +31,8 @@ def times_of(file: Path) -> list[float]:
         OSError: it cannot be read.
         ValueError: there is something else, or a time that is not above zero.
     """
-    words = file.read_text().split()
     try:
+        words = file.read_text().split()
         found = [float(word) for word in words]
     except ValueError as error:
         raise ValueError(f"{file}: expected times of steps, {error}") from None
@@ -113,7 +113,7 @@ def _point(step: Step, cluster: Cluster, within: float) -> Point:
     buckets = []
     for nbytes, share in zip(step.gradients, training.ready(step.gradients), strict=True):
         if nbytes not in times:
-            times[nbytes] = _seconds(nbytes // 2 if step.half else nbytes, cluster, within)
+            times[nbytes] = _seconds(max(4, nbytes // 2) if step.half else nbytes, cluster, within)
         buckets.append((share if step.overlap else 1.0, times[nbytes][0]))
     outcome = training.all_reduce(drawn, buckets)
     return Point(
@@ -160,8 +160,8 @@ def table(step: Step, found: Sequence[Point]) -> str:
     ]
     for point in found:
         lines.append(
-            f"{point.nodes:8}{point.ranks:7}{1e3 * point.seconds:10.2f}"
-            f"{1e3 * point.reducing:13.3f}{100 * point.efficiency:10.1f} %"
+            f"{point.nodes:8}{point.ranks:7} {1e3 * point.seconds:9.2f} "
+            f"{1e3 * point.reducing:12.3f}{100 * point.efficiency:10.1f} %"
             + ("" if point.exact else "  estimated")
         )
     return "\n".join(lines)

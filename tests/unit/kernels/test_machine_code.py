@@ -37,6 +37,9 @@ MODULE = """
     def sleeps(x):
         return usleep(x)
 
+    def adds(x):
+        return x + 1
+
     def allocates(x):
         return [x, x][x & 1]
 
@@ -67,8 +70,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(folder, **environment):
-    command = [sys.executable, folder / "program.py"]
+def start(folder, program="program.py", **environment):
+    command = [sys.executable, folder / program]
     where = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder / "home"), **environment}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=where, stdin=pipe, stdout=pipe, text=True)
@@ -209,6 +212,52 @@ def test_where_the_one_that_compiles_is_killed_another_does(folder):
     assert made == [14, 14]
     assert compiled >= 1
     assert run(folder) == (False, 14)
+
+
+PREPARES = """
+    from collectives.kernels import machine_code
+
+    machine_code.prepare([("made", "times"), ("made", "adds")])
+    print([machine_code.is_kept("made", name) for name in ("times", "adds")], flush=True)
+    machine_code.address("made", "adds")
+    print(machine_code.function("made", "times")(7))
+"""
+
+
+def test_who_would_wait_makes_another_function_that_it_needs(folder):
+    (folder / "prepares.py").write_text(textwrap.dedent(PREPARES))
+    held = start(folder, HELD="1")
+    try:
+        assert held.stdout.readline() == "compiled times\n"
+        other = start(folder, program="prepares.py")
+        assert other.stdout.readline() == "compiled adds\n"
+        assert other.stdout.readline() == "[False, True]\n"  # nobody has waited so far
+    finally:
+        held.communicate(timeout=100)
+    assert other.communicate(timeout=100)[0] == "14\n"
+    assert len(kept(folder)) == 2
+    # Where all is there, nothing is made.
+    again = start(folder, program="prepares.py").communicate(timeout=100)[0]
+    assert again == "[True, True]\n14\n"
+
+
+def test_what_is_prepared_is_made_once_where_nothing_can_be_kept(folder):
+    (folder / "prepares.py").write_text(textwrap.dedent(PREPARES))
+    done = start(folder, program="prepares.py", NUMBA_CACHE_DIR="/dev/null/nowhere")
+    lines = done.communicate(timeout=100)[0].splitlines()
+    assert lines == ["compiled times", "compiled adds", "[False, False]", "14"]
+
+
+def test_there_are_so_many_places_and_no_more():
+    first, second = (turn.place("somewhere", 2) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    with second:
+        assert turn.place("somewhere", 2) is None
+        first.close()
+        again = turn.place("somewhere", 2)
+        assert again is not None
+        again.close()
 
 
 def test_nobody_waits_for_longer_than_the_limit():

@@ -12,7 +12,8 @@ from collectives.links import Link, Machine
 from collectives.operations import compare
 from collectives.simulation import calls, ranks
 from collectives.simulation.clock import Stopped
-from collectives.simulation.cluster import Cluster
+from collectives.simulation.cluster import POLLING, YIELDING, Cluster
+from collectives.simulation.hosts import Waiting
 from collectives.transport.transport import Deadline
 
 # 1 us and 1 ns per byte in a node, 4 us and 10 ns between, 0.1 ns to combine a byte.
@@ -176,9 +177,12 @@ def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm, how):
     hollow = calls.seconds("allreduce", algorithm, arrays[0].nbytes, cluster)
     assert hollow == pytest.approx(max(rank.seconds for rank in ended), rel=1e-3)
     if how:
-        assert hollow > calls.seconds(
-            "allreduce", algorithm, arrays[0].nbytes, Cluster(size, 3, MACHINE)
+        # Where arrays are small the lines do not decide.
+        shared, alone = (
+            calls.seconds("allreduce", algorithm, 800, each)
+            for each in (cluster, Cluster(size, 3, MACHINE))
         )
+        assert shared > 2 * alone
 
 
 def working(milliseconds):
@@ -197,17 +201,34 @@ def working(milliseconds):
     ],
 )
 def test_ranks_share_the_cores_of_their_host(how, ends):
-    _, seconds = run(4, 4, working(1), change=0.0, **how)
+    _, seconds = run(4, 4, working(1), **how)
     assert seconds == pytest.approx([end / 1e3 for end in ends])
 
 
+def test_ranks_that_fill_the_cores_of_their_node_give_theirs_away_at_once():
+    assert Cluster(4, 2, MACHINE, cores=2).waiting is YIELDING
+    assert Cluster(4, 4, MACHINE, cores=2, nodes_per_host=4).waiting is POLLING
+    assert YIELDING.python.polls == YIELDING.letters.polls == 0 < POLLING.letters.polls
+
+
+def test_a_byte_takes_processors_only_where_they_are_shared():
+    program = send_once(1_000_000, [(1, 0)])
+    _, alone = run(2, 2, program, cores=2, nodes_per_host=2, copying=1e-9)
+    assert run(2, 2, program)[1] == pytest.approx(alone)
+    how = {"cores": 1, "nodes_per_host": 2}
+    _, free = run(2, 2, program, copying=0.0, **how)
+    _, shared = run(2, 2, program, copying=1e-9, **how)
+    assert shared[0] == pytest.approx(free[0] + 2 * 1e-3)
+
+
 def test_who_waits_polls_for_a_while_and_then_lets_another_rank_have_the_core():
-    how = {"cores": 1, "nodes_per_host": 2, "patience": 30e-6, "change": 2e-6}
+    waits = POLLING._replace(python=Waiting(polls=30e-6, look=2e-6, resume=5e-6))
+    how = {"cores": 1, "nodes_per_host": 2, "waits": waits, "copying": 0.0}
     _, alone = run(2, 2, send_once(1000, [(1, 0)]))
     _, shared = run(2, 2, send_once(1000, [(1, 0)]), **how)
-    turn = 2e-6 * 1.5  # and half of a look of rank 0, which waits
+    turn = 2e-6 / 2  # half of a look of rank 0, which waits
     assert shared[1] == pytest.approx(alone[1] + 30e-6 + turn)
-    assert shared[0] >= alone[0] + 30e-6 + turn
+    assert shared[0] == pytest.approx(alone[0] + 30e-6 + turn + 5e-6)  # and finds its message
     # What comes while a rank still polls finds it on its core.
     how["cores"] = 2
     assert run(2, 2, send_once(1000, [(1, 0)]), **how)[1] == pytest.approx(alone)
@@ -297,8 +318,10 @@ def test_a_simulation_stops_when_it_has_taken_its_time():
         ({"burst": -1}, "burst"),
         ({"cores": 0}, "one or more cores"),
         ({"nodes_per_host": 0}, "nodes on a host"),
-        ({"patience": -1e-6}, "patience >= 0"),
-        ({"change": float("inf")}, "change"),
+        ({"waits": POLLING._replace(python=Waiting(-1e-6, 0, 0))}, "python's polls >= 0"),
+        ({"waits": POLLING._replace(letters=Waiting(0, float("inf"), 0))}, "letters's look"),
+        ({"copying": -1.0}, "copying >= 0"),
+        ({"seed": -1}, "a seed of 0 or more"),
         ({"slow": {1: -1.0}}, "slowness of rank 1"),
         ({"deaths": {4: 1.0}}, "rank 4"),
     ],

@@ -182,7 +182,9 @@ def test_wrong_arguments_are_refused(arguments, capsys):
         status = ended.code
     assert status == 2
     stderr = capsys.readouterr().err
-    assert any(word in stderr for word in ("expected", "usage", "No such file"))
+    said = ("expected", "choose from", "required", "No such file")
+    assert any(word in stderr for word in said)
+    assert stderr.count("\n") == 1
 
 
 def test_wrong_arguments_end_the_program():

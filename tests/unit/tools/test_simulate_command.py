@@ -106,19 +106,73 @@ def test_a_picture_is_drawn(capsys, tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+def refused(capsys, *options):
+    """Return the line that says why a command is refused, which ends with status 2."""
+    try:
+        status = __main__.main(["simulate", *LINK, *options])
+    except SystemExit as ended:  # argparse
+        status = ended.code
+    assert status == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, "one line, and no traceback"
+    return err
+
+
+CALL = ["--nodes", "2", "--bytes", "8"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nodes", "0", "--bytes", "8"], "expected 1 <= nodes"),
+        (["--nodes", "0", "--bytes", "8"], "expected one or more nodes"),
+        (["--nodes", "2", "--ranks", "-1", "--bytes", "8"], "expected one or more nodes"),
+        (["--nodes", "1000000", "--bytes", "8"], "at most 65536 ranks"),
+        (["--nodes", "two", "--bytes", "8"], "argument --nodes: invalid int value: 'two'"),
         (["--nodes", "2", "--bytes", "x"], "not a number of bytes"),
-        (["--nodes", "2", "--bytes", "8", "--op", "sum"], "no such operation"),
-        (["--nodes", "2", "--bytes", "8", "--noise", "-1"], "noise"),
-        (["--nodes", "2", "--bytes", "8", "--slow", "2:3"], "rank 2"),
+        (["--nodes", "2", "--bytes", ""], "not a number of bytes"),
+        (["--nodes", "2", "--bytes", "0"], "not a number of bytes"),
+        (["--nodes", "2", "--bytes", "3"], "--bytes is of float32, expected 4 bytes to 1T, got 3"),
+        (["--nodes", "2", "--bytes", "99999G"], "expected 4 bytes to 1T"),
+        ([*CALL, "--op", "sum"], "no such operation"),
+        ([*CALL, "--link", "fast"], "--link: expected a rate above 0 as 100Gbit/s or 8GB/s"),
+        ([*CALL, "--link", "100"], "expected a rate above 0"),
+        ([*CALL, "--link", "0Gbit/s"], "expected a rate above 0"),
+        ([*CALL, "--latency", "0us"], "--latency: expected a time above 0"),
+        ([*CALL, "--noise", "-1"], "noise: expected 0, or 1e-06 to 100, got -1"),
+        ([*CALL, "--noise", "nan"], "noise: expected 0"),
+        ([*CALL, "--noise", "1e300"], "noise: expected 0"),
+        ([*CALL, "--seed", "-3"], "expected a seed of 0 or more, got -3"),
+        ([*CALL, "--oversubscribed", "0"], "--oversubscribed: expected a number above 0"),
+        ([*CALL, "--slow", "2:3"], "rank 2"),
+        ([*CALL, "--slow", "1"], "--slow: expected a rank and how many times as long"),
+        ([*CALL, "--slow", "1:1e9"], "--slow: expected a rank"),
+        ([*CALL, "--dead", "1:x"], "--dead: expected a rank and when it dies, as 3:2ms"),
+        ([*CALL, "--dead", "0:1us", "--dead", "1:1us"], "expected a rank that lives"),
+        ([*CALL, "--within", "x"], "--within: expected a number above 0"),
+        ([*CALL, "--compute", "1ms"], "expected --step with --compute"),
+        ([*CALL, "--stragglers", "1%:3"], "expected --step with --stragglers"),
+        ([*CALL, "--cluster", sys.executable], "expected lines below [cluster]"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message, capsys):
-    assert __main__.main(["simulate", *LINK, *options]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, *options)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"), [("/nowhere/x.png", "no folder '/nowhere'"), ("x.foo", "ends in one of")]
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_simulated(
+    file, message, capsys, monkeypatch
+):
+    needs("matplotlib")
+    monkeypatch.setattr(simulate, "rows", None)
+    assert message in refused(capsys, *CALL, "--picture", file)
+
+
+def test_a_barrier_has_no_bytes(capsys):
+    assert __main__.main(["simulate", *LINK, "--nodes", "3", "--op", "barrier"]) == 0
+    assert capsys.readouterr().out.startswith("barrier, 3 ranks on 3 nodes, simulated\n")
 
 
 def test_without_greenlet_it_says_what_to_install(monkeypatch, capsys):
@@ -207,8 +261,15 @@ def test_the_picture_of_a_step_is_drawn(capsys, tmp_path):
         ([*STEP, "--times", "/nowhere"], "No such file"),
         ([*STEP, "--times", "/dev/null"], "expected times of steps above 0"),
         ([*STEP, "--times", "/dev/null", "--spread", "0.1"], "got both"),
+        ([*STEP, "--times", sys.executable], "expected times of steps"),
+        ([*STEP, "--spread", "-1"], "spread: expected 0, or 1e-06 to 100, got -1"),
+        ([*STEP, "--spread", "nan"], "spread: expected 0"),
+        ([*STEP, "--stragglers", "200%:3"], "--stragglers: expected a share and a factor as 1%:3"),
+        ([*STEP, "--stragglers", "nan%:3"], "expected a share and a factor"),
+        ([*STEP, "--gradients", "1"], "--gradients is of float32, expected 4 bytes"),
+        ([*STEP, "--compute", "0ms"], "--compute: expected a time above 0"),
+        ([*STEP, "--bytes", "8"], "expected no --bytes and no --op"),
     ],
 )
 def test_what_is_missing_is_said(options, message, capsys):
-    assert __main__.main(["simulate", *LINK, *options]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, *options)
