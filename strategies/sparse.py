@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,7 +23,8 @@ class Rows:
     index are summed. What `Communicator.sparse_allreduce` returns are its two fields.
 
     Attributes:
-        indices: shape (k,), integers >= 0 in host memory, in any order; kept as int64.
+        indices: shape (k,), integers >= 0 in host memory, in any order; kept as int64. Inside of a
+            compiled program of JAX, an array there, kept as it is.
         values: shape (k, ...), a row of the variable for each index, in the variable's memory.
 
     Example:
@@ -38,6 +40,9 @@ class Rows:
     values: Any
 
     def __post_init__(self) -> None:
+        jax = sys.modules.get("jax")
+        if jax is not None and isinstance(self.indices, jax.core.Tracer):
+            return  # which has no numbers yet
         indices = np.asarray(self.indices)
         # An empty list is one of floats, and beside int64 uint64 becomes one, too.
         if indices.dtype.kind in "iu" or not indices.size:
