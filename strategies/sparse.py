@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from strategies import arrays
 
-__all__ = ["Gradient", "Rows", "fits", "fitted", "in_order", "summed"]
+__all__ = ["Gradient", "Rows", "as_rows", "fits", "fitted", "in_order", "summed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +52,30 @@ class Rows:
 
 Gradient: TypeAlias = npt.NDArray[Any] | Rows
 """In host memory."""
+
+
+def as_rows(gradient: Any, operation: str, where: str) -> Any:
+    """Return a sparse tensor of PyTorch as `Rows`, and all else as it is.
+
+    Such are the gradients of `torch.nn.Embedding(sparse=True)`.
+
+    Args:
+        gradient: anything.
+        operation: beginning of a message.
+        where: end of a message.
+
+    Raises:
+        TypeError: it is sparse in more than its rows.
+    """
+    if getattr(gradient, "is_sparse", False) is not True:
+        return gradient
+    if gradient.sparse_dim() != 1:
+        raise TypeError(
+            f"{operation}: expected a gradient that is sparse in its first axis alone, got one "
+            f"that is in {gradient.sparse_dim()} ({where})"
+        )
+    whole = gradient.detach().coalesce()
+    return Rows(whole.indices()[0].cpu().numpy(), whole.values())
 
 
 def in_order(rows: Rows, operation: str, where: str, *, length: int | None = None) -> Rows:

@@ -186,8 +186,15 @@ def check_examples(examples: float | None) -> None:
 
     Raises:
         ValueError: it is negative, infinite or NaN.
+        TypeError: it is not a number.
     """
-    if examples is not None and not 0 <= examples < math.inf:
+    try:
+        good = examples is None or 0 <= examples < math.inf
+    except TypeError:
+        raise TypeError(
+            f"apply_gradients: bad examples, expected a number, got {examples!r:.80}"
+        ) from None
+    if not good:
         raise ValueError(f"apply_gradients: bad examples, expected >= 0, got {examples}")
 
 

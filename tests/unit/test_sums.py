@@ -165,6 +165,8 @@ def test_what_cannot_be_counted_is_refused(examples):
         sums.check_examples(fine)
     with pytest.raises(ValueError, match="expected >= 0, got"):
         sums.check_examples(examples)
+    with pytest.raises(TypeError, match="expected a number, got '3'"):
+        sums.check_examples("3")
 
 
 def test_an_error_of_a_pass_is_kept_until_all_ranks_listen():

@@ -114,6 +114,25 @@ def test_an_interrupt_ends_a_run_without_a_wait_for_the_other_replicas():
     assert strategy.run(replica_id).values == (0, 1)
 
 
+def test_sparse_tensors_are_gradients_of_rows():
+    torch = installed("torch")
+    strategy = strategies.MirroredStrategy(cpus(2))
+    table = strategy.variable(torch.zeros(4, 2), name="table")
+
+    def step(axes):
+        ids = torch.tensor([1, 3, 3]) if replica_id() else torch.tensor([0, 3, 1])
+        gradient = torch.sparse_coo_tensor(
+            ids[None], torch.ones(3, 2), (4, 2), check_invariants=True
+        )
+        gradient = gradient if axes == 1 else gradient.to_dense().to_sparse()
+        strategy.apply_gradients(strategies.SGD(2.0), [(gradient, table)])
+
+    strategy.run(step, args=(1,))
+    assert table.value[:, 0].tolist() == [-1, -2, 0, -3]
+    with pytest.raises(TypeError, match="sparse in its first axis alone, got one that is in 2"):
+        strategy.run(step, args=(2,))
+
+
 def test_other_objects_pass_through_run_as_they_are():
     torch = installed("torch")
     strategy = strategies.MirroredStrategy(cpus(2))
