@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from strategies import arrays
 
-__all__ = ["Gradient", "Rows", "fits", "fitted", "in_order", "summed"]
+__all__ = ["Gradient", "Rows", "as_rows", "fits", "fitted", "in_order", "summed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,8 @@ class Rows:
     index are summed. What `Communicator.sparse_allreduce` returns are its two fields.
 
     Attributes:
-        indices: shape (k,), integers >= 0 in host memory, in any order; kept as int64.
+        indices: shape (k,), integers >= 0 in host memory, in any order; kept as int64. Inside of a
+            compiled program of JAX, an array there, kept as it is.
         values: shape (k, ...), a row of the variable for each index, in the variable's memory.
 
     Example:
@@ -38,6 +40,9 @@ class Rows:
     values: Any
 
     def __post_init__(self) -> None:
+        jax = sys.modules.get("jax")
+        if jax is not None and isinstance(self.indices, jax.core.Tracer):
+            return  # which has no numbers yet
         indices = np.asarray(self.indices)
         # An empty list is one of floats, and beside int64 uint64 becomes one, too.
         if indices.dtype.kind in "iu" or not indices.size:
@@ -47,6 +52,30 @@ class Rows:
 
 Gradient: TypeAlias = npt.NDArray[Any] | Rows
 """In host memory."""
+
+
+def as_rows(gradient: Any, operation: str, where: str) -> Any:
+    """Return a sparse tensor of PyTorch as `Rows`, and all else as it is.
+
+    Such are the gradients of `torch.nn.Embedding(sparse=True)`.
+
+    Args:
+        gradient: anything.
+        operation: beginning of a message.
+        where: end of a message.
+
+    Raises:
+        TypeError: it is sparse in more than its rows.
+    """
+    if getattr(gradient, "is_sparse", False) is not True:
+        return gradient
+    if gradient.sparse_dim() != 1:
+        raise TypeError(
+            f"{operation}: expected a gradient that is sparse in its first axis alone, got one "
+            f"that is in {gradient.sparse_dim()} ({where})"
+        )
+    whole = gradient.detach().coalesce()
+    return Rows(whole.indices()[0].cpu().numpy(), whole.values())
 
 
 def in_order(rows: Rows, operation: str, where: str, *, length: int | None = None) -> Rows:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ import numpy as np
 
 from collectives.algorithms import ring
 from collectives.arrays.host import Array, raw_bytes
+from collectives.channel.buffers import Buffers
 from collectives.channel.doorbell import Doorbell
 from collectives.channel.frames import read, write
 from collectives.errors import CollectiveError, PeerFailure
@@ -45,11 +45,6 @@ _SHORTEST_BELL = 0.001  # seconds; what the kernel's wait for a pipe can count
 
 # MPI notices what has come while it is asked, and says so when it is asked again.
 _LOOKS = 2
-
-# Long receive buffers kept for reuse: fresh memory costs more than the message (64 MiB on a virtual
-# machine: 140 ms for the first touch, 11 ms for the transfer). Longer ones than this are not kept.
-_KEPT_BUFFERS = 4
-_KEPT_BYTES = 1 << 27
 
 
 class Incoming(NamedTuple):
@@ -119,8 +114,7 @@ class Channel:
         self._lock = threading.Lock()  # of what sending changes
         self._sent: deque[Message] = deque()  # not known to be done
         self._arriving: dict[int, deque[_Arriving]] = {}
-        self._buffers: list[Array] = []
-        self._free = _holders([np.empty(1, np.uint8)], 0)  # of a buffer that nobody else holds
+        self._buffers = Buffers()
         self._moved = time.monotonic()  # when something was sent or received
         self._closed = False
 
@@ -171,7 +165,7 @@ class Channel:
                 source, head = found
                 self._moved = time.monotonic()
                 with contextlib.suppress(PeerFailure):  # what its sender did not live to finish
-                    arriving = _Arriving(self._mailbox, source, head, self._buffer)
+                    arriving = _Arriving(self._mailbox, source, head, self._buffers.take)
                     self._arriving.setdefault(source, deque()).append(arriving)
         with self._lock:
             while self._sent and self._sent[0].done():
@@ -228,19 +222,6 @@ class Channel:
                 self._mailbox.close(all_together=all_together)
                 self._bell.close()
 
-    def _buffer(self, length: int) -> Array:
-        """Return memory for a long frame, used before if nobody holds that any more."""
-        for index in range(len(self._buffers)):
-            fits = length <= self._buffers[index].size <= 2 * length
-            if fits and _holders(self._buffers, index) <= self._free:
-                self._buffers.append(self._buffers.pop(index))
-                return self._buffers[-1][:length]
-        fresh = np.empty(length, np.uint8)
-        if length > _KEPT_BYTES:
-            return fresh
-        self._buffers = [*self._buffers[1 - _KEPT_BUFFERS :], fresh]
-        return fresh[:]
-
 
 class _Arriving:
     """A message whose head has come, and whose long frames are coming."""
@@ -264,8 +245,3 @@ class _Arriving:
                 return False
             self._coming.popleft()
         return True
-
-
-def _holders(buffers: list[Array], index: int) -> int:
-    """Return how many references Python counts to a buffer, among them those of its views."""
-    return sys.getrefcount(buffers[index])

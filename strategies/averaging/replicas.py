@@ -44,10 +44,14 @@ class Gradients(NamedTuple):
         return cls(pairs, examples)
 
 
-def combine(replicas: Sequence[Gradients]) -> Gradients:
+def combine(replicas: Sequence[Gradients], memory: sums.Memory | None = None) -> Gradients:
     """Average the gradients of this process's replicas, weighted by their examples.
 
     A gradient of None counts as zero, unless all replicas have None.
+
+    Args:
+        replicas: the gradients of each.
+        memory: of the averages of the last step.
 
     Raises:
         ValueError: the replicas have different variables, or only some say how many examples.
@@ -64,7 +68,7 @@ def combine(replicas: Sequence[Gradients]) -> Gradients:
     pairs = []
     for place, (_, variable) in enumerate(replicas[0].pairs):
         column = [replica.pairs[place][0] for replica in replicas]
-        pairs.append((_mean(column, weights, _name(variable)), variable))
+        pairs.append((_mean(column, weights, _name(variable), memory), variable))
     return Gradients(pairs, None if replicas[0].examples is None else sum(weights))
 
 
@@ -75,6 +79,7 @@ class Optimizers:
         self._strategy = strategy
         # By its id, each with what averages over the ranks before it.
         self._averaging: dict[int, AveragingOptimizer] = {}
+        self._memory = sums.Memory()
 
     def apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
         """Update the variables once; *collective*, in the cross-replica context."""
@@ -82,7 +87,7 @@ class Optimizers:
 
         def local() -> Gradients:
             _check_kind(optimizer)
-            own = combine(replicas)
+            own = combine(replicas, self._memory)
             _check_owner(self._strategy, own.pairs)
             return own
 
@@ -156,7 +161,7 @@ def _check_owner(strategy: ReplicaStrategy, pairs: Sequence[tuple[Any, Any]]) ->
             )
 
 
-def _mean(column: list[Any], weights: list[float], name: str) -> Any:
+def _mean(column: list[Any], weights: list[float], name: str, memory: sums.Memory | None) -> Any:
     """Average the gradients of one variable."""
     given = [
         g if isinstance(g, Rows) else reductions.as_array(g, "apply_gradients")
@@ -177,7 +182,10 @@ def _mean(column: list[Any], weights: list[float], name: str) -> Any:
     dtypes = [arrays.dtype_name(g.values if isinstance(g, Rows) else g) for g in given]
     given = [_beside(given[0], gradient) for gradient in given]
     counted = [weight for g, weight in zip(column, weights, strict=True) if g is not None]
-    return sums.mean(zip(given, counted, strict=True), sum(weights), dtypes[0] if given else "")
+    out = memory.like(name, given[0]) if memory is not None and shapes else None
+    return sums.mean(
+        zip(given, counted, strict=True), sum(weights), dtypes[0] if given else "", out
+    )
 
 
 def _beside(first: Any, gradient: Any) -> Any:

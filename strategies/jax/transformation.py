@@ -26,6 +26,7 @@ from strategies.averaging.leaf import Leaf
 from strategies.averaging.passes import Passes
 from strategies.averaging.rule import OPERATION, Rule
 from strategies.replicas.context import require_one_replica
+from strategies.sparse import Rows
 from strategies.structures import WHOLE
 
 __all__ = ["PassesState", "wrap"]
@@ -181,6 +182,13 @@ class _Average:
         arrays = [array for _, array in paths]
         names = [_name(path) for path, _ in paths]
         told = examples is not None
+        for name, array in zip(names, arrays, strict=True):
+            if isinstance(array, Rows):
+                raise TypeError(
+                    f"DistributedOptimizer.update: expected a dense gradient, got Rows, which are "
+                    f"for strategies.optimizers, or with strategy= a parameter server (variable: "
+                    f"{name})"
+                )
 
         def on_the_host(rows: Any, *values: Any) -> tuple[Any, list[Any]]:
             hosts = [np.asarray(value) for value in values]

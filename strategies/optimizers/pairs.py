@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from strategies import arrays
 from strategies.arrays import COMPUTE
-from strategies.sparse import Rows, fitted
+from strategies.sparse import Rows, as_rows, fitted
 
 __all__ = ["Pair", "check_slots", "floats", "is_variable", "refuse_jax", "resolve", "split"]
 
@@ -66,10 +66,10 @@ def is_variable(thing: Any) -> bool:
 
 
 def split(item: Any, operation: str, position: int) -> tuple[Any, Any]:
-    """Take a pair of a gradient and its variable apart.
+    """Take a pair of a gradient and its variable apart; a sparse tensor becomes `Rows`.
 
     Raises:
-        TypeError: it is not a pair, or one of a variable and its gradient.
+        TypeError: it is not a pair, or one of a variable and its gradient; or `as_rows`'s.
     """
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise TypeError(
@@ -82,7 +82,7 @@ def split(item: Any, operation: str, position: int) -> tuple[Any, Any]:
             f"{operation}: the pair is swapped, expected (gradient, variable), got (variable, "
             f"gradient) (variable {getattr(gradient, 'name', None)!r}, position {position})"
         )
-    return gradient, variable
+    return as_rows(gradient, operation, f"position {position}"), variable
 
 
 def _is_parameter(thing: Any) -> bool:

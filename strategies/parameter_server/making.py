@@ -10,22 +10,34 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from strategies.parameter_server.served_variable import ServedVariable, number_of_parts
+from strategies.cluster.cluster import Cluster
+from strategies.cluster.scopes import Placeable
+from strategies.optimizers import Optimizer
+from strategies.parameter_server.served_variable import (
+    Owner,
+    Part,
+    ServedVariable,
+    number_of_parts,
+    parts_of,
+)
+from strategies.parameter_server.shard import Shard
+from strategies.ranks import Ranks
 from strategies.replicas.copies import Seen, fetched
 from strategies.variables import partition
 from strategies.variables.partition import Partitioner
 
-__all__ = ["Wanted", "pieces", "wanted"]
+__all__ = ["Maker", "Wanted", "refuse_no_optimizer", "wanted"]
 
 Array = npt.NDArray[Any]
 Initializer = Callable[..., npt.ArrayLike]
+Piece = Array | Callable[[], Array]
 
 
 class Wanted(NamedTuple):
@@ -54,6 +66,132 @@ class Wanted(NamedTuple):
         return np.array(self.initializer(0, self.shape[0], self.shape, self.dtype))
 
 
+class Maker:
+    """Makes the variables of a strategy; all tasks call it alike.
+
+    Args:
+        cluster: of the tasks.
+        ranks: all of them.
+        shard: what this ps holds, if it is one.
+        variables: name -> variable, those that are there.
+        choice: `Placeable` -> index of the ps for a part.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        ranks: Ranks,
+        shard: Shard | None,
+        variables: Mapping[str, ServedVariable],
+        choice: Callable[[Placeable], int],
+    ) -> None:
+        self._cluster = cluster
+        self._chief = cluster.training_ranks[0]
+        self._servers = tuple(cluster.ranks_of("ps"))
+        self._ranks = ranks
+        self._shard = shard
+        self._variables = variables
+        self._choice = choice
+
+    def make(
+        self, strategy: Owner, name: str, described: Callable[[], Wanted], *, resident: bool
+    ) -> tuple[ServedVariable, Sequence[Piece]]:
+        """Agree on a new variable; *collective*.
+
+        Args:
+            strategy: whose it is.
+            name: of it.
+            described: looks at what this task was given.
+            resident: whether workers have a copy.
+
+        Returns:
+            The variable, and what each of its parts starts from.
+        """
+        call = f"variable {name}"
+        wanted = self._ranks.prepared(call, described)
+        parts = self._ranks.prepared(call, lambda: self._cut(wanted))
+        self._ranks.agree(f"variable {name} {wanted.dtype} {wanted.shape} {parts} {resident}")
+        copy = value = wanted.value
+        if value is not None:
+            first = value
+            copy = value = self._ranks.together(
+                "variable", lambda: self._cluster.comm.broadcast(first, root=self._chief)
+            )
+        elif resident:
+            copy = self._ranks.prepared(call, wanted.whole)
+        own = copy if resident else None
+        variable = ServedVariable(
+            name, wanted.shape, wanted.dtype, parts, strategy, own, wanted.seen
+        )
+        return variable, _pieces(variable, value, wanted.initializer)
+
+    def _cut(self, wanted: Wanted) -> list[Part]:
+        """Return the parts of a new variable."""
+        name = wanted.name
+        parts = parts_of(name, wanted.shape, wanted.dtype, wanted.number, self._choice)
+        taken = {part.name for known in self._variables.values() for part in known.parts}
+        if both := taken & {part.name for part in parts}:
+            raise ValueError(
+                f"variable: a part of it has a name that is taken, expected new ones, got "
+                f"{sorted(both)} (variable: {name})"
+            )
+        return parts
+
+    def hold(
+        self, variable: ServedVariable, pieces: Sequence[Piece], optimizer: Optimizer | None
+    ) -> None:
+        """On a ps: take over its parts of a variable; *collective*.
+
+        All of them are made before any ps has one, so that an initializer that fails leaves nothing
+        behind.
+
+        Args:
+            variable: from `make`.
+            pieces: likewise.
+            optimizer: of which each part gets a copy.
+        """
+        own = self._cluster.comm.rank
+        mine = [
+            (part.name, piece)
+            for part, piece in zip(variable.parts, pieces, strict=True)
+            if self._shard is not None and self._servers[part.task] == own
+        ]
+        made = self._ranks.prepared(
+            f"variable {variable.name} is made",
+            lambda: [(name, _as_function(piece)) for name, piece in mine],
+        )
+
+        def take() -> None:
+            while made:  # and forget it: an update copies what others hold
+                name, piece = made.pop(0)
+                assert self._shard is not None
+                self._shard.add(name, piece, optimizer=optimizer, resident=variable.resident)
+
+        self._ranks.prepared(f"variable {variable.name} is there", take)
+
+
+def _as_function(piece: Piece) -> Piece:
+    """Return what a part starts from; if it was still to be made, as a function that is done."""
+    if not callable(piece):
+        return piece
+    array = piece()
+    return lambda: array
+
+
+def refuse_no_optimizer(name: str, optimizer: Optimizer | None) -> None:
+    """Refuse a variable of which nobody has said how it is updated.
+
+    Raises:
+        ValueError: this is one.
+    """
+    if optimizer is None:
+        raise ValueError(
+            f"variable: nobody has said how it is updated, expected an optimizer of the strategy "
+            f"or of the variable, or DistributedOptimizer(..., strategy=strategy) before, got none "
+            f"(variable: {name})"
+        )
+
+
 def wanted(
     name: str,
     initial_value: Any,
@@ -80,9 +218,9 @@ def wanted(
     return Wanted(name, sizes, found, number, value, initial_value, Seen(given))
 
 
-def pieces(
+def _pieces(
     variable: ServedVariable, value: Array | None, initializer: Initializer
-) -> Sequence[Array | Callable[[], Array]]:
+) -> Sequence[Piece]:
     """Return what each part starts from: an array, or a function that makes it."""
     if value is not None:
         return variable.pieces(value)

@@ -23,15 +23,16 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies.arrays import dtype_name
-from strategies.averaging.replicas import Gradients, combine
+from strategies.averaging.replicas import Gradients
 from strategies.checks import integer, number
 from strategies.cluster.scopes import Placeable
 from strategies.cluster.setter import RoundRobin
 from strategies.optimizers import Optimizer
-from strategies.parameter_server import making, saved
+from strategies.parameter_server import making, pushes
+from strategies.parameter_server.by_parts import ByParts
 from strategies.parameter_server.client import Client, Report
-from strategies.parameter_server.making import Wanted
-from strategies.parameter_server.served_variable import Part, ServedVariable, parts_of
+from strategies.parameter_server.making import Maker, Wanted
+from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS, Rules, Shard
 from strategies.parameter_server.staleness import Decision, StalenessRule
 from strategies.ranks import Ranks
@@ -40,7 +41,7 @@ from strategies.replicas import datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.copies import fetched
 from strategies.replicas.datasets import InputContext, Policy
-from strategies.sparse import Gradient, Rows, fitted
+from strategies.sparse import Rows, fitted
 from strategies.strategy import Strategy
 from strategies.training.slices import Box, Slice
 from strategies.variables import partition
@@ -138,7 +139,6 @@ class ParameterServerStrategy(Strategy):
             "ParameterServerStrategy",
             lambda: Client(server.service, self.cluster, compression, value_compression),
         )
-        self._choice = choice or RoundRobin(len(self._servers))
         self._all.agree(
             f"ParameterServerStrategy of {type(optimizer).__name__}, synchronous={synchronous}, "
             f"staleness={staleness}, warmup_steps={warmup_steps}, rate_scale={rate_scale}, "
@@ -148,6 +148,9 @@ class ParameterServerStrategy(Strategy):
         rules = Rules(optimizer, synchronous, staleness, warmup_steps, rate_scale, self._workers[0])
         self._all.prepared("ParameterServerStrategy", lambda: self._serve(shared_name, rules))
         self._all.prepared("ParameterServerStrategy", lambda: self._join(shared_name))
+        chosen = choice or RoundRobin(len(self._servers))
+        self._maker = Maker(self.cluster, self._all, self._shard, self.variables, chosen)
+        self._by_parts = ByParts(self.cluster, self._all, self._shard, self.variables)
 
     def _check(self, devices: Sequence[str] | None, warmup_steps: int, rate_scale: float) -> None:
         if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
@@ -242,64 +245,15 @@ class ParameterServerStrategy(Strategy):
 
         def described() -> Wanted:
             self._refuse_taken(chosen)
-            self._refuse_no_optimizer(chosen, optimizer)
+            making.refuse_no_optimizer(chosen, optimizer or self.optimizer)
             return making.wanted(chosen, initial_value, dtype, shape, self._partitioner)
 
-        name_of_call = f"variable {chosen}"
-        wanted = self._all.prepared(name_of_call, described)
-        parts = self._all.prepared(name_of_call, lambda: self._cut(wanted))
-        self._all.agree(f"variable {chosen} {wanted.dtype} {wanted.shape} {parts} {resident}")
-        copy = value = wanted.value
-        if value is not None:
-            chief, first = self._workers[0], value
-            copy = value = self._all.together(
-                "variable", lambda: self.cluster.comm.broadcast(first, root=chief)
-            )
-        elif resident:
-            copy = self._all.prepared(name_of_call, wanted.whole)
-        own = copy if resident else None
-        variable = ServedVariable(chosen, wanted.shape, wanted.dtype, parts, self, own, wanted.seen)
+        variable, pieces = self._maker.make(self, chosen, described, resident=resident)
+        self._maker.hold(variable, pieces, optimizer or self.optimizer)
         self._client.add(variable)
         self.variables[chosen] = variable
         self._names.add(chosen)
-        pieces = making.pieces(variable, value, wanted.initializer)
-        self._all.prepared(
-            f"variable {chosen} is there", lambda: self._hold(variable, pieces, optimizer)
-        )
         return variable
-
-    def _refuse_no_optimizer(self, name: str, optimizer: Optimizer | None) -> None:
-        if optimizer is None and self.optimizer is None:
-            raise ValueError(
-                f"variable: nobody has said how it is updated, expected an optimizer of the "
-                f"strategy or of the variable, or DistributedOptimizer(..., strategy=strategy) "
-                f"before, got none (variable: {name})"
-            )
-
-    def _cut(self, wanted: Wanted) -> list[Part]:
-        """Return the parts of a new variable."""
-        name = wanted.name
-        parts = parts_of(name, wanted.shape, wanted.dtype, wanted.number, self._choice)
-        taken = {part.name for known in self.variables.values() for part in known.parts}
-        if both := taken & {part.name for part in parts}:
-            raise ValueError(
-                f"variable: a part of it has a name that is taken, expected new ones, got "
-                f"{sorted(both)} (variable: {name})"
-            )
-        return parts
-
-    def _hold(
-        self, variable: ServedVariable, pieces: Sequence[Any], optimizer: Optimizer | None
-    ) -> None:
-        """On a ps: take over its parts of a variable, arrays or functions that make them."""
-        for part, piece in zip(variable.parts, pieces, strict=True):
-            if self._shard is not None and self._servers[part.task] == self.cluster.comm.rank:
-                self._shard.add(
-                    part.name,
-                    piece,
-                    optimizer=optimizer or self.optimizer,
-                    resident=variable.resident,
-                )
 
     def use(self, optimizer: Optimizer) -> None:
         """Let variables that are made from now on be updated by this optimizer; *collective*.
@@ -401,27 +355,7 @@ class ParameterServerStrategy(Strategy):
 
     def _apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
         """Check this worker's gradients, and push them."""
-        own = combine(replicas)
-        pairs: list[tuple[Gradient, ServedVariable]] = []
-        names: set[str] = set()
-        for gradient, variable in own.pairs:
-            known = self.variables.get(getattr(variable, "name", ""))
-            if known is None or known is not variable:
-                raise ValueError(
-                    f"apply_gradients: expected a variable of this strategy, got {variable!r:.200}"
-                )
-            if known.name in names:
-                raise ValueError(
-                    f"apply_gradients: a variable is given twice (variable: {known.name})"
-                )
-            names.add(known.name)
-            if gradient is not None:
-                given = _on_host(gradient)
-                where = f"variable: {known.name}"
-                fitted(given, known.shape, dtype_name(known), "apply_gradients", where)
-                pairs.append((given, known))
-        examples = _count(own.examples)
-        useful = [] if examples == 0 else pairs
+        useful, examples = pushes.checked(replicas, self.variables)
         self.last_push = self._client.push(useful, examples, self.timeout)
 
     def look_up(self, variable: ServedVariable, indices: Any) -> Any:
@@ -497,11 +431,7 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ValueError: this ps has several parts of one variable: a slice is one box.
         """
-        if self._shard is None:
-            return {}
-        states, updates = self._shard.own_state()
-        server = self._servers.index(self.cluster.comm.rank)
-        return saved.slices(self.variables.values(), states, server, len(self._servers), updates)
+        return self._by_parts.slices()
 
     def state_boxes(self) -> dict[str, Box]:
         """Return what each task needs of a checkpoint for `load_state_slices`; *collective*.
@@ -510,13 +440,7 @@ class ParameterServerStrategy(Strategy):
             Name of a variable or slot -> the elements that this ps holds, none on other tasks; for
             `CheckpointManager.restore_or_none(slices=...)`, which gives everybody the rest.
         """
-        slices = self._all.prepared("state_boxes", self.state_slices)
-        own = {name: part.box for name, part in slices.items() if saved.is_large(name, part)}
-        known = self.cluster.comm.allgather_object(
-            {name: len(box.start) for name, box in own.items()}
-        )
-        axes = {name: number for told in known for name, number in told.items()}
-        return {name: own.get(name, Box((0,) * n, (0,) * n)) for name, n in sorted(axes.items())}
+        return self._by_parts.boxes()
 
     def load_state_slices(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Let this ps go on from its part of a state; nothing happens on other tasks.
@@ -529,15 +453,7 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ValueError: the state is of other variables or of another optimizer.
         """
-        if self._shard is None:
-            return
-        like, _ = self._shard.own_state()
-        server = self._servers.index(self.cluster.comm.rank)
-        states, updates = saved.own_states(
-            state, self.variables.values(), like, server, len(self._servers)
-        )
-        del like  # so that what changes now is not copied
-        self._shard.load_own(states, updates)
+        self._by_parts.load(state)
 
     def leave(self) -> None:
         """Contribute no more gradients: others do not wait for this worker from now on.
@@ -576,20 +492,3 @@ class ParameterServerStrategy(Strategy):
         context = InputContext(workers, self._index, workers * len(self.devices))
         parts = datasets.from_function(dataset_fn(context), Ranks(), len(self.devices))
         return self._on_devices(parts)
-
-
-def _on_host(gradient: Any) -> Gradient:
-    """Return a gradient as messages carry it."""
-    if isinstance(gradient, Rows):
-        return Rows(gradient.indices, fetched(gradient.values))
-    return fetched(gradient)
-
-
-def _count(examples: Any) -> int | None:
-    """Return a number of examples as one that messages can carry."""
-    try:
-        return None if examples is None else operator.index(examples)
-    except TypeError:
-        raise TypeError(
-            f"apply_gradients: bad examples, expected an integer >= 0, got {examples!r}"
-        ) from None

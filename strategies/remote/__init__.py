@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strategies.remote.containers import container
 from strategies.remote.functions import RemoteTraceback, Task, TaskFuture
-from strategies.remote.mutex import Mutex
+from strategies.remote.mutex import MutexLock
 from strategies.remote.service import Service
 
-__all__ = ["Mutex", "RemoteTraceback", "Service", "Task", "TaskFuture", "container"]
+__all__ = ["MutexLock", "RemoteTraceback", "Service", "Task", "TaskFuture", "container"]

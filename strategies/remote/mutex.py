@@ -23,10 +23,10 @@ from strategies.remote.incoming import Work
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 
-__all__ = ["Mutex"]
+__all__ = ["MutexLock"]
 
 
-class Mutex:
+class MutexLock:
     """A lock by name that all tasks of a service share, such as for a file that several write.
 
     It may be used from any thread. Those that wait get it in the order in which they came. It is
@@ -50,7 +50,7 @@ class Mutex:
 
     Example:
         >>> import collectives as cc
-        >>> with Service(cc.init()) as service, Mutex(service, "report"):
+        >>> with Service(cc.init()) as service, MutexLock(service, "report"):
         ...     "nobody else is here"
         'nobody else is here'
     """
@@ -112,7 +112,7 @@ class Mutex:
         """Whether this thread has acquired it."""
         return getattr(self._own, "stand", None) is not None
 
-    def __enter__(self) -> Mutex:
+    def __enter__(self) -> MutexLock:
         self.acquire()
         return self
 
@@ -223,7 +223,7 @@ def _make(description: Mapping[str, Any], name: str) -> _Line:
 
 _KIND = register(
     ResourceKind(
-        "mutex",
+        "MutexLock",
         _make,
         lambda line, description: None,
         {"stand": _stand, "front": _front},

@@ -1,12 +1,12 @@
 """One call of `strategy.run`: replicas that compute, meet, and end together.
 
-With one replica in this process the function is called as it is. With several, each has a thread;
-the thread that called `run` waits until all of them have come to a meeting or to their end, and
-holds the meeting, so that all collective operations of a process come from one thread:
+With one replica in this process the function is called as it is. With several, the first one
+computes in the thread that called `run`, each other one in a thread of its own. The first holds
+their meetings, when all have come, so that all collective operations of a process come from one
+thread, and nobody has to be woken for a meeting but those who wait for its end:
 
-    run        start  .  .  .  hold: agree, merge  .  .  .  .  join, agree
-    replica 0    |-- compute --|    wait   |------ compute ------|
-    replica 1    |---- compute -----|      |--- compute ---|
+    run, replica 0   start |-- compute --| wait | hold: agree, merge |--- compute ---| join, agree
+    replica 1              |----- compute ------| wait               |-- compute --|
 
 An exception in one replica stops the others where they meet next, on all ranks.
 """
@@ -92,9 +92,14 @@ def selected(strategy: ReplicaStrategy, i: int) -> AbstractContextManager[None]:
 
 
 def _several(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]:
-    """Let each replica compute in a thread of its own."""
-    count = len(strategy.devices)
-    threads = _Threads(count)
+    """Let each replica compute in a thread, the first one in this."""
+
+    def hold(meetings: list[Meeting]) -> list[Any]:
+        answers = _hold(strategy, meetings)
+        devices.finish(strategy.devices)
+        return answers
+
+    threads = _Threads(len(strategy.devices), hold)
     cores = workers.Cores()
 
     def entered(i: int) -> Any:
@@ -102,7 +107,7 @@ def _several(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]
 
         def meet(meeting: Meeting) -> Any:
             devices.finish(own)
-            return threads.wait(i, meeting)
+            return threads.meet(i, meeting)
 
         replica = ReplicaContext(strategy, i, meet)
         cores.spread(i)
@@ -112,14 +117,8 @@ def _several(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]
         return result
 
     devices.finish(strategy.devices)
-    for i in range(count):
-        threads.start(i, entered)
     try:
-        while meetings := threads.meetings():
-            answers = _hold(strategy, meetings)
-            devices.finish(strategy.devices)
-            threads.answer(answers)
-        threads.join()
+        threads.run(entered)
     except BaseException as error:
         threads.stop(error)
         raise
@@ -138,23 +137,42 @@ def _hold(strategy: ReplicaStrategy, meetings: list[Meeting]) -> list[Any]:
 
 
 class _Threads:
-    """The threads of the replicas of one run, and the thread that waits for them."""
+    """The replicas of one run: the first in the thread that calls `run`, the others beside it.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: how many there are.
+        hold: holds the meeting to which all have come; returns an answer for each.
+    """
+
+    def __init__(self, count: int, hold: Callable[[list[Meeting]], list[Any]]) -> None:
         self.results: list[Any] = [None] * count
-        self._started = 0
+        self._hold = hold
+        self._started = 1
         self._lock = threading.Condition()
         self._ended = [False] * count
         self._errors: list[BaseException | None] = [None] * count
         self._meetings: list[Meeting | None] = [None] * count
         self._answers: list[Any] = [None] * count
-        self._stopped = False
+        self._stopped: _Stop | None = None
 
-    def start(self, i: int, body: Callable[[int], Any]) -> None:
-        """Begin replica `i`; it sees the context variables of this thread, such as errstate."""
-        variables = contextvars.copy_context()
-        self._started += 1
-        workers.start(partial(variables.run, self._work, i, body))
+    def run(self, body: Callable[[int], Any]) -> None:
+        """Let all replicas compute, to their end.
+
+        Raises:
+            Exception: a replica's own.
+            RuntimeError: they have come to different meetings.
+            _Stop: a meeting has failed.
+        """
+        for i in range(1, len(self.results)):
+            workers.start(partial(workers.as_here(), self._work, i, body))
+            self._started += 1
+        contextvars.copy_context().run(self._work, 0, body)
+        error = self._errors[0]
+        if error is not None and not isinstance(error, (Exception, _Stop)):
+            raise error  # Ctrl-C waits for nobody
+        if self._stopped:  # also where the function has caught it
+            raise self._stopped
+        self._come_together()
 
     def _work(self, i: int, body: Callable[[int], Any]) -> None:
         error: BaseException | None = None
@@ -168,19 +186,38 @@ class _Threads:
             if self._all_came() or self._all_ended():
                 self._lock.notify_all()
 
-    def wait(self, i: int, meeting: Meeting) -> Any:
+    def meet(self, i: int, meeting: Meeting) -> Any:
         """In the thread of replica `i`: wait for the others, and return what came of it."""
         with self._lock:
             if not self._stopped:
                 self._meetings[i] = meeting
-                if self._all_came():  # who would wake for less takes time from those that compute
-                    self._lock.notify_all()
-                self._lock.wait_for(lambda: self._stopped or self._meetings[i] is None)
+        return self._wait(i) if i else self._lead()
+
+    def _wait(self, i: int) -> Any:
+        """In the thread of another replica than the first."""
+        with self._lock:
+            if self._all_came():  # who would wake for less takes time from those that compute
+                self._lock.notify_all()
+            self._lock.wait_for(lambda: self._stopped or self._meetings[i] is None)
             if self._stopped:
                 raise _Stop
             return self._answers[i]
 
-    def meetings(self) -> list[Meeting]:
+    def _lead(self) -> Any:
+        """In the thread of the first replica: hold the meeting."""
+        if self._stopped:
+            raise self._stopped
+        try:
+            answers = self._hold(self._come_together())
+        except (Exception, _Stop) as error:
+            raise self._end(error) from (None if isinstance(error, _Stop) else error)
+        with self._lock:
+            self._answers = answers
+            self._meetings = [None] * len(answers)
+            self._lock.notify_all()
+        return answers[0]
+
+    def _come_together(self) -> list[Meeting]:
         """Wait for all replicas; returns the meeting that they have come to, or [] at their end.
 
         Raises:
@@ -201,25 +238,22 @@ class _Threads:
             raise RuntimeError(f"run: the replicas do not meet at the same point, got {listed}")
         return [meeting for meeting in found if meeting]
 
-    def answer(self, answers: list[Any]) -> None:
-        """Let all replicas go on."""
+    def _end(self, error: BaseException) -> _Stop:
+        """Let replicas stop where they wait, or will; returns how."""
+        if not isinstance(error, _Stop):
+            error = _Stop(error if isinstance(error, Exception) else None)
         with self._lock:
-            self._answers = answers
-            self._meetings = [None] * len(answers)
+            self._stopped = self._stopped or error
             self._lock.notify_all()
+        return error
 
     def stop(self, error: BaseException) -> None:
-        """End the replicas where they wait, or will; wait for them unless this is Ctrl-C."""
-        with self._lock:
-            self._stopped = True
-            self._lock.notify_all()
+        """After the first replica's end: stop the others; wait for them unless this is Ctrl-C."""
+        self._end(error)
         if isinstance(error, (Exception, _Stop)):
-            self.join()
-
-    def join(self) -> None:
-        """Wait until all replicas that were started have ended."""
-        with self._lock:
-            self._lock.wait_for(self._all_ended)
+            with self._lock:
+                self._ended[0] = True  # also where another one could not begin
+                self._lock.wait_for(self._all_ended)
 
     def _all_came(self) -> bool:
         """Whether every replica waits for the others, or has ended."""

@@ -29,9 +29,10 @@ class StrategyTransformation(optax.GradientTransformationExtraArgs):  # type: ig
     and outside of compiled programs: all have the chief's numbers.
 
     `update(gradients, state, params, examples=...)` pushes gradients and returns what is added to
-    `params` to become the newest values, up to the rounding of that sum. A gradient may be `Rows`,
-    outside of compiled programs. There is no state: what has to be kept between steps is where they
-    are made (`strategy.state_dict()`).
+    `params` to become the newest values, up to the rounding of that sum. A gradient may be `Rows`;
+    in a compiled program their number is fixed: rows of zeros, at an index of the step, fill up.
+    There is no state: what has to be kept between steps is where they are made
+    (`strategy.state_dict()`).
     """
 
     def pull(self, params: Any) -> Any:
@@ -93,15 +94,15 @@ class _Steps:
 
         def on_the_host(rows: Any, gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
             assert self._hosted is not None
-            given: list[Gradient] = [g if isinstance(g, Rows) else np.asarray(g) for g in gradients]
+            given = [_gradient(gradient) for gradient in gradients]
             self._hosted.push(given, [None] * len(given), int(rows) if told else None)
             newest = zip(self._hosted.values, values, strict=True)
             return [new - np.asarray(old) for new, old in newest]
 
         rows = np.int32(examples if told else 0) if not _traced(examples) else examples
-        if any(map(_traced, [*gradients, *values, rows])):
-            if any(isinstance(gradient, Rows) for gradient in gradients):
-                raise TypeError("update: rows are for calls outside of jax.jit, got Rows in one")
+        # JAX knows nothing of `Rows`, only of what they consist of.
+        gradients = [(g.indices, g.values) if isinstance(g, Rows) else g for g in gradients]
+        if any(map(_traced, jax.tree_util.tree_leaves([gradients, values, rows]))):
             shapes = jax.eval_shape(lambda: values)
             changes = io_callback(on_the_host, shapes, rows, gradients, values, ordered=True)
         else:
@@ -134,6 +135,14 @@ def _flat(tree: Any) -> tuple[list[str], list[Any], Any]:
     )
     names = [jax.tree_util.keystr(path) or WHOLE for path, _ in paths]
     return names, [leaf for _, leaf in paths], structure
+
+
+def _gradient(given: Any) -> Gradient:
+    """Return a gradient in host memory; given are rows as a tuple of indices and values."""
+    if isinstance(given, tuple):
+        indices, values = given
+        return Rows(indices, np.asarray(values))
+    return np.asarray(given)
 
 
 def _traced(array: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from strategies import arrays
 from strategies.optimizers.from_torch import equivalents, rate_of
-from strategies.sparse import Rows
+from strategies.sparse import Rows, as_rows
 from strategies.torch.parameters import names_of
 from strategies.wrapping.hosting import HostingStrategy, Parameter
 
@@ -127,9 +127,9 @@ class StrategyTorchOptimizer(_Optimizer):
         if gradient.is_sparse:
             if decay:
                 raise ValueError("step: weight_decay is for dense gradients, got a sparse one")
-            gradient = gradient.detach().coalesce()
-            values = _on_host(gradient.values())
-            return Rows(gradient.indices()[0].cpu().numpy(), values if sign > 0 else -values)
+            rows = as_rows(gradient, "step", f"group {number}")
+            values = _on_host(rows.values)
+            return Rows(rows.indices, values if sign > 0 else -values)
         gradient = gradient if sign > 0 else -gradient
         if decay:
             gradient = gradient.detach().add(parameter.detach(), alpha=decay)

@@ -278,6 +278,17 @@ def test_a_forgotten_broadcast_or_another_rate_is_an_error_on_all(world, compile
     world.run(check)
 
 
+def test_rows_are_not_averaged_by_a_transformation(world):
+    def check(comm):
+        transformation = strategies.DistributedOptimizer(optax.sgd(0.1), comm=comm)
+        params = {"table": jnp.zeros((4, 2))}
+        rows = {"table": strategies.Rows([1], jnp.ones((1, 2)))}
+        with pytest.raises(TypeError, match=r"expected a dense gradient, got Rows.*\['table'\]"):
+            transformation.update(rows, transformation.init(params), params)
+
+    world.run(check)
+
+
 def test_variables_of_jax_are_for_optax(world):
     def check(comm):
         pair = (jnp.ones(3), jnp.ones(3))

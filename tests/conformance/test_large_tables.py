@@ -63,6 +63,32 @@ def test_a_resident_one_is_made_by_every_task(world):
     cluster_test(body, partitioner=fixed_shards(2))(world)
 
 
+def test_an_initializer_that_fails_on_one_ps_leaves_nothing_behind(world):
+    def body(strategy, server):
+        last = max(server.cluster.ranks_of("ps"))
+
+        def make(first, stop, shape, dtype):
+            if server.cluster.comm.rank == last:
+                raise LookupError("no numbers today")
+            return np.zeros((stop - first, *shape[1:]), dtype)
+
+        with pytest.raises((LookupError, RuntimeError), match="no numbers today"):
+            strategy.variable(make, shape=SHAPE, name="table", resident=False)
+        table = strategy.variable(NORMAL, shape=SHAPE, name="table", resident=False)
+        after = strategy.variable(np.zeros(2, np.float32), name="after")
+        if training(server):
+            in_turn(
+                server,
+                lambda: strategy.apply_gradients(
+                    strategy.optimizer, [(np.ones(2, np.float32), after)]
+                ),
+            )
+            np.testing.assert_array_equal(strategy.look_up(table, [7, 1000]), WHOLE[[7, 1000]])
+            server.cluster.workers.barrier()
+
+    cluster_test(body, partitioner=fixed_shards(3))(world)
+
+
 def test_wrong_initializers_are_an_error_on_all_tasks(world):
     def body(strategy, server):
         for given, shape, message in [

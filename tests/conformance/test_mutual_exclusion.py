@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from strategies.remote import Mutex, Service, Task
+from strategies.remote import MutexLock, Service, Task
 from strategies.variables import shared_variable
 
 LIMIT = 20.0
@@ -16,7 +16,7 @@ def test_what_is_read_and_written_under_a_lock_is_written_by_one_at_a_time(world
         with Service(comm) as service:
             last = comm.size - 1
             total = shared_variable(np.zeros(1), service=service, shared_name="total", task=0)
-            mutex = Mutex(service, "turns", task=last)
+            mutex = MutexLock(service, "turns", task=last)
             for _ in range(TURNS):
                 with mutex:
                     total.assign(total.read().value + 1)

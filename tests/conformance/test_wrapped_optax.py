@@ -115,7 +115,7 @@ def test_spare_replicas_make_the_steps_of_one_process(world, compiled):
     world.run(run)
 
 
-def test_each_worker_pushes_when_it_likes_and_rows_go_alone(world):
+def test_each_worker_pushes_when_it_likes_and_rows_go_alone(world, compiled):
     def body(strategy, server):
         transformation = strategies.DistributedOptimizer(optax.sgd(1.0), strategy=strategy)
         params = {"table": jnp.zeros((4, 2)), "w": jnp.ones(3)}
@@ -124,11 +124,16 @@ def test_each_worker_pushes_when_it_likes_and_rows_go_alone(world):
             return
         workers = server.cluster.workers
 
-        def push():
-            rows = strategies.Rows([2, 0, 2], np.ones((3, 2), np.float32))
-            gradients = {"table": rows, "w": jnp.ones(3)}
+        @compiled
+        def step(params, indices, values):
+            gradients = {"table": strategies.Rows(indices, values), "w": jnp.ones(3)}
             updates, _ = transformation.update(gradients, state, params)
-            new = optax.apply_updates(params, updates)
+            return optax.apply_updates(params, updates)
+
+        def push():
+            # Zeros fill up.
+            values = jnp.array([[1.0, 1.0]] * 3 + [[0.0, 0.0]] * 2)
+            new = jax.block_until_ready(step(params, jnp.array([2, 0, 2, 2, 2]), values))
             done = workers.rank + 1
             assert new["table"][:, 0].tolist() == [-done, 0, -2 * done, 0]
             assert new["w"].tolist() == [1 - done] * 3

@@ -165,6 +165,8 @@ def test_what_cannot_be_counted_is_refused(examples):
         sums.check_examples(fine)
     with pytest.raises(ValueError, match="expected >= 0, got"):
         sums.check_examples(examples)
+    with pytest.raises(TypeError, match="expected a number, got '3'"):
+        sums.check_examples("3")
 
 
 def test_an_error_of_a_pass_is_kept_until_all_ranks_listen():
@@ -178,3 +180,45 @@ def test_an_error_of_a_pass_is_kept_until_all_ranks_listen():
     assert passes.add([array]) is None
     whole = passes.add([array])
     assert (whole.error, whole.passes, whole.gradients[0].tolist()) == (None, 2, [2, 2])
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.tensor], ids=["numpy", "torch"])
+def test_a_sum_has_the_memory_of_the_last_one_unless_somebody_holds_that(make):
+    memory = sums.Memory()
+    given = [make(np.array([1.0, 2.0], np.float32)), make(np.array([3.0, 4.0], np.float32))]
+
+    def mean():
+        out = memory.like("w", given[0])
+        found = sums.mean([(gradient, 1) for gradient in given], 2, "float32", out)
+        assert type(found) is type(given[0])
+        assert found.tolist() == [2, 3]
+        return found
+
+    def address(array):
+        return np.asarray(array).__array_interface__["data"][0]
+
+    place = address(mean())
+    kept = mean()
+    assert address(kept) == place
+    view = np.asarray(kept)  # this holds the memory, too
+    del kept
+    assert address(mean()) != place
+    assert view.tolist() == [2, 3]
+    del view
+
+
+def test_memory_of_sums_is_for_floats_in_host_memory():
+    memory = sums.Memory()
+    assert memory.like("w", np.ones(2, np.int64)) is None
+    assert memory.like("w", np.ones(2, np.float16)) is None
+    first = memory.like("w", np.ones(2))
+    assert (first.shape, first.dtype) == ((2,), np.float64)
+    del first
+    assert memory.like("w", np.ones((2, 3), np.float32)).shape == (2, 3)  # it may be another's now
+
+
+def test_gradients_that_torch_differentiates_are_added_out_of_its_sight():
+    gradient = torch.ones(2, requires_grad=True) * 2
+    out = sums.Memory().like("w", gradient)
+    found = sums.mean([(gradient, 1), (gradient, 1)], 2, "float32", out)
+    assert (found.tolist(), found.requires_grad) == ([2, 2], False)

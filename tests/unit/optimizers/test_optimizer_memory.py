@@ -203,11 +203,17 @@ def test_tensors_of_pytorch_are_changed_in_place(name, dtype, torch):
     np.testing.assert_equal(other.state_dict(), one.state_dict())
 
 
-def test_a_sparse_tensor_is_named(torch):
+def test_a_sparse_tensor_is_rows_or_named(torch):
     table = torch.nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1, 3])).sum().backward()
-    with pytest.raises(TypeError, match="SGD: gradient cannot be read: .*position 0"):
-        MAKERS["sgd"](0.1).apply_gradients([(table.weight.grad, table.weight)])
+    torch.nn.init.zeros_(table.weight)
+    table(torch.tensor([1, 3, 1])).sum().backward()
+    MAKERS["sgd"](0.5).apply_gradients([(table.weight.grad, table.weight)])
+    assert table.weight[:, 0].tolist() == [0, -1, 0, -0.5]
+    both = table.weight.grad.to_dense().to_sparse()
+    with pytest.raises(TypeError, match=r"SGD: expected .* that is in 2 \(position 0\)"):
+        MAKERS["sgd"](0.5).apply_gradients([(both, table.weight)])
+    with pytest.raises(TypeError, match="SGD: variable cannot be read: .*position 0"):
+        MAKERS["sgd"](0.5).apply_gradients([(None, both)])
 
 
 def test_arrays_of_jax_are_gradients_but_no_variables():

@@ -16,7 +16,7 @@ from strategies.errors import (
 )
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import shared_queue
-from strategies.remote import Mutex
+from strategies.remote import MutexLock
 
 LIMIT = 20.0
 
@@ -45,7 +45,7 @@ def test_one_thread_of_all_tasks_at_a_time_has_it(services, place):
     inside, most, counts = [], [], [0]
 
     def work(service):
-        mutex = Mutex(service, "counter", task=place)
+        mutex = MutexLock(service, "counter", task=place)
         for _ in range(20):
             with mutex:
                 inside.append(1)
@@ -62,7 +62,7 @@ def test_one_thread_of_all_tasks_at_a_time_has_it(services, place):
 
 @pytest.mark.parametrize("holder", [0, 1])
 def test_a_limit_names_the_lock_and_leaves_the_line(services, holder):
-    ours, theirs = (Mutex(services[n], "l", task=0) for n in (holder, 1 - holder))
+    ours, theirs = (MutexLock(services[n], "l", task=0) for n in (holder, 1 - holder))
     with ours:
         with pytest.raises(DeadlineExceededError, match=r"acquire: not finished .*\(lock: l\)"):
             theirs.acquire(timeout=0.05)
@@ -77,10 +77,10 @@ def test_those_that_wait_get_it_in_their_order(services):
     order, threads = [], []
 
     def take(n):
-        with Mutex(services[1], "l", task=0):
+        with MutexLock(services[1], "l", task=0):
             order.append(n)
 
-    with Mutex(services[0], "l", task=0):
+    with MutexLock(services[0], "l", task=0):
         for n in range(4):
             before = len(services.channels[0].handled)
             threads += in_threads(lambda n=n: take(n))
@@ -92,9 +92,9 @@ def test_those_that_wait_get_it_in_their_order(services):
 
 def test_a_task_that_leaves_has_it_no_longer():
     with elsewhere.two_tasks() as services:
-        theirs = Mutex(services[1], "l", task=0)
+        theirs = MutexLock(services[1], "l", task=0)
         theirs.acquire()
-        ours = Mutex(services[0], "l", task=0)
+        ours = MutexLock(services[0], "l", task=0)
         got = threading.Event()
         threads = in_threads(lambda: [ours.acquire(LIMIT), got.set(), ours.release()])
         assert not got.is_set()
@@ -104,23 +104,23 @@ def test_a_task_that_leaves_has_it_no_longer():
 
 
 def test_a_lock_that_was_lost_says_so(services):
-    mutex = Mutex(services[1], "l", task=0)
+    mutex = MutexLock(services[1], "l", task=0)
     mutex.acquire()
     services[1].reset(task=0)
-    Mutex(services[1], "l", task=0)  # the answer comes behind that to what was lost
+    MutexLock(services[1], "l", task=0)  # the answer comes behind that to what was lost
     with pytest.raises(CancelledError, match="the lock is there no more"):
         mutex.release()
     assert not mutex.is_held
 
 
 def test_wrong_use(services):
-    mutex = Mutex(services[1], "l", task=0)
+    mutex = MutexLock(services[1], "l", task=0)
     with pytest.raises(FailedPreconditionError, match=r"this thread has it not \(lock: l\)"):
         mutex.release()
     with mutex, pytest.raises(FailedPreconditionError, match="acquire: this thread has it"):
         mutex.acquire()
     shared_queue(FIFOQueue, 1, int, [()], service=services[0], shared_name="q", task=0)
-    with pytest.raises(InvalidArgumentError, match="expected FIFOQueue, got mutex"):
-        Mutex(services[1], "q", task=0)
-    with mutex, pytest.raises(KeyError), Mutex(services[0], "another", task=0):
+    with pytest.raises(InvalidArgumentError, match="expected FIFOQueue, got MutexLock"):
+        MutexLock(services[1], "q", task=0)
+    with mutex, pytest.raises(KeyError), MutexLock(services[0], "another", task=0):
         raise KeyError

@@ -68,6 +68,71 @@ def test_replicas_run_at_the_same_time():
     strategy.run(barrier.wait, args=(10,))  # which none of them passes alone
 
 
+def test_the_first_replica_computes_where_run_is_called():
+    strategy = strategies.MirroredStrategy(cpus(3))
+    first, *others = strategy.run(threading.get_ident).values
+    assert first == threading.get_ident()
+    assert first not in others
+
+
+def test_all_replicas_compute_in_the_modes_of_the_caller():
+    torch = installed("torch")
+    strategy = strategies.MirroredStrategy(cpus(2))
+
+    def modes():
+        product = torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)
+        return product.requires_grad, str(product.dtype), np.geterr()["over"]
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), np.errstate(over="raise"):
+        inside = strategy.local_results(strategy.run(modes))
+    assert inside == ((False, "torch.bfloat16", "raise"),) * 2
+    after = strategy.local_results(strategy.run(modes))
+    assert after == ((True, "torch.float32", np.geterr()["over"]),) * 2
+    with torch.inference_mode():
+        inside = strategy.local_results(strategy.run(torch.is_inference_mode_enabled))
+    assert inside == (True, True)
+
+
+def test_an_interrupt_ends_a_run_without_a_wait_for_the_other_replicas():
+    strategy = strategies.MirroredStrategy(cpus(2))
+    go_on, ended = threading.Event(), threading.Event()
+
+    def step():
+        if replica_id() == 0:
+            raise KeyboardInterrupt
+        go_on.wait(20)
+        try:
+            strategies.get_replica_context().all_reduce("sum", 1.0)
+        finally:
+            ended.set()  # it stops where it would meet
+
+    with pytest.raises(KeyboardInterrupt):
+        strategy.run(step)
+    assert not ended.is_set()
+    go_on.set()
+    assert ended.wait(20)
+    assert strategy.run(replica_id).values == (0, 1)
+
+
+def test_sparse_tensors_are_gradients_of_rows():
+    torch = installed("torch")
+    strategy = strategies.MirroredStrategy(cpus(2))
+    table = strategy.variable(torch.zeros(4, 2), name="table")
+
+    def step(axes):
+        ids = torch.tensor([1, 3, 3]) if replica_id() else torch.tensor([0, 3, 1])
+        gradient = torch.sparse_coo_tensor(
+            ids[None], torch.ones(3, 2), (4, 2), check_invariants=True
+        )
+        gradient = gradient if axes == 1 else gradient.to_dense().to_sparse()
+        strategy.apply_gradients(strategies.SGD(2.0), [(gradient, table)])
+
+    strategy.run(step, args=(1,))
+    assert table.value[:, 0].tolist() == [-1, -2, 0, -3]
+    with pytest.raises(TypeError, match="sparse in its first axis alone, got one that is in 2"):
+        strategy.run(step, args=(2,))
+
+
 def test_other_objects_pass_through_run_as_they_are():
     torch = installed("torch")
     strategy = strategies.MirroredStrategy(cpus(2))

@@ -1,0 +1,72 @@
+"""Memory for long frames that come, used again as soon as nobody holds them any more.
+
+Who gets the values of a model in each step still holds the last ones meanwhile, so that memory for
+twice the model goes round, in frames of the same lengths each time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, deque
+
+import numpy as np
+
+from collectives.arrays.host import Array
+
+__all__ = ["Buffers"]
+
+# Fresh memory costs more than the message (64 MiB on a virtual machine: 140 ms for the first touch,
+# 11 ms for the transfer). So much is kept at most, held by others or not, and no longer frames.
+_KEPT_BYTES = 1 << 29
+_LONGEST = 1 << 27
+
+# Buffers of one length that are looked at. The first is the one that was given away longest ago:
+# it is free, unless somebody keeps it for good.
+_LOOKS = 8
+
+
+class Buffers:
+    """Gives memory away, and knows by Python's count of references when it is free again."""
+
+    def __init__(self) -> None:
+        # Length -> buffers; both in the order of their last use.
+        self._kept: OrderedDict[int, deque[Array]] = OrderedDict()
+        self._bytes = 0
+        self._free = _holders(deque([np.empty(1, np.uint8)]))  # of one that nobody else holds
+
+    def take(self, length: int) -> Array:
+        """Return memory of so many bytes that nobody else holds."""
+        if length > _LONGEST:
+            return np.empty(length, np.uint8)
+        whole = _rounded(length)
+        same = self._kept.setdefault(whole, deque())
+        self._kept.move_to_end(whole)
+        for _ in range(min(_LOOKS, len(same))):
+            same.rotate(-1)
+            if _holders(same) <= self._free:
+                return same[-1][:length]
+        same.append(np.empty(whole, np.uint8))
+        self._bytes += whole
+        self._forget()
+        return same[-1][:length]
+
+    def _forget(self) -> None:
+        """Let go what was not used for longest, while this is too much."""
+        while self._bytes > _KEPT_BYTES:
+            length, oldest = next(iter(self._kept.items()))
+            if oldest:
+                oldest.popleft()
+                self._bytes -= length
+            if not oldest:
+                del self._kept[length]
+
+
+def _rounded(length: int) -> int:
+    """Return a length that up to 25 % shorter ones share."""
+    step = 1 << max(0, length.bit_length() - 3)
+    return -(-length // step) * step
+
+
+def _holders(same: deque[Array]) -> int:
+    """Return how many references Python counts to the last buffer, among them its views'."""
+    return sys.getrefcount(same[-1])

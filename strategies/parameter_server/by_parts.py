@@ -1,0 +1,68 @@
+"""Checkpoints by parts: each ps saves and loads what it holds, so that nobody needs the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy.typing as npt
+
+from strategies.cluster.cluster import Cluster
+from strategies.parameter_server import saved
+from strategies.parameter_server.served_variable import ServedVariable
+from strategies.parameter_server.shard import Shard
+from strategies.ranks import Ranks
+from strategies.training.slices import Box, Slice
+
+__all__ = ["ByParts"]
+
+
+class ByParts:
+    """What this task saves and loads; nothing, if it is not a ps.
+
+    Args:
+        cluster: of the tasks.
+        ranks: all of them.
+        shard: what this ps holds, if it is one.
+        variables: name -> variable, those that will be made as well.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        ranks: Ranks,
+        shard: Shard | None,
+        variables: Mapping[str, ServedVariable],
+    ) -> None:
+        servers = list(cluster.ranks_of("ps"))
+        self._count = len(servers)
+        self._index = servers.index(cluster.comm.rank) if shard is not None else 0
+        self._comm = cluster.comm
+        self._ranks = ranks
+        self._shard = shard
+        self._variables = variables
+
+    def slices(self) -> dict[str, Slice]:
+        """See `ParameterServerStrategy.state_slices`."""
+        if self._shard is None:
+            return {}
+        states, updates = self._shard.own_state()
+        return saved.slices(self._variables.values(), states, self._index, self._count, updates)
+
+    def boxes(self) -> dict[str, Box]:
+        """See `ParameterServerStrategy.state_boxes`; *collective*."""
+        slices = self._ranks.prepared("state_boxes", self.slices)
+        own = {name: part.box for name, part in slices.items() if saved.is_large(name, part)}
+        known = self._comm.allgather_object({name: len(box.start) for name, box in own.items()})
+        axes = {name: number for told in known for name, number in told.items()}
+        return {name: own.get(name, Box((0,) * n, (0,) * n)) for name, n in sorted(axes.items())}
+
+    def load(self, state: Mapping[str, npt.ArrayLike]) -> None:
+        """See `ParameterServerStrategy.load_state_slices`."""
+        if self._shard is None:
+            return
+        like, _ = self._shard.own_state()
+        states, updates = saved.own_states(
+            state, self._variables.values(), like, self._index, self._count
+        )
+        del like  # so that what changes now is not copied
+        self._shard.load_own(states, updates)

@@ -1,0 +1,48 @@
+"""Memory for frames that come goes round, and what nobody uses is let go."""
+
+from __future__ import annotations
+
+import weakref
+
+from collectives.channel.buffers import Buffers
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def test_twice_a_model_goes_round():
+    buffers = Buffers()
+    lengths = [100_000] * 9 + [70_001, 90_000]
+    places = []
+    held = []
+    for _ in range(6):
+        new = [buffers.take(length) for length in lengths]  # while the last ones are held
+        assert [array.size for array in new] == lengths
+        assert not {address(a) for a in new} & {address(a) for a in held}
+        places.append({address(array) for array in new})
+        held = new
+    assert places[2] == places[4] == places[0]
+    assert places[3] == places[5] == places[1]
+
+
+def test_what_somebody_keeps_for_good_is_not_in_the_way():
+    buffers = Buffers()
+    kept = [buffers.take(50_000) for _ in range(20)]
+    first = buffers.take(50_000)
+    place = address(first)
+    del first
+    found = []
+    for _ in range(4):  # it looks at some of them each time
+        found.append(address(buffers.take(50_000)))
+    assert place in found
+    assert not {address(array) for array in kept} & set(found)
+
+
+def test_what_was_not_used_for_longest_is_let_go():
+    buffers = Buffers()
+    held = [buffers.take(112 << 20) for _ in range(7)]  # never written to
+    bases = [weakref.ref(array.base) for array in held]
+    held.clear()
+    assert [base() is None for base in bases] == [True] * 3 + [False] * 4
+    assert buffers.take((1 << 27) + 1).base is None  # longer ones are not kept
