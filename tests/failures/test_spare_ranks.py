@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 
 import pytest
 from elastic_jobs import DIGITS, FAULT_TOLERANT, needs_fault_tolerance, of_kind, start
 
-from launcher import asked_to_stop, mpirun
+from launcher import ROOT, asked_to_stop, mpirun, run
 from pairwise import also
 from requirements import needs
 from strategies.training import events
@@ -80,6 +81,18 @@ def test_where_spare_ranks_are_enough_deaths_change_no_bit(tmp_path, who):
     admitted = [(event["rank"], event["size"]) for event in of_kind(told, "admitted")]
     assert sorted(admitted) == [(3 + number, 3) for number in range(len(kills))], told
     assert {event["size"] for event in of_kind(told, "recovered")} == {3}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, 50, 10))
+def test_randomly_killed_jobs_end_with_the_bits_of_one_in_which_nobody_dies(first):
+    needs("sklearn")
+    program = ROOT / "benchmarks" / "recovery.py"
+    command = [sys.executable, program, "kills", "--jobs", 10, "--first", first, "--spares", 2]
+    result = run(list(map(str, command)), timeout=580)
+    assert "10 of 10 jobs of 4 ranks beside 2 spare trained" in result.stdout, result
+    assert result.status == 0
 
 
 TRAIN = """
