@@ -162,8 +162,7 @@ class Maker:
         )
 
         def take() -> None:
-            while made:  # and forget it: an update copies what others hold
-                name, piece = made.pop(0)
+            for name, piece in made:
                 assert self._shard is not None
                 self._shard.add(name, piece, optimizer=optimizer, resident=variable.resident)
 
@@ -174,8 +173,8 @@ def _as_function(piece: Piece) -> Piece:
     """Return what a part starts from; if it was still to be made, as a function that is done."""
     if not callable(piece):
         return piece
-    array = piece()
-    return lambda: array
+    made = [piece()]
+    return made.pop  # holds it no longer: an update copies what others hold
 
 
 def refuse_no_optimizer(name: str, optimizer: Optimizer | None) -> None:
