@@ -1,0 +1,198 @@
+/* What private arrays of two ranks can reach on one node, with nothing but C between them.
+ *
+ *     cc -O3 -march=native -pthread benchmarks/exchange.c -o out/exchange && out/exchange 100
+ *
+ * Two threads, each on a core, stand for the ranks. Their arrays are written anew before each call and pass
+ * through a ring of slots in chunks: in an all-reduce each rank puts its own, adds the other's to it and stores
+ * the sum in its place; in a broadcast one puts and the other copies. That is as many bytes as by halves, with
+ * fewer meetings. Every combination of chunk, ring, stores into the caches or past them, and of fetching ahead
+ * what is read, is tried for as many seconds as said. Of each the median of the slower rank is taken, and the
+ * best is printed, apart for calls between which 512 KiB went from core to core at less or more than 25 GB/s
+ * (`turns.py` hands over in the same way). x86-64 with AVX-512. */
+#define _GNU_SOURCE
+#include <immintrin.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { ALLREDUCE, BROADCAST, KINDS };
+enum { SIZES = 6, MOST_CALLS = 400, HANDED = 1 << 19, LARGEST = 64 << 20 };
+static const char *KIND[] = {"allreduce", "broadcast"};
+static const size_t BYTES[SIZES] = {64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
+static const size_t CHUNKS[] = {32 << 10, 64 << 10, 128 << 10, 256 << 10};
+static const size_t RINGS[] = {512 << 10, 1 << 20, 4 << 20};
+static const double LIMIT = 25; /* GB/s */
+
+typedef struct {
+    _Alignas(128) atomic_long number;
+} Word;
+
+typedef struct {
+    int kind, streams; /* streams: 1 into slots, 2 into the result, too */
+    size_t bytes, chunk, ring, ahead;
+} Way;
+
+static char *slots[2], *array[2], *result[2], *handed, *own[2];
+static Word filled[2], emptied[2], met[2], turn;
+static Way way;
+static int calls;
+static double times[2][MOST_CALLS], handing[2];
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+static long seen(Word *word) { return atomic_load_explicit(&word->number, memory_order_acquire); }
+static void tell(Word *word, long number) { atomic_store_explicit(&word->number, number, memory_order_release); }
+static void await(Word *word, long number) {
+    while (seen(word) < number) _mm_pause();
+}
+
+static void bind(int core) {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    CPU_SET(core, &cores);
+    sched_setaffinity(0, sizeof cores, &cores);
+}
+
+static void move(char *to, const char *from, size_t bytes, int streams) {
+    for (size_t i = 0; i < bytes; i += 64) {
+        if (way.ahead) _mm_prefetch(from + i + way.ahead, _MM_HINT_T0);
+        __m512i line = _mm512_loadu_si512(from + i);
+        if (streams) _mm512_stream_si512((void *)(to + i), line);
+        else _mm512_store_si512(to + i, line);
+    }
+    if (streams) _mm_sfence();
+}
+
+static void add(float *to, const float *from, size_t bytes) {
+    for (size_t i = 0; i < bytes / 4; i += 16) {
+        if (way.ahead) _mm_prefetch((const char *)(from + i) + way.ahead, _MM_HINT_T0);
+        _mm512_store_ps(to + i, _mm512_add_ps(_mm512_load_ps(to + i), _mm512_load_ps(from + i)));
+    }
+}
+
+static void *rank(void *number) {
+    const int me = (int)(long)number, other = 1 - me;
+    const long count = way.ring / way.chunk, parts = (way.bytes + way.chunk - 1) / way.chunk;
+    const int puts = way.kind == ALLREDUCE || me == 0, takes = way.kind == ALLREDUCE || me == 1;
+    long base = 0;
+    bind(me);
+    for (int call = 0; call < calls; call++, base += parts) {
+        for (size_t i = 0; i < way.bytes / 4; i++) ((float *)array[me])[i] = 1;
+        tell(&met[me], call + 1);
+        await(&met[other], call + 1);
+        const double began = now();
+        long put = puts ? 0 : parts, taken = takes ? 0 : parts;
+        while (put < parts || taken < parts) {
+            if (put < parts && seen(&emptied[other]) > base + put - count) {
+                move(slots[me] + (base + put) % count * way.chunk, array[me] + put * way.chunk, way.chunk, way.streams);
+                tell(&filled[me], base + ++put);
+            }
+            if (taken < parts && (taken < put || !puts) && seen(&filled[other]) > base + taken) {
+                const char *from = slots[other] + (base + taken) % count * way.chunk;
+                if (way.kind == ALLREDUCE) add((float *)(array[me] + taken * way.chunk), (const float *)from, way.chunk);
+                else move(result[me] + taken * way.chunk, from, way.chunk, way.streams == 2);
+                tell(&emptied[me], base + ++taken);
+            }
+        }
+        times[me][call] = now() - began;
+    }
+    return 0;
+}
+
+static void *hand_over(void *number) {
+    const int me = (int)(long)number;
+    bind(me);
+    handing[me] = 0;
+    for (int i = 0; i < 20; i++) {
+        await(&turn, 2 * i + me);
+        const double began = now();
+        memcpy(me ? own[1] : handed, me ? handed : own[0], HANDED);
+        if (i >= 4) handing[me] += now() - began;
+        tell(&turn, 2 * i + me + 1);
+    }
+    return 0;
+}
+
+static void both(void *(*body)(void *)) {
+    pthread_t threads[2];
+    for (int i = 0; i < 2; i++) filled[i].number = emptied[i].number = met[i].number = turn.number = 0;
+    for (long i = 0; i < 2; i++)
+        if (pthread_create(&threads[i], 0, body, (void *)i)) exit(1);
+    for (int i = 0; i < 2; i++) pthread_join(threads[i], 0);
+}
+
+static int is_fast(void) {
+    both(hand_over);
+    return 16.0 * HANDED / (handing[0] + handing[1]) / 1e9 >= LIMIT;
+}
+
+static int compare(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double seconds(void) {
+    calls = 6e7 / way.bytes;
+    if (calls > MOST_CALLS) calls = MOST_CALLS;
+    if (calls < 6) calls = 6;
+    both(rank);
+    for (int i = 0; i < calls; i++) times[0][i] = times[0][i] > times[1][i] ? times[0][i] : times[1][i];
+    qsort(times[0], calls, sizeof(double), compare);
+    return times[0][calls / 2];
+}
+
+static void *memory(size_t bytes) {
+    void *made = aligned_alloc(4096, bytes);
+    if (!made) exit(1);
+    return memset(made, 1, bytes);
+}
+
+static Way best_way[2][KINDS][SIZES];
+static double best[2][KINDS][SIZES];
+
+static void try_all(double end, int kind, int size) {
+    for (size_t c = 0; c < sizeof CHUNKS / sizeof *CHUNKS; c++)
+        for (size_t r = 0; r < sizeof RINGS / sizeof *RINGS; r++)
+            for (int streams = 0; streams < 2 + (kind == BROADCAST); streams++)
+                for (int ahead = 0; ahead <= 4096; ahead += 4096) {
+                    if (CHUNKS[c] > BYTES[size] || (r && RINGS[r - 1] >= 2 * BYTES[size]) || now() > end) continue;
+                    way = (Way){kind, streams, BYTES[size], CHUNKS[c], RINGS[r], ahead};
+                    const int fast = is_fast();
+                    const double took = seconds();
+                    if (is_fast() != fast || (best[fast][kind][size] && best[fast][kind][size] <= took)) continue;
+                    best[fast][kind][size] = took;
+                    best_way[fast][kind][size] = way;
+                }
+}
+
+int main(int argc, char **argv) {
+    const double end = now() + (argc > 1 ? atof(argv[1]) : 60);
+    handed = memory(HANDED);
+    for (int i = 0; i < 2; i++) {
+        slots[i] = memory(4 << 20);
+        array[i] = memory(LARGEST + 4096);
+        result[i] = memory(LARGEST);
+        own[i] = memory(HANDED);
+    }
+    while (now() < end)
+        for (int size = 0; size < SIZES; size++)
+            for (int kind = 0; kind < KINDS; kind++) try_all(end, kind, size);
+    for (int fast = 0; fast < 2; fast++)
+        for (int kind = 0; kind < KINDS; kind++)
+            for (int size = 0; size < SIZES; size++) {
+                const Way found = best_way[fast][kind][size];
+                if (!found.bytes) continue;
+                printf("%s 25 GB/s  %s %6zu KiB %9.1f us  chunk %zu KiB, ring %zu KiB, %s%s\n", fast ? "over " : "under",
+                       KIND[kind], found.bytes >> 10, 1e6 * best[fast][kind][size], found.chunk >> 10, found.ring >> 10,
+                       (const char *[]){"plain", "streamed", "streamed, the result, too"}[found.streams],
+                       found.ahead ? ", fetched ahead" : "");
+            }
+}
