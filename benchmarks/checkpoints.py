@@ -7,6 +7,7 @@
     replicated the same where all ranks have all arrays, and each writes its share
     restore    the slices back, checksums verified; against reading the same bytes into new arrays;
                from the page cache
+    disk       the same from the disk, as in a job that starts again: nothing in the page cache
     step       a step (two products of matrices, one all-reduce) while a save is on its way in the
                background; against a step without; and how long `save` itself keeps the program
 
@@ -75,11 +76,28 @@ def timed(comm: cc.Communicator, function: Callable[[], object]) -> float:
 
 
 def turns(
-    comm: cc.Communicator, ours: Callable[[], object], reference: Callable[[], object], count: int
+    comm: cc.Communicator,
+    ours: Callable[[], object],
+    reference: Callable[[], object],
+    count: int,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Seconds of ours and of the reference, and how fast ours is beside it."""
+    """Seconds of ours and of the reference, and how fast ours is beside it.
+
+    Args:
+        comm: all ranks.
+        ours: what is measured.
+        reference: beside what.
+        count: turns.
+        before: is called before each of them, outside of the clock.
+    """
     ours(), reference()  # both find their memory and files as later ones do
-    pairs = [(timed(comm, ours), timed(comm, reference)) for _ in range(count)]
+
+    def one(function: Callable[[], object]) -> float:
+        before()
+        return timed(comm, function)
+
+    pairs = [(one(ours), one(reference)) for _ in range(count)]
     return {
         "seconds": statistics.median(a for a, _ in pairs),
         "reference": statistics.median(b for _, b in pairs),
@@ -108,14 +126,27 @@ def files(comm: cc.Communicator, folder: Path, rows: int, count: int) -> dict[st
 
     with strategies.CheckpointManager(folder / "sharded", comm, sharded=True, keep=1) as manager:
         save = turns(comm, lambda: manager.save(own, step=1), write, count)
-        restore = turns(comm, lambda: manager.restore_or_none(slices=boxes), read, count)
+
+        def restored() -> object:
+            return manager.restore_or_none(slices=boxes)
+
+        restore = turns(comm, restored, read, count)
+        disk = turns(comm, restored, read, count, lambda: drop(folder))
     own.clear(), written.clear()
     rng = np.random.default_rng(0)  # the same on all ranks
     same = {name: rng.integers(0, 255, (rows * comm.size, 4096), np.uint8) for name in boxes}
     written += [array[rows * comm.rank :][:rows] for array in same.values()]
     with strategies.CheckpointManager(folder / "same", comm, sharded=True, keep=1) as manager:
         replicated = turns(comm, lambda: manager.save(same, step=1), write, count)
-    return {"save": save, "replicated": replicated, "restore": restore}
+    return {"save": save, "replicated": replicated, "restore": restore, "disk": disk}
+
+
+def drop(folder: Path) -> None:
+    """Take files out of the page cache; they have been fsynced."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def parts(comm: cc.Communicator, rows: int) -> dict[str, Slice]:

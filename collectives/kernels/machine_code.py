@@ -94,7 +94,8 @@ def prepare(names: Sequence[tuple[str, ...]]) -> None:
     with _lock:
         missing = [name for name in names if name not in _addresses and name not in _made]
         codes = {name: code for name in missing if (code := _Code(name)).read() is None}
-        if len(codes) < 2 or not _makes_code():  # the one that loads it makes it
+        # Of a single one: who loads it makes it.
+        if len(codes) < 2 or not _makes_code(next(iter(codes.values())).where):
             return
         with preparation.preparing():
             for name, code in codes.items():
@@ -103,9 +104,13 @@ def prepare(names: Sequence[tuple[str, ...]]) -> None:
                         _made[name] = code.make()
 
 
-def _makes_code() -> bool:
-    """Tell whether this process has one of the places of those that make code; it keeps it."""
-    if not _place and (free := turn.place("makes code", os.cpu_count() or 1)) is not None:
+def _makes_code(where: str) -> bool:
+    """Tell whether this process has one of the places of those that make code; it keeps it.
+
+    Args:
+        where: others that make code there are counted.
+    """
+    if not _place and (free := turn.place(f"makes code {where}", os.cpu_count() or 1)) is not None:
         _place.append(free)
     return bool(_place)
 
@@ -229,6 +234,12 @@ class _Code:
     def described(self) -> str:
         """What this is made from and where it is kept, for others who need the same."""
         return f"{self._digest(b'').hex()} {[str(folder) for folder in self._folders()]}"
+
+    @property
+    def where(self) -> str:
+        """What it has in common with the other functions of its package in this job."""
+        folders = [_file_of(self._module).parent, *self._folders()]
+        return str([str(folder) for folder in folders])
 
     def _folders(self) -> Iterator[Path]:
         if chosen := os.environ.get("NUMBA_CACHE_DIR"):
