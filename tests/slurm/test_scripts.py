@@ -127,13 +127,13 @@ def test_a_job_that_was_preempted_and_requeued_ends_with_the_bits_of_one_that_wa
     assert 10 <= early.step < EPOCHS, "stopped in the middle"
     assert slurm_cluster.wait(urgent, JOB_SECONDS) == Ending("COMPLETED", 0)
 
-    slurm_cluster.run("scontrol", "update", f"JobId={preempted}", "StartTime=now")
+    slurm_cluster.start_again(preempted)
     jobs = preempted, train_on_both_nodes(slurm_cluster, folders[1])
     outputs = []
     for job in jobs:
         ending = slurm_cluster.wait(job, JOB_SECONDS)
         outputs.append(slurm_cluster.output(job))
-        assert ending == Ending("COMPLETED", 0), outputs[-1]
+        assert ending == Ending("COMPLETED", 0), outputs[-1] + slurm_cluster.logs(30)
     ends = [strategies.CheckpointManager(folder / "out").restore_or_none() for folder in folders]
     assert all(end is not None and end.step == EPOCHS for end in ends)
     first, second = (end.tensors for end in ends if end is not None)

@@ -232,7 +232,7 @@ def test_a_requeued_job_resumes(slurm_cluster: SlurmCluster, program: Path) -> N
     slurm_cluster.run("scontrol", "requeue", str(job))
     slurm_cluster.wait_field(job, "JobState", "PENDING", JOB_SECONDS)
     # Else Slurm waits two minutes.
-    slurm_cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    slurm_cluster.start_again(job)
     assert slurm_cluster.wait(job, JOB_SECONDS) == Ending("COMPLETED", 0), slurm_cluster.output(job)
     output = slurm_cluster.output(job)
     assert "arguments ['--steps', '9']\n" in output, "the output of the first run is kept"
@@ -248,7 +248,7 @@ def test_a_job_that_is_asked_to_stop_goes_back_to_the_queue_and_resumes(
     slurm_cluster.wait_output(job, "all wait", JOB_SECONDS)
     slurm_cluster.run("scancel", "--batch", "--signal=USR1", str(job))
     slurm_cluster.wait_field(job, "JobState", "PENDING", JOB_SECONDS)
-    slurm_cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    slurm_cluster.start_again(job)
     assert slurm_cluster.wait(job, JOB_SECONDS) == Ending("COMPLETED", 0), slurm_cluster.output(job)
     output = slurm_cluster.output(job)
     assert f"train.sbatch: job {job} stopped on request, back to the queue\n" in output
@@ -266,7 +266,7 @@ def test_a_job_that_makes_room_for_another_goes_back_to_the_queue_and_resumes(
     other = slurm_cluster.submit(urgent, partition="urgent", nodes=2, exclusive=True)
     slurm_cluster.wait_field(job, "JobState", "PENDING", JOB_SECONDS)
     assert slurm_cluster.wait(other, JOB_SECONDS) == Ending("COMPLETED", 0)
-    slurm_cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    slurm_cluster.start_again(job)
     assert slurm_cluster.wait(job, JOB_SECONDS) == Ending("COMPLETED", 0), slurm_cluster.output(job)
     output = slurm_cluster.output(job)
     assert f"train.sbatch: job {job} stopped on request, back to the queue\n" in output
