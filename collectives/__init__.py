@@ -43,6 +43,7 @@ from collectives.operations.heads import Envelope
 from collectives.operations.plan import Plan
 from collectives.operations.requests import Request
 from collectives.timeline import timeline_span
+from collectives.uncompiled import leave_alone
 from collectives.version import __version__ as __version__
 from collectives.world import *  # noqa: F403  # the operations of the world, listed there
 
@@ -84,6 +85,8 @@ __all__ = [
     "timeline_span",
 ]
 __all__ += world.__all__
+
+leave_alone()
 
 
 def __dir__() -> list[str]:

@@ -22,6 +22,7 @@ FLOORS = {
             "preparation",
             "timeline",
             "topology",
+            "uncompiled",
             "version",
         },  # fmt: skip
         {"kernels", "settings", "transport"},

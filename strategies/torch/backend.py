@@ -32,7 +32,6 @@ from strategies.torch import messages, moves
 from strategies.torch.buckets import Buckets, is_bucket, tells_new_buckets
 from strategies.torch.line import Line
 from strategies.torch.moves import reduction
-from strategies.torch.uncompiled import uncompiled
 from strategies.torch.work import DONE, Done, Pending, translated
 
 __all__ = ["UnisonoGroup", "create"]
@@ -40,6 +39,9 @@ __all__ = ["UnisonoGroup", "create"]
 Tensors = Sequence[torch.Tensor]
 
 _HOST = torch.device("cpu")
+
+# By which name errors call what programs use; as in `strategies.averaging.optimizer`.
+_KNOWN_AS = {"UnisonoGroup": "torch.distributed"}
 
 # Tags of `Communicator.group` end here.
 _TAGS = 1 << 14
@@ -83,7 +85,6 @@ def create(options: Any) -> UnisonoGroup:
     return UnisonoGroup(comm, options.store, limit)
 
 
-@uncompiled
 class UnisonoGroup(distributed.ProcessGroup):
     """A process group of torch.distributed over a communicator.
 
@@ -157,7 +158,7 @@ class UnisonoGroup(distributed.ProcessGroup):
         if not opts.asyncOp:
             self._line.now(run)
             return DONE
-        if is_bucket(tensors[0], sys._getframe(2)):
+        if is_bucket(tensors[0], sys._getframe(1)):
             return self._reduce_bucket(tensors[0], how)
         return self._start("allreduce", run, opts, tensors)
 
@@ -168,7 +169,7 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Give every rank the root's tensor."""
-        if self._buckets is not None and tells_new_buckets(sys._getframe(2)):
+        if self._buckets is not None and tells_new_buckets(sys._getframe(1)):
             self._buckets.expect(tensors[0].numel())
         run = partial(moves.broadcast, self.comm, tensors[0], opts.rootRank, self._limit)
         return self._start("broadcast", run, opts, tensors)

@@ -18,7 +18,6 @@ import torch
 from torch import distributed
 
 import collectives as cc
-from strategies.torch.uncompiled import uncompiled
 
 __all__ = ["DONE", "Done", "Job", "Pending", "translated"]
 
@@ -77,7 +76,6 @@ def translated(error: BaseException) -> BaseException:
     return made.with_traceback(error.__traceback__)
 
 
-@uncompiled
 class Done(distributed.Work):
     """An operation that is complete.
 
@@ -154,7 +152,6 @@ class Job(Protocol):
         """Call the function without arguments when it is over."""
 
 
-@uncompiled
 class Pending(distributed.Work):
     """An operation under way.
 

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402, N817
 
+import strategies  # noqa: E402
 import strategies.torch as ours  # noqa: E402
 from strategies import training  # noqa: E402
 
@@ -331,6 +332,32 @@ def test_compiled_programs_train_as_one_process(torch_ranks):
     # The layers, and the sum: what C++ calls of this library is none of the compiler's.
     assert len(frames) >= 2
     assert all("linear" in code or "all_reduce" in code for code in frames)
+
+
+def test_compiled_functions_call_what_is_not_of_torch(torch_ranks):
+    import strategies.horovod.torch as hvd
+
+    rank, size = torch_ranks
+    torch.compiler.reset()
+    comm = cc.init()
+    hvd.init(comm)
+
+    @torch.compile(backend="eager")
+    def totals(x):
+        return comm.allreduce(x * 2, op=cc.SUM) + 1, hvd.allreduce(x, op=hvd.Sum) - 1
+
+    total = sum(range(size))
+    ours, theirs = totals(torch.full((3,), float(rank)))
+    assert torch.equal(ours, torch.full((3,), 2.0 * total + 1))
+    assert torch.equal(theirs, torch.full((3,), total - 1.0))
+
+    model = network()
+    plain = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = strategies.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    train(model, rank, 4, optimizer)
+    assert_alike(model, alone(size, 4))
+    hvd.shutdown()
 
 
 def test_no_state_in_memory_of_what_fsdp_has_cut(torch_ranks):
