@@ -1,6 +1,7 @@
 """All-reduce on one node against three MPI libraries, each at its best, and Gloo; near and far.
 
-    python benchmarks/allreduce.py [--ranks 2] [--dtype float32] [--json file] [--plot file.svg]
+    python benchmarks/allreduce.py [--ranks 2] [--dtype float32] [--json file]
+        [--plot file.svg]
 
 Each setting of Open MPI and each other library is a job of its own, in which ours and the peers
 take turns at every size, near and far apart, with arrays written anew before each call: `turns.py`.
@@ -57,9 +58,11 @@ class Goal(NamedTuple):
     against: str  # a column of ratios, or "copies"
     sizes: tuple[int, int]  # from, to
     reach: float
+    dtypes: tuple[str, ...] = ("float32",)
 
 
 KIB, MIB = 1 << 10, 1 << 20
+HALF = ("float16", "bfloat16")
 GOALS = [
     Goal("private, far, 64 KiB: best MPI", "far", "plan", "best", (64 * KIB, 64 * KIB), 1.3),
     Goal("private, far, 256 KiB to 1 MiB: best MPI", "far", "plan", "best", (256 * KIB, MIB), 1.2),
@@ -73,6 +76,7 @@ GOALS = [
     Goal("shared, 64 to 256 MiB: best MPI", "", "shared", "best", (64 * MIB, 256 * MIB), 3.0),
     Goal("plain call, 8 B: Open MPI", "", "call", "default", (8, 8), 0.5),
     Goal("plain call, 4 KiB: Open MPI", "", "call", "default", (4 * KIB, 4 * KIB), 1 / 1.2),
+    Goal("16 bits: Open MPI's float16", "", "plan", "default", (64 * KIB, 64 * MIB), 10.0, HALF),
 ]
 
 
@@ -92,7 +96,7 @@ def main() -> None:
     for state, table in tables.items():
         print(f"{state}, microseconds")
         print_table(table["rows"])
-    goals = held(tables) if (options.ranks, options.dtype) == (2, "float32") else []
+    goals = held(tables, options.dtype) if options.ranks == 2 else []
     for goal in goals:
         said = "reached" if goal["measured"] >= goal["reach"] else "MISSED"
         print(f"{goal['name']:<44} {goal['measured']:6.2f}, goal {goal['reach']:.2f}: {said}")
@@ -145,10 +149,10 @@ def print_table(rows: list[Row]) -> None:
         print("  ".join([f"{row['bytes']:12}", *(f"{value:12.2f}" for value in times)]))
 
 
-def held(tables: dict[str, Row]) -> list[Row]:
+def held(tables: dict[str, Row], dtype: str) -> list[Row]:
     """Hold what was measured against the goals: the worst size of each."""
     goals = []
-    for goal in GOALS:
+    for goal in (goal for goal in GOALS if dtype in goal.dtypes):
         for state in [goal.state] if goal.state else tables:
             rows = tables.get(state, {"rows": []})["rows"]
             low, high = goal.sizes
@@ -214,7 +218,7 @@ def worker(options: argparse.Namespace) -> None:
 
     comm = cc.init()
     world = MPI.COMM_WORLD
-    bound(world)
+    bound(world, options.cores)
     handover = Handover(world)
     dtype = np.dtype(options.dtype)
     found: list[tuple[int, tuple[float, float], dict[str, float]]] = []

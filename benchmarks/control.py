@@ -43,6 +43,7 @@ from collectives.operations.group import Group
 from collectives.simulation import ranks
 from collectives.simulation.cluster import Cluster
 from collectives.simulation.transport import SimulatedTransport
+from collectives.tools import plot
 from collectives.transport.transport import Deadline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +55,12 @@ ESTABLISHED = "01"  # in /proc/net/tcp
 
 # Calls that fill the recorder, and the most ranks that make so many.
 CALLS, MOST_OF_CALLS = 300, 128
+
+# Acts whose messages are drawn.
+DRAWN = [
+    "compare a call", "allreduce, 128 KiB", "broadcast, 128 KiB", "allgather, a number each",
+    "a mismatch is named", "split, without MPI's part", "plan_allreduce, 128 KiB, two runs",
+]  # fmt: skip
 
 
 class Counts:
@@ -281,6 +288,24 @@ REAL = {
     "allreduce, 128 KiB": lambda comm: comm.allreduce(np.zeros(1 << 15, np.float32)),
     "alltoall, a number each": lambda comm: comm.alltoall(np.zeros(comm.size)),
 }
+
+
+def draw(figures: dict[str, Any], picture: Path) -> None:
+    """Draw the messages of the rank with most over the number of ranks."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    sizes = [name for name in figures if name != "real"]
+    ranks = [int(name) for name in sizes]
+    for act in DRAWN:
+        axes.loglog(ranks, [figures[name][act][0] for name in sizes], "o-", label=act, base=2)
+    axes.plot(ranks, np.log2(ranks), ":", color="gray", label="log2 P")
+    axes.plot(ranks, ranks, "--", color="gray", label="P")
+    axes.set(xlabel="ranks, one on each machine", ylabel="messages of the rank with most")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    plot.save(figure, picture)
 
 
 def rank_main() -> int:

@@ -125,7 +125,7 @@ def worker(options: argparse.Namespace) -> None:
 
     comm = cc.init()
     world = MPI.COMM_WORLD
-    bound(world)
+    bound(world, options.cores)
     handover = Handover(world)
     gradients = [np.full(shape, 1.0, np.float32) for shape in MODELS[options.model]()]
     first, later = options.bucket_bytes or (None, None)

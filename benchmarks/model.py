@@ -47,6 +47,7 @@ import numpy as np
 from collectives.algorithms import ring, selection, tree
 from collectives.arrays.reduction import MAX, SUM
 from collectives.operations import compare
+from collectives.tools import plot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -248,6 +249,29 @@ def choices(layouts: list[dict[str, Any]]) -> str:
         f"auto within {NEAR:g} x of the fastest in {100 * near:.0f} % of {len(behind)} rows, at "
         f"worst {max(behind):.2f} x; goal {100 * REACH:g} %: {said}"
     )
+
+
+def draw(layouts: list[dict[str, Any]], picture: Path) -> None:
+    """Draw how far off every call is simulated, over the time that it took."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for layout in layouts:
+        calls = [
+            (1e3 * took, size["simulated"][name] / took)
+            for size in layout["sizes"]
+            for name, _, took in size["times"]
+        ]
+        label = f"{layout['machines']} x {layout['ranks_per_machine']}"
+        axes.semilogx(*zip(*calls, strict=True), "o", ms=3, label=label)
+    for ratio, style in ((1 - WORST_ERROR, ":"), (1, "-"), (1 + WORST_ERROR, ":")):
+        axes.axhline(ratio, color="gray", linestyle=style)
+    axes.set(xlabel="measured, ms", ylabel="simulated over measured", ylim=0)
+    axes.set_title("all-reduces between machines x ranks, by auto and all algorithms")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    plot.save(figure, picture)
 
 
 def several(nbytes: int) -> int:

@@ -10,13 +10,17 @@ the smallest ratio over all jobs; both are a peer's time over ours in the same t
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 from turns import TURNS, Case, Handover, Turn, arguments, bound, known_jobs, measure
+
+from collectives.tools import plot
 
 OPERATIONS = ["broadcast", "allgather", "reduce_scatter", "gather"]
 SIZES = [256 << 10, 1 << 20, 4 << 20, 16 << 20]
@@ -29,7 +33,7 @@ def main() -> None:
     """Run every job and print the tables."""
     options = arguments(__doc__, rounds=2).parse_args()
     if options.worker:
-        worker()
+        worker(options)
         return
     measured = measure(options, known_jobs(), __file__)
     tables = measured.tables(combine, f"{options.ranks} ranks")
@@ -86,7 +90,29 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def worker() -> None:
+def draw(tables: dict[str, dict[str, Any]], picture: Path) -> None:
+    """Draw how many times as long MPI takes, as it comes and at its best, near and far."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2 + 4 * len(tables), 4), layout="constrained")
+    all_axes = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
+    for axes, (state, table) in zip(all_axes, tables.items(), strict=True):
+        for colour, operation in enumerate(OPERATIONS):
+            rows = [row for row in table["rows"] if row["operation"] == operation]
+            for against, style in (("best", "o-"), ("default", ":")):
+                ratios = [row["ratios"][against] for row in rows]
+                label = f"{operation}: {against} MPI"
+                sizes = [row["bytes"] for row in rows]
+                axes.semilogx(sizes, ratios, style, color=f"C{colour}", label=label, base=2)
+        axes.axhline(1, color="gray", linestyle="--")
+        axes.set(xlabel="bytes", title=f"{state}: {table['handover']:.0f} GB/s from core to core")
+        axes.grid(alpha=0.3)
+    all_axes[0].set(ylabel="MPI's time over ours", ylim=0)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right", fontsize=8)
+    plot.save(figure, picture)
+
+
+def worker(options: argparse.Namespace) -> None:
     """Measure every operation and size on this rank; rank 0 prints."""
     import numpy as np
     from mpi4py import MPI
@@ -97,7 +123,7 @@ def worker() -> None:
 
     comm = cc.init()
     world = MPI.COMM_WORLD
-    bound(world)
+    bound(world, options.cores)
     handover = Handover(world)
     found = []
     for operation in OPERATIONS:

@@ -32,6 +32,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.tools import plot, units
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "netns")]
 
@@ -98,6 +100,9 @@ JOBS = {
 # Seconds of measuring after which a job makes no further repetition, and after which it is killed.
 ENOUGH_SECONDS = 15.0
 JOB_SECONDS = 120.0
+
+# Rows that are drawn.
+DRAWN = ["MPI, default", "MPI, our settings", "auto", "hierarchical, float16", "hierarchical, int8"]
 
 
 def main() -> int:
@@ -184,6 +189,31 @@ def table(result: dict[str, Any]) -> str:
             f"  {value / seconds[reference]:5.2f} x {reference}"
         )
     return "\n".join(rows)
+
+
+def draw(cases: list[dict[str, Any]], picture: Path) -> None:
+    """Draw the times of every case, ours, MPI's and the least one of the line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for number, name in enumerate(DRAWN):
+        found = {i: case["seconds"].get(name) for i, case in enumerate(cases)}
+        places = [i + 0.15 * (number - 2) for i, seconds in found.items() if seconds]
+        axes.bar(places, [1e3 * seconds for seconds in found.values() if seconds], 0.15, label=name)
+    lines = [1e3 * case["line_seconds"] for case in cases]
+    axes.plot(range(len(cases)), lines, "k_", ms=30, label="least time of the line")
+    names = [
+        f"{case['machines']} x {case['ranks_per_machine']}, {case['placed_by']}\n"
+        f"{units.size_text(case['bytes'])}B"
+        for case in cases
+    ]
+    axes.set_xticks(range(len(cases)), names, fontsize=8)
+    axes.set(yscale="log", ylabel="ms")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
+    axes.set_title("all-reduce of float32 between machines, 1 Gbit/s")
+    plot.save(figure, picture)
 
 
 def rank_main(job: str, nbytes: int, repetitions: int) -> int:

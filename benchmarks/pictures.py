@@ -2,9 +2,8 @@
 
     python benchmarks/pictures.py
 
-`allreduce-2-ranks`, `spare-replicas`, `strategies-at-scale` and `simulated-shares` are drawn from
-the kept JSON, so they say what was measured last. The timeline is of a program that runs for a
-tenth of a second.
+All but the timeline are drawn from the kept JSON, so they say what was measured last. The timeline
+is of a program that runs for a tenth of a second.
 """
 
 from __future__ import annotations
@@ -18,6 +17,10 @@ import tempfile
 from pathlib import Path
 
 import allreduce
+import control
+import model
+import movements
+import network
 import simulated_choice
 import spare_replicas
 import strategies_at_scale
@@ -65,6 +68,10 @@ def main() -> None:
     strategies_at_scale.draw(found, KEPT / "strategies-at-scale.svg")
     shares = kept("simulated-choice")["shares of the line"]
     simulated_choice.draw(shares, KEPT / "simulated-shares.svg")
+    movements.draw(kept("movements")["states"], KEPT / "movements.svg")
+    network.draw(kept("network")["cases"], KEPT / "network.svg")
+    model.draw(kept("model")["layouts"], KEPT / "simulated-beside-real.svg")
+    control.draw(kept("control"), KEPT / "control.svg")
     timeline(DOCS / "timeline.svg")
 
 

@@ -11,6 +11,10 @@ of either kind is dropped.
 **Fresh arrays.** Before each call a rank writes its array anew, as a training step does: what
 nobody writes stays in other cores' caches, and the next call is faster than it will ever be. The
 clock stands still meanwhile; for arrays up to 16 KiB the time of writing alone is subtracted.
+
+**Known cores.** Ranks are bound to the first cores that they may use, or to those of `--cores`: on
+a machine whose topology is known (`lscpu --extended`), `--cores 0,1` and `--cores 0,64` measure two
+cores that share a cache and two of different packages, each in a run of its own.
 """
 
 from __future__ import annotations
@@ -95,6 +99,7 @@ class Measured(NamedTuple):
     """What all jobs have measured, near and far apart."""
 
     jobs: list[str]
+    cores: list[int] | None  # of the ranks, where they were named
     limit: float | None  # between the rates of near and far
     dropped: int  # turns in which the cores have moved
     states: dict[str, list[Turn]]
@@ -115,6 +120,7 @@ class Measured(NamedTuple):
         """Write a file of figures, if there shall be one."""
         if path:
             known = {"machine": machine(), "jobs": self.jobs, "limit": self.limit}
+            known |= {"cores": self.cores} if self.cores else {}
             every = known | {"dropped": self.dropped} | facts
             path.write_text(json.dumps(every, indent=1) + "\n")
 
@@ -125,6 +131,9 @@ def arguments(doc: str, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=rounds, help="runs of each job, in turns")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument(
+        "--cores", type=_cores, metavar="0,8", help="one for each rank to be bound to"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -132,14 +141,22 @@ def arguments(doc: str, rounds: int) -> argparse.ArgumentParser:
 
 def measure(options: argparse.Namespace, jobs: dict[str, Job], *program: object) -> Measured:
     """Run all jobs in turns, each with `--worker`; a program is a file and its arguments."""
+    if options.cores and len(options.cores) != options.ranks:
+        raise SystemExit(f"--cores: expected one for each of {options.ranks} ranks")
+    bound_to = ["--cores", ",".join(map(str, options.cores))] if options.cores else []
     turns = [
         turn
         for _ in range(options.rounds)
         for name, job in jobs.items()
-        for turn in launch(name, job, options.ranks, *program, "--worker")
+        for turn in launch(name, job, options.ranks, *program, "--worker", *bound_to)
     ]
     limit, states = told_apart(turns)
-    return Measured(list(jobs), limit, len(turns) - sum(map(len, states.values())), states)
+    dropped = len(turns) - sum(map(len, states.values()))
+    return Measured(list(jobs), options.cores, limit, dropped, states)
+
+
+def _cores(text: str) -> list[int]:
+    return [int(core) for core in text.split(",")]
 
 
 def launch(name: str, job: Job, ranks: int, *program: object) -> list[Turn]:
@@ -190,9 +207,9 @@ def by_case(turns: list[Turn]) -> Iterable[list[Turn]]:
     return [groups[what] for what in sorted(groups)]
 
 
-def bound(world: Any) -> None:
-    """Bind this rank to a core of its own, where there are enough."""
-    cores = world.bcast(sorted(os.sched_getaffinity(0)) if world.rank == 0 else None)
+def bound(world: Any, cores: list[int] | None) -> None:
+    """Bind this rank to its core of some, or of all that there are, where these are enough."""
+    cores = cores or world.bcast(sorted(os.sched_getaffinity(0)) if world.rank == 0 else None)
     if world.size <= len(cores):
         os.sched_setaffinity(0, {cores[world.rank]})
 
