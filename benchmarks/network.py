@@ -101,6 +101,9 @@ JOBS = {
 ENOUGH_SECONDS = 15.0
 JOB_SECONDS = 120.0
 
+# The least messages of an all-reduce, and nothing else: what MPI makes of the line.
+FLOOR = "messages alone"
+
 # Rows that are drawn.
 DRAWN = ["MPI, default", "MPI, our settings", "auto", "hierarchical, float16", "hierarchical, int8"]
 
@@ -236,8 +239,9 @@ def rank_main(job: str, nbytes: int, repetitions: int) -> int:
             began = time.perf_counter()
             run(buffer)
             took = time.perf_counter() - began
-            error = np.abs(buffer / comm.size - 1).max()
-            assert error <= (0.02 if "int8" in name else 0), name
+            if name != FLOOR:  # which adds nothing
+                error = np.abs(buffer / comm.size - 1).max()
+                assert error <= (0.02 if "int8" in name else 0), name
             slowest = float(comm.allreduce(took, op=cc.MAX))
             spent += slowest
             if repetition:
@@ -274,6 +278,7 @@ def rows_of(comm, job: str):
         "ring, int8": call(algorithm="ring", compression=cc.INT8.with_feedback(), name="x"),
         "halving": call(algorithm="halving"),
     }
+    rows[FLOOR] = messages_alone(comm)
     if comm.local_size > 1:
         # As it is where ranks of a node do not share memory.
         by_messages = comm.levels_by_messages
@@ -287,6 +292,29 @@ def rows_of(comm, job: str):
             ),
         }
     return rows
+
+
+def messages_alone(comm):
+    """Return a function that sends what an all-reduce must at least send, and adds nothing.
+
+    Each rank sends its part of the array around the machines by plain MPI messages, to the rank of
+    the same place on the next one, as many chunks as a reduce-scatter and an all-gather take.
+    """
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    nodes, place = comm.num_nodes, comm.local_rank
+    ranks = {where: rank for rank, where in enumerate(world.allgather((comm.node_rank, place)))}
+    right = ranks[(comm.node_rank + 1) % nodes, place]
+    left = ranks[(comm.node_rank - 1) % nodes, place]
+
+    def run(buffer):
+        chunk = buffer.size // comm.size
+        coming = np.empty(chunk, buffer.dtype)
+        for _ in range(2 * (nodes - 1)):
+            world.Sendrecv(buffer[:chunk], right, recvbuf=coming, source=left)
+
+    return run
 
 
 if __name__ == "__main__":
