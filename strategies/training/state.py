@@ -170,6 +170,7 @@ class State:
         Raises:
             FailedPreconditionError: there was no commit; on all ranks.
         """
+        self.comm = comm  # at once: a rank that fails from here on has to let these out of it
         # Who is sure of a commit knows that all ranks had made their copies.
         newest = int(comm.allreduce(self.number, op=cc.MAX))
         if newest < 0:
@@ -179,7 +180,6 @@ class State:
         self.copies.go_back(newest)
         if places:
             self.copies.hand_on(comm, places)
-        self.comm = comm
         self._put_back(self.copies.kept)
 
     def _inputs(self) -> list[tuple[str, Any]]:
