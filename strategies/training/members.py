@@ -60,6 +60,7 @@ class Members:
         self.trains, self.is_through = True, False
         self._state, self._fewest, self._most = state, fewest, most
         self._training = state.comm.size  # how many ranks
+        self._freed: cc.Communicator | None = None  # soon: that of those that have trained
         self._has_begun = False  # all had the first commit, so that some may have trained
         self._leaving: SystemExit | None = None
         self._status: int | None = None
@@ -140,6 +141,8 @@ class Members:
             state.copies = Copies()
             events.write("spare")
             return
+        if state.comm is not self.everyone:
+            self._freed = state.comm
         state.go_on(part, {found.ranks.index(rank): at for rank, at in found.admitted.items()})
         if self.is_through:
             return
@@ -150,6 +153,12 @@ class Members:
             events.write("recovered", size=part.size, commit=state.number, seconds=seconds)
         if failed_at is not None and part.rank == 0:
             _log.warning("goes on with %d ranks from commit %d", part.size, state.number)
+
+    def free(self) -> None:
+        """Close the group of those that have trained, of which nothing is needed any more."""
+        freed, self._freed = self._freed, None
+        if freed is not None:
+            freed.close()
 
     def train(self, function: Callable[[State], T]) -> T | None:
         """Train; only where this rank does, together with those that do."""

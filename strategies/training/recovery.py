@@ -103,6 +103,7 @@ def run_elastic(
             comm, known = known, state.comm if members.trains else None
             if known is not comm and known is not None and on_reset is not None:
                 on_reset()
+            members.free()
             failed_at = None
             if members.trains and not members.is_through:
                 result = members.train(train)

@@ -134,3 +134,33 @@ def test_one_rank_that_exits_is_an_error_on_all(tmp_path):
     assert all(words in text for _, text in said), result
     assert "no answer within 60 s" not in result.stderr
     assert [event["rank"] for event in of_kind(told, "error")] == [1]
+
+
+AGAIN = """
+    import gc, os, threading
+
+    def held():
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            segments = sum("unisono" in line for line in maps)
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), segments
+
+    def through():
+        state = training.State(comm, weights=weights, step=0)
+        def train(state):
+            state.comm.allreduce_async(np.ones(10)).wait()  # by a thread
+        training.run_elastic(train, state, max_ranks=2)
+        assert state.comm.allreduce(1, op=cc.SUM) == 3
+
+    through()
+    before = held()
+    for _ in range(4):
+        through()
+    print("rank", comm.rank, "holds no more:", held() == before, before, held(), flush=True)
+"""
+
+
+def test_what_those_that_have_trained_share_is_freed_at_the_end(tmp_path):
+    result, _ = start(tmp_path, AGAIN, "", size=3)
+    assert len(re.findall(r"rank \d holds no more: True", result.stdout)) == 3, result
+    assert result.status == 0
