@@ -60,6 +60,8 @@ class State:
         for_others: whether all ranks keep the generators of all, for those that may take the place
             of a dead one: `run_elastic` says so where there are spare ranks.
         copies: what each rank has of the commits.
+        in_files: the step of which a session has written a checkpoint last, by the directory, as
+            far as this rank knows.
 
     Raises:
         ValueError: nothing to keep, a thing is called "verify", is a pipeline, or this rank has
@@ -90,6 +92,7 @@ class State:
         self._things = things
         self.for_others = False
         self.copies = Copies()
+        self.in_files: dict[str, int] = {}
 
     @property
     def number(self) -> int:
