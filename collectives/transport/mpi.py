@@ -175,7 +175,14 @@ class MpiTransport(Transport):
     def agree(self, flag: bool, deadline: Deadline) -> bool:
         """Tell whether all say yes, and none is dead."""
         self._meetings += 1
-        met = survivors.meet(self, self._numbers[0], self._key, deadline, self._meetings)
+        met = survivors.meet(
+            self,
+            self._numbers[0],
+            self._key,
+            deadline,
+            self._meetings,
+            lambda: survivors.is_revoked(self.mpi),
+        )
         return met and survivors.agree(self.mpi, flag)
 
     def revoke(self) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,15 +34,31 @@ from collectives.transport.waiting import IN_RESERVE, Deadline, Known, Ranks, Wa
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["agree", "form", "meet", "revoke"]
+__all__ = ["agree", "form", "is_revoked", "meet", "revoke"]
 
 T = TypeVar("T")
+
+# Seconds between the news that a rank has given a communicator up and the end of the wait for it:
+# that it has come may be known later, since it takes another way.
+_GRACE = 0.5
 
 # Of a key: those of communicators are counted.
 _KEY_BITS = 40
 
 # Communicators of attempts during which a rank has died. MPI may still have calls on them.
 _given_up: list[object] = []
+
+
+def is_revoked(comm: MPI.Comm) -> bool:
+    """Tell whether a rank has revoked a communicator, as far as this one knows."""
+    from mpi4py import MPI
+
+    with contextlib.suppress(MPI.Exception):
+        comm.Iprobe()  # MPI hears of anything only while it is called
+    try:
+        return comm.Is_revoked()
+    except (NotImplementedError, MPI.Exception):
+        return False
 
 
 def revoke(comm: MPI.Comm) -> None:
@@ -55,7 +72,12 @@ def revoke(comm: MPI.Comm) -> None:
 
 
 def meet(
-    ranks: Ranks, numbers: Sequence[int], key: int, deadline: Deadline, number: int = 0
+    ranks: Ranks,
+    numbers: Sequence[int],
+    key: int,
+    deadline: Deadline,
+    number: int = 0,
+    is_given_up: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Wait until every rank has come or died; tell whether they have come to this meeting.
 
@@ -66,6 +88,7 @@ def meet(
         deadline: the limit.
         number: of the meeting, of those that a communicator has; its last one is number 0, and
             who has come to that one will come to no other.
+        is_given_up: whether a rank will make no more calls: it comes to no later meeting.
 
     Raises:
         CollectiveTimeout: a rank that lives has not come; names it.
@@ -78,6 +101,7 @@ def meet(
     others = [rank for rank in range(ranks.size) if rank != ranks.rank]
     world.come(own, [numbers[rank] for rank in others])
     wait = Wait(pace=IN_RESERVE) if deadline.limit == math.inf else Wait()
+    give_up_at = math.inf
     while True:
         dead, come = world.here(own)
         missing = [rank for rank in others if numbers[rank] not in dead | come]
@@ -85,9 +109,15 @@ def meet(
             return True
         if number and not world.here(key).come.isdisjoint(numbers):
             return False
+        if time.monotonic() > give_up_at:
+            return False
         absent = [Known(f"{ranks.name([rank])} to come", (rank,), False) for rank in missing]
         deadline.check(ranks, absent)
-        if wait.pause() and (news := world.look(own, [numbers[rank] for rank in missing])):
+        if not wait.pause():
+            continue
+        if give_up_at == math.inf and is_given_up():
+            give_up_at = time.monotonic() + _GRACE
+        if (news := world.look(own, [numbers[rank] for rank in missing])) is not None:
             who = named([news.rank])
             raise PeerFailure(f"{deadline.operation}: world {who} {news.text} ({ranks.where})")
 

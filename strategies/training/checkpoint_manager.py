@@ -94,6 +94,16 @@ class CheckpointManager:
         return self._comm
 
     @property
+    def directory(self) -> Location:
+        """Where the checkpoints are."""
+        return self._directory
+
+    @property
+    def in_background(self) -> bool:
+        """Whether a checkpoint may not be there yet when `save` returns."""
+        return self._background is not None
+
+    @property
     def sharded(self) -> bool:
         """Whether each of several ranks writes its part."""
         return self._sharded

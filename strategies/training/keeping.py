@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import collectives as cc
 from strategies import errors
 from strategies.ranks import Ranks
 from strategies.training import things as kinds
@@ -27,6 +28,7 @@ class Kept:
 
     Attributes:
         from_file: whether the things were given back last by a checkpoint.
+        is_in_file: whether there is a checkpoint of just this step.
     """
 
     def __init__(
@@ -35,7 +37,8 @@ class Kept:
         self._saver, self._state = saver, state
         self._everyone, self._in_step = everyone, in_step
         self._together = saver is not None and saver.checkpoints.comm is not None
-        self.from_file = False
+        self.from_file = self.is_in_file = False
+        self._on_its_way = -1  # step of a checkpoint that may not be complete
         self._unsaved: dict[str, Any] = {}
         self._uncommitted: dict[str, Any] = {}
 
@@ -80,9 +83,13 @@ class Kept:
             The number of steps; None where there were none before.
         """
         state = self._state
-        self.from_file = False
+        self.from_file = self.is_in_file = False
         if state is not None and state.number >= 0 and state["step"] > 0:
             self._take_from_state()
+            if self._saver is not None:
+                # A session before a death may have saved it; who has come in since does not know.
+                own = state.in_files.get(str(self._saver.checkpoints.directory), -1)
+                self.is_in_file = state.comm.allreduce(own, op=cc.MAX) == state["step"]
             return int(state["step"])
         step = self._restore() if restore else None
         if state is not None and (step is not None or state.number < 0):
@@ -103,7 +110,7 @@ class Kept:
         self._discard()
         if self._state is None:
             return self._restore()
-        self.from_file = False
+        self.from_file = self.is_in_file = False
         self._state.restore()
         self._take_from_state()
         return int(self._state["step"])
@@ -128,12 +135,21 @@ class Kept:
             "save", lambda: saver.save(step, metric=metric, **new) if self._writes else None
         )
         self._unsaved.clear()
+        self._on_its_way = step
+        if not saver.checkpoints.in_background:
+            self._note_file()
         return path
 
     def wait(self) -> None:
         """Wait for what is on its way in the background."""
         if self._saver is not None and self._writes:
             self._saver.checkpoints.wait()
+            self._note_file()
+
+    def _note_file(self) -> None:
+        """Let the state know of a checkpoint that is complete."""
+        if self._state is not None and self._saver is not None:
+            self._state.in_files[str(self._saver.checkpoints.directory)] = self._on_its_way
 
     def _common(self) -> list[str]:
         """Return the names that both know."""
@@ -160,7 +176,7 @@ class Kept:
     def _restore(self) -> int | None:
         """Restore the newest checkpoint, *collective*; returns its step, None if there is none."""
         saver = self._saver
-        self.from_file = True
+        self.from_file = self.is_in_file = True
         if saver is None or self._together:
             return None if saver is None else saver.restore()
         step = self._everyone.prepared("restore", lambda: saver.restore() if self._writes else None)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import collectives as cc
 from strategies import errors
@@ -29,6 +29,10 @@ from strategies.training.survivors import shrunk
 __all__ = ["Members", "TooFew"]
 
 _log = logging.getLogger(__name__)
+
+# Seconds that a rank which has left by `sys.exit(1)` waits for others to do the same: they do so
+# after the same step, or not at all.
+_FOLLOW_WITHIN = 1.0
 
 T = TypeVar("T")
 
@@ -56,6 +60,8 @@ class Members:
         self.trains, self.is_through = True, False
         self._state, self._fewest, self._most = state, fewest, most
         self._training = state.comm.size  # how many ranks
+        self._freed: cc.Communicator | None = None  # soon: that of those that have trained
+        self._has_begun = False  # all had the first commit, so that some may have trained
         self._leaving: SystemExit | None = None
         self._status: int | None = None
 
@@ -64,8 +70,11 @@ class Members:
         """Whether there are ranks that do not train."""
         return self._training < self.everyone.size
 
-    def begin(self) -> None:
+    def begin(self, failed_at: float | None = None) -> None:
         """Commit what there is, and let those train that may.
+
+        Args:
+            failed_at: when a death became known that has kept them from beginning before.
 
         Raises:
             LaunchError: a dead rank ends the job, so that spare ones are of no use; on all.
@@ -84,20 +93,31 @@ class Members:
         self._check(comm.size)
         if state.for_others or state.number < 0:
             state.commit()
-        if state.for_others:
-            self.place()
+        if state.for_others or failed_at is not None:
+            self._place(comm.allgather_object(self._report()), failed_at)
+        self._has_begun = True
 
-    def place(self, began: float | None = None) -> None:
+    def place(self, failed_at: float | None = None) -> None:
         """Find out who trains, and give them the state of the last commit; all when through.
 
         Args:
-            began: when the failure became known after which they go on.
+            failed_at: when the failure became known after which they go on.
 
         Raises:
             UnavailableError: there are too few; on all.
         """
+        reports = self.everyone.allgather_object(self._report())
+        if any(report.has_begun for report in reports):
+            self._place(reports, failed_at)
+            return
+        # Nobody has trained: all things are as they were, and a commit that the program has made
+        # before has not what spare ranks need.
+        self._state.copies.go_back(max(report.number for report in reports))
+        self.begin(failed_at)
+
+    def _place(self, reports: Sequence[Report], failed_at: float | None) -> None:
         state, comm = self._state, self.everyone
-        reports = comm.allgather_object(self._report())
+        self._has_begun = True
         self.is_through = any(report.is_through for report in reports)
         self._status = next((r.status for r in reports if r.status is not None), None)
         if any(report.has_stopped for report in reports):
@@ -121,16 +141,24 @@ class Members:
             state.copies = Copies()
             events.write("spare")
             return
+        if state.comm is not self.everyone:
+            self._freed = state.comm
         state.go_on(part, {found.ranks.index(rank): at for rank, at in found.admitted.items()})
         if self.is_through:
             return
         if comm.rank in found.admitted:
             events.write("admitted", place=part.rank, size=part.size, commit=state.number)
-        elif began is not None:
-            seconds = round(time.monotonic() - began, 6)
+        elif failed_at is not None:
+            seconds = round(time.monotonic() - failed_at, 6)
             events.write("recovered", size=part.size, commit=state.number, seconds=seconds)
-        if began is not None and part.rank == 0:
+        if failed_at is not None and part.rank == 0:
             _log.warning("goes on with %d ranks from commit %d", part.size, state.number)
+
+    def free(self) -> None:
+        """Close the group of those that have trained, of which nothing is needed any more."""
+        freed, self._freed = self._freed, None
+        if freed is not None:
+            freed.close()
 
     def train(self, function: Callable[[State], T]) -> T | None:
         """Train; only where this rank does, together with those that do."""
@@ -151,9 +179,10 @@ class Members:
 
         Raises:
             PeerFailure: ranks have died, or have left their training for that.
+            RuntimeError: this rank has left by `sys.exit(1)` alone.
         """
         if self.trains:
-            if not self._state.comm.agreed(True):
+            if not self._all_have_come():
                 raise cc.PeerFailure("run_elastic: a rank died before all had returned")
             self.is_through = True
         if not self.has_spares:
@@ -188,16 +217,31 @@ class Members:
             raise_everywhere(own, comm, "train")
         state.comm = self.everyone = comm
 
+    def _all_have_come(self) -> bool:
+        """Wait for those that train, to have returned or left; False where one has died."""
+        comm, leaving = self._state.comm, self._leaving
+        # What `sys.exit` raises is a class of its own; `cc.leave`, which says that all leave, and
+        # `raise SystemExit` are waited for as a rank that returns.
+        fails = leaving is not None and type(leaving) is not SystemExit
+        if leaving is None or not fails or leaving.code in (None, 0):
+            return comm.agreed(True)
+        try:
+            return comm.agreed(True, timeout=_FOLLOW_WITHIN)
+        except cc.CollectiveTimeout:
+            raise RuntimeError(
+                f"run_elastic: {comm.name(comm.rank)} has left by sys.exit({leaving.code!r}) while "
+                f"others train, expected all of them to leave"
+            ) from leaving
+
     def _report(self) -> Report:
-        code = None if self._leaving is None else self._leaving.code
-        status = code if code is None or isinstance(code, int) else 1
         state = self._state
         return Report(
             state.number,
             state.copies.places(),
             self.is_through,
-            self._status if status is None else status,
+            self._status if self._leaving is None else _status(self._leaving.code),
             preemption.is_accepted(),
+            self._has_begun,
         )
 
     def _check(self, count: int) -> None:
@@ -220,3 +264,8 @@ class Members:
                 return True
             error = error.__cause__ or error.__context__
         return False
+
+
+def _status(code: Any) -> int:
+    """Return the status with which a program ends that leaves by `SystemExit(code)`."""
+    return 0 if code is None else code if isinstance(code, int) else 1

@@ -31,6 +31,7 @@ class Report(NamedTuple):
         is_through: whether training has ended, and this rank knows that.
         status: with which it is about to leave the program; None if it is not.
         has_stopped: whether it has stopped because the batch system has asked for it.
+        has_begun: whether all had the first commit, so that some may have trained.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Report(NamedTuple):
     is_through: bool = False
     status: int | None = None
     has_stopped: bool = False
+    has_begun: bool = False
 
 
 class Places(NamedTuple):
@@ -70,13 +72,16 @@ def placed(reports: Sequence[Report], most: int) -> Places | None:
     newest = max(report.number for report in reports)
     if newest < 0:
         return None
+    # Who has a copy of that commit need not be sure of it.
     taken = {
-        rank: report.places[newest][0] for rank, report in enumerate(reports) if report.number >= 0
+        rank: report.places[newest][0]
+        for rank, report in enumerate(reports)
+        if newest in report.places
     }
     kept = sorted(taken, key=taken.__getitem__)[:most]
     size = max(size for report in reports for _, size in report.places.values())
     free = [place for place in range(size + most) if place not in taken.values()]
-    spares = [rank for rank, report in enumerate(reports) if report.number < 0]
+    spares = [rank for rank in range(len(reports)) if rank not in taken]
     admitted = dict(zip(spares[: most - len(kept)], free, strict=False))
     place = taken | admitted
     return Places(sorted([*kept, *admitted], key=place.__getitem__), admitted)

@@ -93,6 +93,14 @@ class Preemption:
         if self._notes is not None:
             self._notes.wake()
 
+    def hear(self) -> None:
+        """Know that another rank was asked to stop, which all others hear of, too."""
+        if not self.asked:
+            if self._notes is not None:
+                self._notes.told = True
+            self.asked_at = time.monotonic()
+            self.asked = True
+
     def accept(self) -> None:
         """Say that a checkpoint was written for it; what a session does."""
         self.accepted = True
@@ -163,6 +171,7 @@ class _Notes:
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._preemption = preemption
         self._closing = False
+        self.told = False  # whether others are told, by whomever
         self._thread = threading.Thread(target=self._run, name="preemption", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # MPI ends after this: the thread must not be inside it then
@@ -180,14 +189,13 @@ class _Notes:
         self._channel.close()
 
     def _run(self) -> None:
-        told = False
         while not self._closing:
             try:
                 if self._channel.poll() is not None:
-                    told = True  # whoever sent it has told all
+                    self.told = True  # whoever sent it has told all
                     self._preemption.request()
-                elif self._preemption.asked and not told:
-                    told = True
+                elif self._preemption.asked and not self.told:
+                    self.told = True
                     for rank in self._others:
                         self._channel.send(rank, [_NOTE])
                 self._channel.wait(_NAP)

@@ -69,6 +69,7 @@ def run_elastic(
         UnavailableError: fewer ranks live than `min_ranks`, or spare ones alone; on all of them.
         LaunchError: there are more ranks than `max_ranks` where a dead rank ends the job.
         SystemExit: `train` leaves the program on all ranks that train; on spare ones, too.
+        RuntimeError: beside spare ranks, a rank has left by `sys.exit(1)` alone; on all.
         Exception: an error of `train` that no death has caused, on all ranks; and what `go_on` of
             the state raises.
 
@@ -95,14 +96,15 @@ def run_elastic(
     prepare: Callable[[], None] = members.begin
     result = None
     known: cc.Communicator | None = state.comm  # that `train` works with; None on a spare rank
-    began = None  # when the failure became known that is not overcome yet
+    failed_at = None  # when the failure became known that is not overcome yet
     while True:
         try:
             prepare()
             comm, known = known, state.comm if members.trains else None
             if known is not comm and known is not None and on_reset is not None:
                 on_reset()
-            began = None
+            members.free()
+            failed_at = None
             if members.trains and not members.is_through:
                 result = members.train(train)
             if members.meet():
@@ -111,9 +113,9 @@ def run_elastic(
         except TooFew:
             raise
         except Exception as error:
-            began = began or time.monotonic()
+            failed_at = failed_at or time.monotonic()
             members.after(error)
-            prepare = partial(members.place, began)
+            prepare = partial(members.place, failed_at)
     events.write("end")
     members.leave()
     return cast(T, result)

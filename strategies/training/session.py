@@ -274,7 +274,11 @@ class TrainingSession:
     def _settle(self, failure: Exception | None = None) -> None:
         """Agree on what is to be done after this step, and do it."""
         due = self._stop.settle(self._step, self._steps_done, failure)
-        if due.save and (self._in_step or not due.leave):  # others: when all have stopped
+        if due.leave and self._state is not None and self._step != self._committed_step:
+            self._commit()  # who dies while it is saved takes no step along
+        is_saved = self._in_step and self._step == self._saved_step
+        # Ranks that are not in step save when all have stopped.
+        if due.save and not is_saved and (self._in_step or not due.leave):
             self._save()
         if due.leave and not due.stop:
             self._stop.left(self._step)
@@ -304,7 +308,7 @@ class TrainingSession:
         """Count from a step to which things have gone back; False if there is none."""
         if step is not None:
             self._step = self._committed_step = step
-            self._saved_step = step if self._kept.from_file else -1
+            self._saved_step = step if self._kept.is_in_file else -1
             events.write("restored", step=step, file=self._kept.from_file)
         return step is not None
 

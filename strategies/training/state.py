@@ -60,6 +60,8 @@ class State:
         for_others: whether all ranks keep the generators of all, for those that may take the place
             of a dead one: `run_elastic` says so where there are spare ranks.
         copies: what each rank has of the commits.
+        in_files: the step of which a session has written a checkpoint last, by the directory, as
+            far as this rank knows.
 
     Raises:
         ValueError: nothing to keep, a thing is called "verify", is a pipeline, or this rank has
@@ -90,6 +92,7 @@ class State:
         self._things = things
         self.for_others = False
         self.copies = Copies()
+        self.in_files: dict[str, int] = {}
 
     @property
     def number(self) -> int:
@@ -170,6 +173,7 @@ class State:
         Raises:
             FailedPreconditionError: there was no commit; on all ranks.
         """
+        self.comm = comm  # at once: a rank that fails from here on has to let these out of it
         # Who is sure of a commit knows that all ranks had made their copies.
         newest = int(comm.allreduce(self.number, op=cc.MAX))
         if newest < 0:
@@ -179,7 +183,6 @@ class State:
         self.copies.go_back(newest)
         if places:
             self.copies.hand_on(comm, places)
-        self.comm = comm
         self._put_back(self.copies.kept)
 
     def _inputs(self) -> list[tuple[str, Any]]:

@@ -114,6 +114,7 @@ class Stopping:
         self._stop_wanted = self._save_wanted = False
         first = wanted.asked and not self.asked
         if first:
+            self._preemption.hear()  # after a death, too, also if it was the rank with the signal
             events.write("asked", step=step)
         leave = wanted.leave or (first and self._preemption.grace_seconds is None)
         self.asked = wanted.asked

@@ -203,3 +203,23 @@ def test_where_a_death_ends_the_job_an_error_says_what_is_possible(tmp_path):
     )
     assert result.stdout.count(told) == 2, result
     assert result.stdout.count("sum 2") == 2
+
+
+GIVEN_UP = """
+import collectives as cc
+
+world = cc.init()
+part = world.group([1, 0])
+if world.rank == 0:
+    print("agreed:", part.agreed(True, timeout=40), flush=True)
+elif world.rank == 1:
+    part.give_up("it will make no more calls")
+world.barrier()
+"""
+
+
+def test_who_waits_to_agree_learns_that_another_rank_has_given_up(tmp_path):
+    """As long as it waited for that one, that one waited for it, in a wider group."""
+    result = start(tmp_path, GIVEN_UP, 3, UNISONO_TIMEOUT="40")
+    assert result.stdout == "agreed: False\n", result
+    assert result.status == 0

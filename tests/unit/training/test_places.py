@@ -24,6 +24,12 @@ def test_the_newest_commit_counts_of_which_a_rank_is_sure():
     assert placed([Report(6, {6: (2, 4)}), Report(-1, {})], most=1) == ([0], {})
 
 
+def test_who_has_the_first_commit_and_is_not_sure_of_it_keeps_its_place():
+    """Rank 0 has heard of a death between its copy and the news that all have one."""
+    reports = [Report(-1, {0: (0, 3)}), Report(0, {0: (2, 3)}), Report(-1, {})]
+    assert placed(reports, most=3) == ([0, 2, 1], {2: 1})
+
+
 def test_spare_ranks_alone_have_nothing_to_go_on_from():
     assert placed([Report(-1, {}), Report(-1, {})], most=2) is None
 

@@ -1,0 +1,74 @@
+"""Spare ranks on a machine of their own take the places of the ranks of another one that fails."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from launcher import written
+from namespaces import NamespaceCluster, why_not
+from requirements import require
+from strategies.training import events
+
+pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("machines")]
+
+# Sums of random numbers of those that train, of generators that are not alike: bits that depend on
+# who has which.
+PROGRAM = """
+import platform, sys, zlib
+import numpy as np
+import collectives as cc
+from strategies import training
+
+comm = cc.init()
+weights, rng = np.zeros(1000), np.random.default_rng(comm.rank)
+state = training.State(comm, weights=weights, rng=rng, step=0)
+machines = []
+
+def train(state):
+    machines[:] = state.comm.allgather_object(platform.node())
+    for step in range(state["step"], 14):
+        training.inject(step)
+        weights[:] += state.comm.allreduce(rng.random(1000), op=cc.SUM, algorithm="ring")
+        if step % 3 == 2:
+            state.commit(step=step + 1)
+
+training.run_elastic(train, state, max_ranks=4)
+print("rank", comm.rank, zlib.crc32(weights), *machines, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def three_machines():
+    """Machines m1, m2 and m3."""
+    reason = why_not()
+    if reason is not None:
+        require("netns", reason)
+    with NamespaceCluster(3) as cluster:
+        yield cluster
+
+
+def started(cluster, folder, faults):
+    """Run on three machines of two ranks, of which the last two ranks are spare."""
+    result = cluster.run(
+        2, written(folder, PROGRAM), timeout=100, options=("--with-ft", "ulfm"),
+        UNISONO_FAULT=faults, UNISONO_EVENTS=str(folder / "events"),
+        UNISONO_RECORDER_DIR=str(folder),
+    )  # fmt: skip
+    assert result.status == 0, result
+    return re.findall(r"rank \d (\d+)(.*)", result.stdout)
+
+
+def test_spare_ranks_of_another_machine_train_in_the_places_of_dead_ones(three_machines, tmp_path):
+    """Both ranks of m2 are killed at once."""
+    undisturbed = started(three_machines, tmp_path, "")
+    assert len(undisturbed) == 6
+    faults = "step=7,rank=2,kind=kill;step=7,rank=3,kind=kill"
+    said = started(three_machines, tmp_path, faults)
+    assert len(said) == 4
+    assert {bits for bits, _ in said} == {bits for bits, _ in undisturbed}
+    assert {machines.strip() for _, machines in said} == {"m1 m1 m3 m3"}
+    told = events.read(tmp_path / "events")
+    admitted = [(line["rank"], line["place"]) for line in told if line["event"] == "admitted"]
+    assert sorted(admitted) == [(4, 2), (5, 3)]
