@@ -10,8 +10,10 @@ Only where the MPI library outlives its ranks: Open MPI >= 5 under `mpirun --wit
     Agree                          Agree             did all come through? else once more
 
 MPI's own calls, but the last two lines of which have no limit, are made when all that live have
-come: they wait for nobody who computes. `Ishrink`, which could be given up, fails with an internal
-error in Open MPI 5.0.11. A rank that dies meanwhile is left out by the next attempt.
+come: they wait for nobody who computes. In a world of some processes only, which have no messages
+beside their communicators, they come by an agreement that is given up at the limit. `Ishrink`,
+which could be given up, fails with an internal error in Open MPI 5.0.11. A rank that dies meanwhile
+is left out by the next attempt.
 
 Cost: P messages of 16 bytes to and from each rank, and three agreements: milliseconds.
 
@@ -26,9 +28,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from collectives.errors import CollectiveError, PeerFailure
 from collectives.transport import liveness, whereabouts
-from collectives.transport.waiting import IN_RESERVE, Deadline, Known, Ranks, Wait, named
+from collectives.transport.waiting import IN_RESERVE, Deadline, Known, Ranks, Wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,7 +44,11 @@ T = TypeVar("T")
 # Of a key: those of communicators are counted.
 _KEY_BITS = 40
 
-# Communicators of attempts during which a rank has died. MPI may still have calls on them.
+# Two kinds of meetings, as bits: the last one of a communicator, and those before.
+_MEETING, _LAST_MEETING = 1, 2
+
+# Communicators of attempts during which a rank has died, and agreements to which not all have come.
+# MPI may still have calls on them.
 _given_up: list[object] = []
 
 
@@ -55,12 +63,18 @@ def revoke(comm: MPI.Comm) -> None:
 
 
 def meet(
-    ranks: Ranks, numbers: Sequence[int], key: int, deadline: Deadline, number: int = 0
+    ranks: Ranks,
+    comm: MPI.Comm,
+    numbers: Sequence[int],
+    key: int,
+    deadline: Deadline,
+    number: int = 0,
 ) -> bool:
     """Wait until every rank has come or died; tell whether they have come to this meeting.
 
     Args:
         ranks: the group, as errors name it.
+        comm: on which they agree where they cannot tell each other that they have come.
         numbers: of its ranks in the world.
         key: of the communicator (`whereabouts.next_key`).
         deadline: the limit.
@@ -68,16 +82,17 @@ def meet(
             who has come to that one will come to no other.
 
     Raises:
-        CollectiveTimeout: a rank that lives has not come; names it.
+        CollectiveTimeout: a rank that lives has not come; names it, but for a world of some
+            processes only.
         PeerFailure: one has ended its program, and will not come.
     """
     world = whereabouts.current
-    if world is None:  # a world of some processes only: MPI's own waits have to do
-        return True
+    if world is None:  # a world of some processes only
+        return _meet_by_agreement(ranks, comm, deadline, number)
     own = key | number << _KEY_BITS
     others = [rank for rank in range(ranks.size) if rank != ranks.rank]
     world.come(own, [numbers[rank] for rank in others])
-    wait = Wait(pace=IN_RESERVE) if deadline.limit == math.inf else Wait()
+    wait = _wait(deadline)
     while True:
         dead, come = world.here(own)
         missing = [rank for rank in others if numbers[rank] not in dead | come]
@@ -88,8 +103,42 @@ def meet(
         absent = [Known(f"{ranks.name([rank])} to come", (rank,), False) for rank in missing]
         deadline.check(ranks, absent)
         if wait.pause() and (news := world.look(own, [numbers[rank] for rank in missing])):
-            who = named([news.rank])
-            raise PeerFailure(f"{deadline.operation}: world {who} {news.text} ({ranks.where})")
+            who = ranks.name_of_world([news.rank], numbers)
+            raise PeerFailure(f"{deadline.operation}: {who} {news.text} ({ranks.where})")
+
+
+def _meet_by_agreement(ranks: Ranks, comm: MPI.Comm, deadline: Deadline, number: int) -> bool:
+    """Do so where ranks cannot be asked: one that has ended its program is not seen."""
+    while True:
+        come = _kinds(ranks, comm, deadline, _MEETING if number else _LAST_MEETING)
+        if come or number:
+            return bool(come)
+        # Some were at another meeting, which has ended for them, and come to this one.
+
+
+def _kinds(ranks: Ranks, comm: MPI.Comm, deadline: Deadline, kind: int) -> int:
+    """Return the kind of the meeting to which all that live have come; 0 if to several."""
+    from mpi4py import MPI
+
+    bits = np.array([kind], np.intc)  # that of all: bit by bit
+    others = tuple(rank for rank in range(ranks.size) if rank != ranks.rank)
+    absent = [Known("other ranks to come", others, False)]
+    wait = _wait(deadline)
+    coming = comm.Iagree(bits)
+    try:
+        while not coming.Test():
+            deadline.check(ranks, absent)
+            wait.pause()
+    except MPI.Exception:  # that a rank has died: they have agreed
+        pass
+    except BaseException:
+        _given_up.append((coming, bits))
+        raise
+    return int(bits[0])
+
+
+def _wait(deadline: Deadline) -> Wait:
+    return Wait(pace=IN_RESERVE) if deadline.limit == math.inf else Wait()
 
 
 def agree(comm: MPI.Comm, flag: bool) -> bool:
