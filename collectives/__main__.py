@@ -201,6 +201,10 @@ def _explain(options: argparse.Namespace) -> int:
     from collectives.tools import explain, plot, units
 
     try:
+        if options.plot is not None:
+            if options.upto is None:
+                raise ValueError("explain: --plot is of the curve, expected --upto with it")
+            plot.check(options.plot, "--plot")
         configuration, known = _links(options)
         (nbytes,) = units.sizes(options.bytes)
         layout = Layout(options.ranks, options.nodes, known.machine)
@@ -211,7 +215,6 @@ def _explain(options: argparse.Namespace) -> int:
         points = explain.curve(question, layout, options.upto)
         print(f"\n{explain.drawn(points)}\n{explain.rests_on(configuration, known)}")
         if options.plot is not None:
-            plot.check(options.plot, "--plot")
             plot.draw_curve(f"{question}, {layout.per_node} ranks a node", points, options.plot)
     except (OSError, ValueError) as error:
         return _refuse(error)

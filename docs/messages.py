@@ -143,19 +143,26 @@ class _Source:
     def __init__(self, tree: ast.Module, elsewhere: dict[str, list[_Source]]) -> None:
         self.tree = tree
         self.elsewhere = elsewhere  # name of a function -> the files that define one
-        self.parents = {c: p for p in ast.walk(tree) for c in ast.iter_child_nodes(p)}
+        self.parents: dict[ast.AST, ast.AST] = {}
         self.functions: dict[str, list[ast.FunctionDef]] = {}
         self.calls: dict[str, list[ast.Call]] = {}
-        for node in ast.walk(tree):
+        returning: set[str] = set()  # names of functions that return something
+        nodes: list[ast.AST] = [tree]
+        for node in nodes:  # grows meanwhile: one walk for all, since most time goes there
+            for child in ast.iter_child_nodes(node):
+                self.parents[child] = node
+                nodes.append(child)
             if isinstance(node, ast.FunctionDef):
                 self.functions.setdefault(node.name, []).append(node)
             elif isinstance(node, ast.Call):
                 self.calls.setdefault(_last_name(node.func), []).append(node)
-        for name, made in self.functions.items():
-            if any(
-                isinstance(node, ast.Return) and node.value for f in made for node in ast.walk(f)
-            ):
-                elsewhere.setdefault(name, []).append(self)
+            elif isinstance(node, ast.Return) and node.value:
+                scope = self._function(node)
+                while scope is not None:
+                    returning.add(scope.name)
+                    scope = self._function(scope)
+        for name in returning:
+            elsewhere.setdefault(name, []).append(self)
         self.all_files = elsewhere.setdefault("", [])
         self.all_files.append(self)
 
@@ -209,13 +216,14 @@ class _Source:
             given = [argument.arg for argument in (*scope.args.posonlyargs, *scope.args.args)]
             if name in given or name in [argument.arg for argument in scope.args.kwonlyargs]:
                 return self._given(scope, given, name, depth)
-            if values := [*_assigned(scope, name)]:
+            if values := _assigned(scope).get(name):
                 return _few(t for value in values for t in self.texts(value, place, depth))
             scope = self._function(scope)
-        at_top = [*_assigned(self.tree, name, top=True)]
-        if not at_top:  # a constant of another file
-            there = [v for one in self.all_files for v in _assigned(one.tree, name, top=True)]
-            at_top = there if len(there) == 1 and name.isupper() else []
+        at_top = _assigned(self.tree, top=True).get(name, [])
+        if not at_top and name.isupper():  # a constant of another file
+            tops = (_assigned(one.tree, top=True) for one in self.all_files)
+            there = [value for top in tops for value in top.get(name, [])]
+            at_top = there if len(there) == 1 else []
         return _few(t for value in at_top for t in self.texts(value, place, depth)) or ["..."]
 
     def _given(
@@ -272,7 +280,8 @@ class _Source:
             for outer in source.calls.get(scope.name, []):
                 values = {keyword.arg: keyword.value for keyword in outer.keywords}
                 given = values.get(name, [*outer.args, *[None] * 9][names.index(name)])
-                for one in [given, *_assigned(source.tree, _last_name(given) if given else "")]:
+                variable = _last_name(given) if given else ""
+                for one in [given, *_assigned(source.tree).get(variable, [])]:
                     made_by_partial = (
                         isinstance(one, ast.Call) and _last_name(one.func) == "partial"
                     )
@@ -283,13 +292,15 @@ class _Source:
         return _few(found) or ["..."]
 
     def _of_a_table(self, name: str, place: ast.AST, depth: int) -> list[str]:
-        tables = [*_assigned(self.tree, name, top=True)]
+        tables = _assigned(self.tree, top=True).get(name, [])
         values = [v for t in tables if isinstance(t, ast.Dict) for v in t.values]
         return _few(t for value in values for t in self.texts(value, place, depth)) or ["..."]
 
 
-def _assigned(scope: ast.AST, name: str, top: bool = False) -> Iterator[ast.expr]:
-    """Yield what is assigned to a variable; of `a, b = f()` the part of it as `f()[0]`."""
+@functools.cache
+def _assigned(scope: ast.AST, top: bool = False) -> dict[str, list[ast.expr]]:
+    """Return what is assigned to each variable; of `a, b = f()` the part of it as `f()[0]`."""
+    found: dict[str, list[ast.expr]] = {}
     for node in ast.iter_child_nodes(scope) if top else ast.walk(scope):
         if isinstance(node, ast.Assign):
             targets = node.targets
@@ -298,12 +309,12 @@ def _assigned(scope: ast.AST, name: str, top: bool = False) -> Iterator[ast.expr
         else:
             continue
         for target in targets:
-            if isinstance(target, ast.Name) and target.id == name:
-                yield node.value
+            if isinstance(target, ast.Name):
+                found.setdefault(target.id, []).append(node.value)
             elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Call):
-                names = [_last_name(part) for part in target.elts]
-                if name in names:
-                    yield _Part(node.value, names.index(name))
+                for index, name in enumerate(map(_last_name, target.elts)):
+                    found.setdefault(name, []).append(_Part(node.value, index))
+    return found
 
 
 def _last_name(node: ast.expr) -> str:

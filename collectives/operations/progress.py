@@ -9,6 +9,8 @@ message with the blocking operations, which may be called meanwhile. (Requests o
     thread            |------ allreduce a ------|------ allreduce b ------|
 
 The thread starts at the first request, sleeps while there is none, and ends with the communicator.
+Where a callback closes that, it is this thread that waits for the later requests, so another one
+carries them out.
 """
 
 from __future__ import annotations
@@ -103,14 +105,20 @@ class Progress:
         Requests that do not become complete within a few seconds are stopped, fail, and are named
         in one warning. *Collective.*
         """
-        if os.getpid() == self._process and self._finish(_DRAIN) and self._private is not None:
-            self._private.close()
-            self._private = None
+        if os.getpid() != self._process:
+            return
+        finished = self._finish(_DRAIN)
+        with self._starting:
+            private, self._private = self._private, None
+        if finished and private is not None:  # else an operation may still use it
+            private.close()
 
     def _finish(self, drain: float) -> bool:
         """Take no more requests, and tell whether all were done within `drain` seconds."""
         with self._changed:
             self._closed = True
+            if threading.current_thread() is self._thread:
+                self._hand_over()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._tasks, drain)
             unfinished = [task.job for task in self._tasks if not task.job.future.done()]
@@ -126,11 +134,22 @@ class Progress:
 
     def _start(self) -> None:
         self._private = self._duplicate()
-        self._thread = threading.Thread(
-            target=self._work, args=(self._private,), name="unisono-requests", daemon=True
-        )
-        self._thread.start()
+        self._thread = self._started_thread(self._private)
         _started.add(self)
+
+    def _started_thread(self, private: Group) -> threading.Thread:
+        thread = threading.Thread(
+            target=self._work, args=(private,), name="unisono-requests", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def _hand_over(self) -> None:
+        """Leave what comes after the first request, in whose callback this is, to a new thread."""
+        if self._tasks:  # empty if `close` has given up
+            self._tasks.popleft()
+        left = self._private if self._tasks else None
+        self._thread = None if left is None else self._started_thread(left)
 
     def _work(self, private: Group) -> None:
         this_thread.stop = self._stop
@@ -142,6 +161,8 @@ class Progress:
                 task = self._tasks[0]
             self._carry_out(task, private)
             with self._changed:
+                if self._thread is not threading.current_thread():
+                    return  # a callback has closed
                 if self._tasks:  # empty if `close` has given up
                     self._tasks.popleft()
                 self._changed.notify_all()

@@ -158,10 +158,10 @@ class Request(Generic[T]):
         """Call `function(request)` once when the operation is complete, whatever came of it.
 
         At once if it is complete already; else in the thread that completes it, which carries out
-        no other request meanwhile: let it be short, and let it wait for no later request. Functions
-        are called in the order in which they were added. What one raises is logged, and that is
-        all. An error of the operation has to be looked at, by `exception` or `wait`, there or
-        elsewhere.
+        no other request meanwhile: let it be short, and let it wait for no later request. It may
+        close the communicator, which waits for the later requests as elsewhere. Functions are
+        called in the order in which they were added. What one raises is logged, and that is all. An
+        error of the operation has to be looked at, by `exception` or `wait`, there or elsewhere.
 
         Example:
             >>> import collectives as cc

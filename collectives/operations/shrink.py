@@ -86,7 +86,9 @@ def agreed(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
     Args:
         flag: what this rank says.
         timeout: seconds within which all have to come; the setting's if None. `math.inf` for ranks
-            in reserve, in a job that outlives its ranks: without a word, and with fewer looks.
+            in reserve, in a job that outlives its ranks: without a word, and with fewer looks. Then
+            a death ends the wait, and a rank that ends its program, but for a world of some
+            processes only (`init(comm)`), whose ranks cannot be asked.
 
     Returns:
         False, too, if the communicator is of no use any more.

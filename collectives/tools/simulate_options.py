@@ -109,7 +109,7 @@ def run(options: argparse.Namespace, known: links.Links) -> None:
     if options.step:
         _run_step(options, cluster)
         return
-    operation = options.op or "allreduce"
+    operation = "allreduce" if options.op is None else options.op
     found = []
     for nbytes in _sizes("bytes", "4" if options.bytes is None else options.bytes):
         question = Question(operation, nbytes)

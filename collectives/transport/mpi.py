@@ -20,7 +20,7 @@ from collectives.transport import liveness, survivors, waiting, whereabouts
 from collectives.transport.mailbox import MpiMailbox
 from collectives.transport.messages import Endpoint, MpiMessage, is_death
 from collectives.transport.transport import InC, Transport
-from collectives.transport.waiting import Deadline, Message, named, this_thread
+from collectives.transport.waiting import Deadline, Message, this_thread
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -164,9 +164,9 @@ class MpiTransport(Transport):
 
     def shrink(self, deadline: Deadline) -> tuple[MpiTransport, list[int]]:
         """Make a transport over MPI for the ranks that live."""
-        numbers = self._numbers[0]
+        numbers = self._numbers
         self.revoke()
-        survivors.meet(self, numbers, self._key, deadline)
+        survivors.meet(self, self.mpi, numbers, self._key, deadline)
         try:
             return survivors.form(self.mpi, MpiTransport)
         except NotImplementedError as error:
@@ -175,14 +175,7 @@ class MpiTransport(Transport):
     def agree(self, flag: bool, deadline: Deadline) -> bool:
         """Tell whether all say yes, and none is dead."""
         self._meetings += 1
-        met = survivors.meet(
-            self,
-            self._numbers[0],
-            self._key,
-            deadline,
-            self._meetings,
-            lambda: survivors.is_revoked(self.mpi),
-        )
+        met = survivors.meet(self, self.mpi, self._numbers, self._key, deadline, self._meetings)
         return met and survivors.agree(self.mpi, flag)
 
     def revoke(self) -> None:
@@ -245,7 +238,7 @@ class MpiTransport(Transport):
         if dead := self.endpoint.dead():
             raise self._peer_failure(operation, dead)
         if whereabouts.current is not None:
-            news = whereabouts.current.look(self._key, [self._numbers[0][rank] for rank in peers])
+            news = whereabouts.current.look(self._key, [self._numbers[rank] for rank in peers])
             if news is not None:
                 raise PeerFailure(
                     f"{operation}: {self._named([news.rank])} {news.text} ({self.where})"
@@ -254,7 +247,7 @@ class MpiTransport(Transport):
     def pass_on(self, rank: int, how: str) -> None:
         """Tell those who ask that this rank fails, since another one has left."""
         if whereabouts.current is not None and self._may_call_mpi:
-            whereabouts.current.fail(self._key, self._numbers[0][rank], how)
+            whereabouts.current.fail(self._key, self._numbers[rank], how)
 
     def culprit(self, pending: Sequence[Message]) -> str:
         """Follow the ranks that wait for each other to the one that waits for nobody."""
@@ -262,7 +255,7 @@ class MpiTransport(Transport):
         if asked is None or not self._may_call_mpi:
             return ""
         due = dict.fromkeys(rank for message in pending for rank in message.peers)
-        chain = asked.chain(self._key, [self._numbers[0][rank] for rank in due])
+        chain = asked.chain(self._key, [self._numbers[rank] for rank in due])
         if len(chain) < 2:
             return ""
         *others, last = chain
@@ -270,22 +263,18 @@ class MpiTransport(Transport):
         return f"{self._named([last])}, for which {self._named(others)} {waits}, too"
 
     @functools.cached_property
-    def _numbers(self) -> tuple[list[int], dict[int, int]]:
-        """The ranks' numbers in the world, and the way back."""
+    def _numbers(self) -> list[int]:
+        """The ranks' numbers in the world."""
         from mpi4py import MPI
 
         group, world = self.mpi.Get_group(), MPI.COMM_WORLD.Get_group()
-        numbers = group.Translate_ranks(None, world)
+        numbers = list(group.Translate_ranks(None, world))
         group.Free()
         world.Free()
-        return numbers, {number: rank for rank, number in enumerate(numbers)}
+        return numbers
 
     def _named(self, world_ranks: Sequence[int]) -> str:
-        """Name ranks that are given by their numbers in the world."""
-        numbers = self._numbers[1]
-        if all(rank in numbers for rank in world_ranks):
-            return self.name([numbers[rank] for rank in world_ranks])
-        return f"world {named(world_ranks)}"
+        return self.name_of_world(world_ranks, self._numbers)
 
     def progress(self) -> None:
         """Let MPI, which does nothing unless it is called, send what it has kept for later."""

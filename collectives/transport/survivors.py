@@ -10,8 +10,10 @@ Only where the MPI library outlives its ranks: Open MPI >= 5 under `mpirun --wit
     Agree                          Agree             did all come through? else once more
 
 MPI's own calls, but the last two lines of which have no limit, are made when all that live have
-come: they wait for nobody who computes. `Ishrink`, which could be given up, fails with an internal
-error in Open MPI 5.0.11. A rank that dies meanwhile is left out by the next attempt.
+come: they wait for nobody who computes. In a world of some processes only, which have no messages
+beside their communicators, they come by an agreement that is given up at the limit. `Ishrink`,
+which could be given up, fails with an internal error in Open MPI 5.0.11. A rank that dies meanwhile
+is left out by the next attempt.
 
 Cost: P messages of 16 bytes to and from each rank, and three agreements: milliseconds.
 
@@ -27,9 +29,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from collectives.errors import CollectiveError, PeerFailure
 from collectives.transport import liveness, whereabouts
-from collectives.transport.waiting import IN_RESERVE, Deadline, Known, Ranks, Wait, named
+from collectives.transport.waiting import IN_RESERVE, Deadline, Known, Ranks, Wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,7 +49,11 @@ _GRACE = 0.5
 # Of a key: those of communicators are counted.
 _KEY_BITS = 40
 
-# Communicators of attempts during which a rank has died. MPI may still have calls on them.
+# Two kinds of meetings, as bits: the last one of a communicator, and those before.
+_MEETING, _LAST_MEETING = 1, 2
+
+# Communicators of attempts during which a rank has died, and agreements to which not all have come.
+# MPI may still have calls on them.
 _given_up: list[object] = []
 
 
@@ -73,34 +81,35 @@ def revoke(comm: MPI.Comm) -> None:
 
 def meet(
     ranks: Ranks,
+    comm: MPI.Comm,
     numbers: Sequence[int],
     key: int,
     deadline: Deadline,
     number: int = 0,
-    is_given_up: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Wait until every rank has come or died; tell whether they have come to this meeting.
 
     Args:
         ranks: the group, as errors name it.
+        comm: of these ranks; a rank that has revoked it comes to its last meeting only.
         numbers: of its ranks in the world.
         key: of the communicator (`whereabouts.next_key`).
         deadline: the limit.
         number: of the meeting, of those that a communicator has; its last one is number 0, and
             who has come to that one will come to no other.
-        is_given_up: whether a rank will make no more calls: it comes to no later meeting.
 
     Raises:
-        CollectiveTimeout: a rank that lives has not come; names it.
+        CollectiveTimeout: a rank that lives has not come; names it, but for a world of some
+            processes only.
         PeerFailure: one has ended its program, and will not come.
     """
     world = whereabouts.current
-    if world is None:  # a world of some processes only: MPI's own waits have to do
-        return True
+    if world is None:  # a world of some processes only
+        return _meet_by_agreement(ranks, comm, deadline, number)
     own = key | number << _KEY_BITS
     others = [rank for rank in range(ranks.size) if rank != ranks.rank]
     world.come(own, [numbers[rank] for rank in others])
-    wait = Wait(pace=IN_RESERVE) if deadline.limit == math.inf else Wait()
+    wait = _wait(deadline)
     give_up_at = math.inf
     while True:
         dead, come = world.here(own)
@@ -115,11 +124,45 @@ def meet(
         deadline.check(ranks, absent)
         if not wait.pause():
             continue
-        if give_up_at == math.inf and is_given_up():
+        if number and give_up_at == math.inf and is_revoked(comm):
             give_up_at = time.monotonic() + _GRACE
-        if (news := world.look(own, [numbers[rank] for rank in missing])) is not None:
-            who = named([news.rank])
-            raise PeerFailure(f"{deadline.operation}: world {who} {news.text} ({ranks.where})")
+        if news := world.look(own, [numbers[rank] for rank in missing]):
+            who = ranks.name_of_world([news.rank], numbers)
+            raise PeerFailure(f"{deadline.operation}: {who} {news.text} ({ranks.where})")
+
+
+def _meet_by_agreement(ranks: Ranks, comm: MPI.Comm, deadline: Deadline, number: int) -> bool:
+    """Do so where ranks cannot be asked: one that has ended its program is not seen."""
+    while True:
+        come = _kinds(ranks, comm, deadline, _MEETING if number else _LAST_MEETING)
+        if come or number:
+            return bool(come)
+        # Some were at another meeting, which has ended for them, and come to this one.
+
+
+def _kinds(ranks: Ranks, comm: MPI.Comm, deadline: Deadline, kind: int) -> int:
+    """Return the kind of the meeting to which all that live have come; 0 if to several."""
+    from mpi4py import MPI
+
+    bits = np.array([kind], np.intc)  # that of all: bit by bit
+    others = tuple(rank for rank in range(ranks.size) if rank != ranks.rank)
+    absent = [Known("other ranks to come", others, False)]
+    wait = _wait(deadline)
+    coming = comm.Iagree(bits)
+    try:
+        while not coming.Test():
+            deadline.check(ranks, absent)
+            wait.pause()
+    except MPI.Exception:  # that a rank has died: they have agreed
+        pass
+    except BaseException:
+        _given_up.append((coming, bits))
+        raise
+    return int(bits[0])
+
+
+def _wait(deadline: Deadline) -> Wait:
+    return Wait(pace=IN_RESERVE) if deadline.limit == math.inf else Wait()
 
 
 def agree(comm: MPI.Comm, flag: bool) -> bool:

@@ -178,6 +178,17 @@ class Ranks:
         """Name ranks, by their numbers in the world, too, where these are others."""
         return named(ranks, self.world)
 
+    def name_of_world(self, world_ranks: Sequence[int], numbers: Sequence[int]) -> str:
+        """Name ranks that are given by their numbers in the world.
+
+        Args:
+            world_ranks: at least one.
+            numbers: of each rank of the group its number in the world.
+        """
+        if set(world_ranks) <= set(numbers):
+            return self.name([numbers.index(rank) for rank in world_ranks])
+        return f"world {named(world_ranks)}"
+
     @property
     def where(self) -> str:
         """This rank, as the last words of an error: "rank 1 (world rank 3) of 2"."""

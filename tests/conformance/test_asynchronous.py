@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -125,6 +127,42 @@ def test_after_a_rank_stayed_away_the_later_requests_fail_and_the_rest_goes_on(w
             words = "barrier_async at .* not carried out, since barrier_async at .* failed: Collec"
             with pytest.raises(cc.CollectiveError, match=words):
                 second.wait(LIMIT)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+class Held:
+    """An array that a request can read only when a gate is open."""
+
+    def __init__(self, gate):
+        self.gate = gate
+
+    def __array__(self, dtype=None, copy=None):
+        assert self.gate.wait(LIMIT)
+        return np.ones(2, dtype)
+
+
+def test_a_callback_may_close_the_communicator(world):
+    def check(comm):
+        part = comm.split(0)
+        gate, closed, told = threading.Event(), threading.Event(), []
+
+        def close(request):
+            told.append(request.wait(0).tolist())
+            part.close()
+            told.append(later.wait(0))
+            closed.set()
+
+        request = part.allreduce_async(Held(gate), op=cc.SUM)
+        request.add_done_callback(close)
+        later = part.allreduce_async(1, op=cc.SUM)
+        gate.set()
+        assert closed.wait(LIMIT)
+        assert told == [[comm.size] * 2, comm.size]
+        with pytest.raises(cc.CollectiveError, match="not usable any more, since it was closed"):
+            part.barrier()
+        part.close()
         assert comm.allreduce(1, op=cc.SUM) == comm.size
 
     world.run(check)

@@ -224,6 +224,33 @@ def test_callbacks_come_without_a_wait(world):
     world.run(check)
 
 
+def test_a_callback_may_close_the_communicator(world):
+    def check(comm):
+        part, closed, told = comm.split(0), threading.Event(), []
+
+        def close(request):
+            told.append(request.wait(0).tolist())
+            part.close()
+            closed.set()
+
+        if comm.rank > 0:
+            part.irecv(0).add_done_callback(close)
+        comm.barrier()
+        if comm.rank == 0:
+            for dest in range(1, comm.size):
+                part.send(np.full(3, dest), dest)
+            part.close()
+        else:
+            assert closed.wait(LIMIT)
+            assert told == [[comm.rank] * 3]
+        with pytest.raises(cc.CollectiveError, match="not usable any more, since it was closed"):
+            part.barrier()
+        part.close()
+        comm.barrier()
+
+    world.run(check)
+
+
 def test_several_threads_send_and_receive_at_once(world):
     def check(comm):
         left, right = neighbours(comm)

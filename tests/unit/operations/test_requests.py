@@ -327,6 +327,7 @@ def test_closing_names_what_does_not_end_in_one_warning(owner, gate, caplog, mon
     for request in held:
         with pytest.raises(CollectiveError, match="was closed before it was done"):
             request.wait()
+    owner.progress.close()
     assert owner.private.closed == 0  # the operation still uses it
     del held, request
     gc.collect()
@@ -354,6 +355,73 @@ def test_closing_stops_an_operation_that_waits_for_another_rank(owner, caplog, m
         request.wait()
     assert len(names(caplog)) == 1
     Deadline("barrier", 60.0).check(ranks, [])  # other threads go on
+
+
+@pytest.mark.parametrize("later", [0, 3])
+def test_closing_in_a_callback_waits_for_the_later_requests_and_not_for_itself(
+    owner, gate, caplog, later
+):
+    told, closed = [], threading.Event()
+
+    def close(_):
+        owner.progress.close()
+        told.append(owner.private.closed)
+        closed.set()
+
+    first = owner.work_async(lambda: gate.wait(LIMIT) and threading.current_thread())
+    first.add_done_callback(close)
+    requests = [owner.work_async(lambda i=i: told.append(-i) or i) for i in range(later)]
+    gate.set()
+    assert closed.wait(LIMIT)
+    assert told == [*(-i for i in range(later)), 1]
+    assert [request.wait(0) for request in requests] == list(range(later))
+    first.wait(0).join(LIMIT)
+    assert not first.wait(0).is_alive()
+    with pytest.raises(CollectiveError, match="the communicator was closed"):
+        owner.work_async(lambda: 1)
+    assert not names(caplog)
+
+
+def test_closing_in_a_callback_while_another_thread_closes_closes_once(owner, gate, caplog):
+    closed = threading.Event()
+    first = owner.work_async(lambda: gate.wait(LIMIT))
+    first.add_done_callback(lambda _: owner.progress.close())
+    first.add_done_callback(lambda _: owner.progress.close() or closed.set())
+    later = owner.work_async(lambda: 5)
+    closing = threading.Thread(target=owner.progress.close)
+    closing.start()
+    gate.set()
+    assert closed.wait(LIMIT)
+    closing.join(LIMIT)
+    assert later.wait(0) == 5
+    assert owner.private.closed == 1
+    assert not names(caplog)
+
+
+def test_closing_in_a_callback_after_another_close_gave_up(owner, gate, caplog, monkeypatch):
+    monkeypatch.setattr(carrying_out, "_DRAIN", 0.05)
+    ready, begun, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def close(_):
+        begun.set()
+        gate.wait(LIMIT)
+        owner.progress.close()
+        closed.set()
+
+    request = owner.work_async(lambda: ready.wait(LIMIT) and 5)
+    request.add_done_callback(close)
+    later = owner.work_async(lambda: 1)
+    ready.set()
+    assert begun.wait(LIMIT)
+    owner.progress.close()
+    gate.set()
+    assert closed.wait(LIMIT)
+    assert request.wait(0) == 5
+    with pytest.raises(CollectiveError, match="was closed before it was done"):
+        later.wait(0)
+    assert owner.private.closed == 0
+    (told,) = names(caplog)
+    assert told.startswith("1 request not done when their communicator was closed: work_")
 
 
 def test_no_request_after_close(owner):

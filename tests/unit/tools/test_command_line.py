@@ -168,6 +168,7 @@ def test_info_as_json():
         ["explain", "allreduce", "--bytes", "-4", "--ranks", "2"],
         ["explain", "allreduce", "--bytes", "4", "--ranks", "5", "--nodes", "2", "--upto", "9"],
         ["explain", "allreduce", "--bytes", "4", "--ranks", "4", "--upto", "0"],
+        ["explain", "allreduce", "--bytes", "4", "--ranks", "4", "--plot", "curve.png"],
         ["explain", "allgatherv", "--bytes", "4", "--ranks", "2"],
         ["explain", "allreduce", "--bytes", "4", "--ranks", "2", "--tuned", "/no/such/file"],
         ["tune", "--seconds", "0"],

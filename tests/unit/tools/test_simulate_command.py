@@ -135,6 +135,7 @@ CALL = ["--nodes", "2", "--bytes", "8"]
         (["--nodes", "2", "--bytes", "3"], "--bytes is of float32, expected 4 bytes to 1T, got 3"),
         (["--nodes", "2", "--bytes", "99999G"], "expected 4 bytes to 1T"),
         ([*CALL, "--op", "sum"], "no such operation"),
+        ([*CALL, "--op", ""], "no such operation"),
         ([*CALL, "--link", "fast"], "--link: expected a rate above 0 as 100Gbit/s or 8GB/s"),
         ([*CALL, "--link", "100"], "expected a rate above 0"),
         ([*CALL, "--link", "0Gbit/s"], "expected a rate above 0"),
