@@ -1,14 +1,16 @@
 /* What private arrays of two ranks can reach on one node, with nothing but C between them.
  *
- *     cc -O3 -march=native -pthread benchmarks/exchange.c -o out/exchange && out/exchange 100
+ *     cc -O3 -mavx2 -pthread benchmarks/exchange.c -o out/exchange && out/exchange 100 [broadcast ...]
  *
  * Two threads, each on a core, stand for the ranks. Their arrays are written anew before each call and pass
  * through a ring of slots in chunks: in an all-reduce each rank puts its own, adds the other's to it and stores
- * the sum in its place; in a broadcast one puts and the other copies. That is as many bytes as by halves, with
- * fewer meetings. Every combination of chunk, ring, stores into the caches or past them, and of fetching ahead
- * what is read, is tried for as many seconds as said. Of each the median of the slower rank is taken, and the
- * best is printed, apart for calls between which 512 KiB went from core to core at less or more than 25 GB/s
- * (`turns.py` hands over in the same way). x86-64 with AVX-512. */
+ * the sum in its place; in a broadcast one puts and the other copies; in a gather one puts its half of the array,
+ * and in an all-gather both do, and copy their own half, too, before the others' chunks or whenever one has not
+ * come. That is as many bytes as by halves, with fewer meetings. Combinations of chunk, ring, stores into the
+ * caches or past them, into slots and into results, and of fetching ahead what is read, are drawn and tried for as
+ * many seconds as said. Of each the median of the slower rank is taken, and the best is printed, apart for calls
+ * between which 512 KiB went from core to core at less or more than 25 GB/s (`turns.py` hands over in the same
+ * way), and behind it the best by each kind of stores. x86-64 with AVX2. */
 #define _GNU_SOURCE
 #include <immintrin.h>
 #include <pthread.h>
@@ -19,12 +21,14 @@
 #include <string.h>
 #include <time.h>
 
-enum { ALLREDUCE, BROADCAST, KINDS };
+enum { ALLREDUCE, BROADCAST, GATHER, ALLGATHER, KINDS };
+enum { PLAIN, SLOTS, RESULT, BOTH, STORES }; /* what is stored past the caches; an all-reduce's result never is */
 enum { SIZES = 6, MOST_CALLS = 400, HANDED = 1 << 19, LARGEST = 64 << 20 };
-static const char *KIND[] = {"allreduce", "broadcast"};
+static const char *KIND[] = {"allreduce", "broadcast", "gather", "allgather"};
+static const char *STORED[] = {"plain", "slots streamed", "result streamed", "both streamed"};
 static const size_t BYTES[SIZES] = {64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
-static const size_t CHUNKS[] = {32 << 10, 64 << 10, 128 << 10, 256 << 10};
-static const size_t RINGS[] = {512 << 10, 1 << 20, 4 << 20};
+static const size_t CHUNKS[] = {16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10};
+static const size_t RINGS[] = {256 << 10, 512 << 10, 1 << 20, 4 << 20};
 static const double LIMIT = 25; /* GB/s */
 
 typedef struct {
@@ -32,7 +36,7 @@ typedef struct {
 } Word;
 
 typedef struct {
-    int kind, streams; /* streams: 1 into slots, 2 into the result, too */
+    int kind, stores, late; /* late: the own half is copied when there is nothing else to do */
     size_t bytes, chunk, ring, ahead;
 } Way;
 
@@ -64,9 +68,15 @@ static void bind(int core) {
 static void move(char *to, const char *from, size_t bytes, int streams) {
     for (size_t i = 0; i < bytes; i += 64) {
         if (way.ahead) _mm_prefetch(from + i + way.ahead, _MM_HINT_T0);
-        __m512i line = _mm512_loadu_si512(from + i);
-        if (streams) _mm512_stream_si512((void *)(to + i), line);
-        else _mm512_store_si512(to + i, line);
+        const __m256i a = _mm256_load_si256((void *)(from + i)), b = _mm256_load_si256((void *)(from + i + 32));
+        __m256i *line = (void *)(to + i);
+        if (streams) {
+            _mm256_stream_si256(line, a);
+            _mm256_stream_si256(line + 1, b);
+        } else {
+            _mm256_store_si256(line, a);
+            _mm256_store_si256(line + 1, b);
+        }
     }
     if (streams) _mm_sfence();
 }
@@ -74,31 +84,42 @@ static void move(char *to, const char *from, size_t bytes, int streams) {
 static void add(float *to, const float *from, size_t bytes) {
     for (size_t i = 0; i < bytes / 4; i += 16) {
         if (way.ahead) _mm_prefetch((const char *)(from + i) + way.ahead, _MM_HINT_T0);
-        _mm512_store_ps(to + i, _mm512_add_ps(_mm512_load_ps(to + i), _mm512_load_ps(from + i)));
+        _mm256_store_ps(to + i, _mm256_add_ps(_mm256_load_ps(to + i), _mm256_load_ps(from + i)));
+        _mm256_store_ps(to + i + 8, _mm256_add_ps(_mm256_load_ps(to + i + 8), _mm256_load_ps(from + i + 8)));
     }
 }
 
 static void *rank(void *number) {
-    const int me = (int)(long)number, other = 1 - me;
-    const long count = way.ring / way.chunk, parts = (way.bytes + way.chunk - 1) / way.chunk;
-    const int puts = way.kind == ALLREDUCE || me == 0, takes = way.kind == ALLREDUCE || me == 1;
+    const int me = (int)(long)number, other = 1 - me, joins = way.kind == GATHER || way.kind == ALLGATHER;
+    const int puts = way.kind == GATHER ? me == 1 : way.kind != BROADCAST || me == 0;
+    const int takes = way.kind == GATHER ? me == 0 : way.kind != BROADCAST || me == 1;
+    const size_t bytes = joins ? way.bytes / 2 : way.bytes; /* that a rank brings */
+    const long count = way.ring / way.chunk, parts = bytes / way.chunk;
+    char *const joined = result[me] + other * bytes, *const half = result[me] + me * bytes;
+    char *const dest = joins ? joined : array[me];
+    const int slots_stream = way.stores == SLOTS || way.stores == BOTH;
+    const int result_streams = way.stores == RESULT || way.stores == BOTH;
     long base = 0;
     bind(me);
     for (int call = 0; call < calls; call++, base += parts) {
-        for (size_t i = 0; i < way.bytes / 4; i++) ((float *)array[me])[i] = 1;
+        for (size_t i = 0; i < bytes / 4; i++) ((float *)array[me])[i] = 1;
         tell(&met[me], call + 1);
         await(&met[other], call + 1);
         const double began = now();
-        long put = puts ? 0 : parts, taken = takes ? 0 : parts;
-        while (put < parts || taken < parts) {
+        long put = puts ? 0 : parts, taken = takes ? 0 : parts, copied = joins && takes ? 0 : parts;
+        while (put < parts || taken < parts || copied < parts) {
             if (put < parts && seen(&emptied[other]) > base + put - count) {
-                move(slots[me] + (base + put) % count * way.chunk, array[me] + put * way.chunk, way.chunk, way.streams);
+                move(slots[me] + (base + put) % count * way.chunk, array[me] + put * way.chunk, way.chunk, slots_stream);
                 tell(&filled[me], base + ++put);
             }
-            if (taken < parts && (taken < put || !puts) && seen(&filled[other]) > base + taken) {
+            const int is_there = taken < parts && (taken < put || !puts) && seen(&filled[other]) > base + taken;
+            if (copied < parts && !(way.late && is_there)) {
+                move(half + copied * way.chunk, array[me] + copied * way.chunk, way.chunk, result_streams);
+                copied++;
+            } else if (is_there) {
                 const char *from = slots[other] + (base + taken) % count * way.chunk;
-                if (way.kind == ALLREDUCE) add((float *)(array[me] + taken * way.chunk), (const float *)from, way.chunk);
-                else move(result[me] + taken * way.chunk, from, way.chunk, way.streams == 2);
+                if (way.kind == ALLREDUCE) add((float *)(dest + taken * way.chunk), (const float *)from, way.chunk);
+                else move(dest + taken * way.chunk, from, way.chunk, result_streams);
                 tell(&emptied[me], base + ++taken);
             }
         }
@@ -155,22 +176,43 @@ static void *memory(size_t bytes) {
     return memset(made, 1, bytes);
 }
 
-static Way best_way[2][KINDS][SIZES];
-static double best[2][KINDS][SIZES];
+static Way best_way[2][KINDS][SIZES][STORES];
+static double best[2][KINDS][SIZES][STORES];
 
-static void try_all(double end, int kind, int size) {
-    for (size_t c = 0; c < sizeof CHUNKS / sizeof *CHUNKS; c++)
-        for (size_t r = 0; r < sizeof RINGS / sizeof *RINGS; r++)
-            for (int streams = 0; streams < 2 + (kind == BROADCAST); streams++)
-                for (int ahead = 0; ahead <= 4096; ahead += 4096) {
-                    if (CHUNKS[c] > BYTES[size] || (r && RINGS[r - 1] >= 2 * BYTES[size]) || now() > end) continue;
-                    way = (Way){kind, streams, BYTES[size], CHUNKS[c], RINGS[r], ahead};
-                    const int fast = is_fast();
-                    const double took = seconds();
-                    if (is_fast() != fast || (best[fast][kind][size] && best[fast][kind][size] <= took)) continue;
-                    best[fast][kind][size] = took;
-                    best_way[fast][kind][size] = way;
-                }
+static int drawn(int below) { return rand() / (RAND_MAX + 1.0) * below; }
+
+static void try_one(int kind) {
+    const int size = drawn(SIZES), c = drawn(sizeof CHUNKS / sizeof *CHUNKS), r = drawn(sizeof RINGS / sizeof *RINGS);
+    const int stores = drawn(kind == ALLREDUCE ? RESULT : STORES), joins = kind == GATHER || kind == ALLGATHER;
+    if (CHUNKS[c] > BYTES[size] >> joins || (r && RINGS[r - 1] >= 2 * BYTES[size])) return;
+    way = (Way){kind, stores, joins && drawn(2), BYTES[size], CHUNKS[c], RINGS[r], drawn(2) * 4096};
+    const int fast = is_fast();
+    const double took = seconds();
+    double *const least = &best[fast][kind][size][stores];
+    if (is_fast() != fast || (*least && *least <= took)) return;
+    *least = took;
+    best_way[fast][kind][size][stores] = way;
+}
+
+static void print(int fast, int kind, int size) {
+    const double *const took = best[fast][kind][size];
+    int least = -1;
+    for (int stores = 0; stores < STORES; stores++)
+        if (took[stores] && (least < 0 || took[stores] < took[least])) least = stores;
+    if (least < 0) return;
+    const Way found = best_way[fast][kind][size][least];
+    printf("%s 25 GB/s  %s %6zu KiB %9.1f us  chunk %zu KiB, ring %zu KiB%s%s;", fast ? "over " : "under", KIND[kind],
+           found.bytes >> 10, 1e6 * took[least], found.chunk >> 10, found.ring >> 10,
+           found.ahead ? ", fetched ahead" : "", found.late ? ", own half late" : "");
+    for (int stores = 0; stores < STORES; stores++)
+        if (took[stores]) printf(" %s %.1f", STORED[stores], 1e6 * took[stores]);
+    puts("");
+}
+
+static int is_wanted(int kind, int argc, char **argv) {
+    for (int i = 2; i < argc; i++)
+        if (!strcmp(argv[i], KIND[kind])) return 1;
+    return argc <= 2;
 }
 
 int main(int argc, char **argv) {
@@ -182,17 +224,11 @@ int main(int argc, char **argv) {
         result[i] = memory(LARGEST);
         own[i] = memory(HANDED);
     }
-    while (now() < end)
-        for (int size = 0; size < SIZES; size++)
-            for (int kind = 0; kind < KINDS; kind++) try_all(end, kind, size);
+    while (now() < end) {
+        const int kind = drawn(KINDS);
+        if (is_wanted(kind, argc, argv)) try_one(kind);
+    }
     for (int fast = 0; fast < 2; fast++)
         for (int kind = 0; kind < KINDS; kind++)
-            for (int size = 0; size < SIZES; size++) {
-                const Way found = best_way[fast][kind][size];
-                if (!found.bytes) continue;
-                printf("%s 25 GB/s  %s %6zu KiB %9.1f us  chunk %zu KiB, ring %zu KiB, %s%s\n", fast ? "over " : "under",
-                       KIND[kind], found.bytes >> 10, 1e6 * best[fast][kind][size], found.chunk >> 10, found.ring >> 10,
-                       (const char *[]){"plain", "streamed", "streamed, the result, too"}[found.streams],
-                       found.ahead ? ", fetched ahead" : "");
-            }
+            for (int size = 0; size < SIZES; size++) print(fast, kind, size);
 }

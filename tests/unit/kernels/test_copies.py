@@ -1,0 +1,38 @@
+"""Copies between addresses: every byte, and none beside, wherever both begin and however few."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numba import njit
+
+from collectives.arrays.host import address
+from collectives.kernels import intrinsics
+
+# Around a line of the cache, and around where the C library is not asked any more.
+COUNTS = [0, 1, 63, 64, 65, 4095, 4096, 4159, 4160, 10_001]
+OFFSETS = [0, 1, 16, 33, 63]
+
+
+@njit
+def plain(dest, source, nbytes):
+    intrinsics.copy(dest, source, nbytes)
+
+
+@njit
+def streamed(dest, source, nbytes):
+    intrinsics.stream(dest, source, nbytes)
+    intrinsics.fence()
+
+
+@pytest.mark.parametrize("copy", [plain, streamed], ids=["plain", "streamed"])
+def test_a_copy_moves_every_byte_and_no_other(copy):
+    source = np.random.default_rng(0).integers(1, 256, 1 << 14, np.uint8)
+    for count in COUNTS:
+        for to in OFFSETS:
+            for of in OFFSETS:
+                dest = np.zeros(1 << 14, np.uint8)
+                copy(address(dest) + 64 + to, address(source) + of, count)
+                expected = np.zeros_like(dest)
+                expected[64 + to :][:count] = source[of:][:count]
+                np.testing.assert_array_equal(dest, expected)
