@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray, njit, types
 
 from collectives.kernels import compiling
-from collectives.kernels.intrinsics import load, pointer, store
+from collectives.kernels.intrinsics import fence, load, pointer, store, stream
 
 __all__ = ["make"]
 
@@ -82,6 +82,12 @@ def _bind(module: int, arguments: int, count: int) -> int:
     return compiling.from_number(found)
 
 
+def _stream(dest: int, source: int, nbytes: int) -> int:
+    stream(dest, source, nbytes)
+    fence()  # for other threads that read it
+    return nbytes
+
+
 _KINDS: dict[str, tuple[Any, Any]] = {
     "readable": (_readable, types.int64(types.int64, types.int64)),
     "writable": (_writable, types.int64(types.int64, types.int64, types.int64)),
@@ -91,4 +97,6 @@ _KINDS: dict[str, tuple[Any, Any]] = {
 
 def make(symbol: str, kind: str) -> bytes:
     """Return an object file with a function; arguments as `machine_code.address`."""
+    if kind == "stream":
+        return compiling.python_code(_stream, symbol, arguments=3)
     return compiling.object_code(*_KINDS[kind], symbol)

@@ -16,7 +16,9 @@ import numpy as np
 from collectives.arrays.host import Array, address
 from collectives.kernels import machine_code
 
-__all__ = ["Look", "in_python", "look"]
+__all__ = ["Look", "in_python", "look", "streaming"]
+
+_CODE = "collectives.kernels.address_code"
 
 
 class Look(NamedTuple):
@@ -37,14 +39,22 @@ class Look(NamedTuple):
 
 
 @functools.cache
+def streaming() -> Callable[[int, int, int], int]:
+    """Return a function that copies bytes past the caches: of addresses, to and from, and bytes.
+
+    Memory that lies in no cache is not read before it is written, as it is by a plain copy.
+    """
+    return machine_code.function(_CODE, "stream", arguments=3)
+
+
+@functools.cache
 def look() -> Look:
     """Return the fastest way to look at arrays."""
-    module = "collectives.kernels.address_code"
-    machine_code.prepare([(module, "readable"), (module, "writable"), (module, "bind")])
+    machine_code.prepare([(_CODE, "readable"), (_CODE, "writable"), (_CODE, "bind")])
     compiled = Look(
-        machine_code.function(module, "readable"),
-        machine_code.function(module, "writable", arguments=2),
-        machine_code.function(module, "bind", arguments=3),
+        machine_code.function(_CODE, "readable"),
+        machine_code.function(_CODE, "writable", arguments=2),
+        machine_code.function(_CODE, "bind", arguments=3),
     )
     return compiled if _is_right(compiled) else in_python
 

@@ -177,11 +177,11 @@ def python_code(function: Callable[..., int], symbol: str, arguments: int = 1) -
     if arguments == 3:
 
         def called_with_three(module: Any, given: Any, count: Any) -> Any:
-            first = to_number(_object(load(given)))
+            first = to_number(_object(_argument(given)))
             second, third = 0, 0
             if count == 3:
-                second = to_number(_object(load(given + 8)))
-                third = to_number(_object(load(given + 16)))
+                second = to_number(_object(_argument(given + 8)))
+                third = to_number(_object(_argument(given + 16)))
             thread = _let_others_run()
             result = inner(first, second, third)
             _go_on(thread)
@@ -202,6 +202,7 @@ def python_code(function: Callable[..., int], symbol: str, arguments: int = 1) -
 
 _PYTHON_SIGNATURE = types.int64(types.voidptr, types.voidptr)
 _object: Any = pointer
+_argument: Any = load
 to_number: Any = types.ExternalFunction("PyLong_AsLongLong", types.int64(types.voidptr))
 from_number: Any = types.ExternalFunction("PyLong_FromLongLong", types.int64(types.int64))
 _let_others_run: Any = types.ExternalFunction("PyEval_SaveThread", types.voidptr())
