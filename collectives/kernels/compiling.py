@@ -62,9 +62,10 @@ from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import loads
 
 from collectives.kernels import turn
+from collectives.kernels.intrinsics import load, pointer
 from collectives.kernels.machine_code import KNOWN_SYMBOLS
 
-__all__ = ["compiled", "from_number", "object_code", "python_code"]
+__all__ = ["compiled", "from_number", "object_code", "python_code", "to_number"]
 
 log = logging.getLogger(__name__)
 
@@ -167,15 +168,30 @@ def object_code(function: Callable[..., Any], signature: Any, symbol: str) -> by
     return code
 
 
-def python_code(function: Callable[[int], int], symbol: str) -> bytes:
-    """Compile a function of one number as `machine_code.function` needs it.
+def python_code(function: Callable[..., int], symbol: str, arguments: int = 1) -> bytes:
+    """Compile a function of so many numbers, 1 or 3, as `machine_code.function` needs it.
 
-    Other threads of Python run meanwhile. Arguments as `object_code`.
+    Other threads of Python run meanwhile. The other arguments as `object_code`.
     """
-    inner: Callable[[Any], Any] = numba.njit(function)
+    inner: Callable[..., Any] = numba.njit(function)
+    if arguments == 3:
+
+        def called_with_three(module: Any, given: Any, count: Any) -> Any:
+            first = to_number(_object(_argument(given)))
+            second, third = 0, 0
+            if count == 3:
+                second = to_number(_object(_argument(given + 8)))
+                third = to_number(_object(_argument(given + 16)))
+            thread = _let_others_run()
+            result = inner(first, second, third)
+            _go_on(thread)
+            return from_number(result)
+
+        words = types.int64(types.int64, types.int64, types.int64)
+        return object_code(called_with_three, words, symbol)
 
     def called_by_python(module: Any, argument: Any) -> Any:
-        number = _to_number(argument)
+        number = to_number(argument)
         thread = _let_others_run()
         result = inner(number)
         _go_on(thread)
@@ -185,7 +201,9 @@ def python_code(function: Callable[[int], int], symbol: str) -> bytes:
 
 
 _PYTHON_SIGNATURE = types.int64(types.voidptr, types.voidptr)
-_to_number: Any = types.ExternalFunction("PyLong_AsLongLong", types.int64(types.voidptr))
+_object: Any = pointer
+_argument: Any = load
+to_number: Any = types.ExternalFunction("PyLong_AsLongLong", types.int64(types.voidptr))
 from_number: Any = types.ExternalFunction("PyLong_FromLongLong", types.int64(types.int64))
 _let_others_run: Any = types.ExternalFunction("PyEval_SaveThread", types.voidptr())
 _go_on: Any = types.ExternalFunction("PyEval_RestoreThread", types.void(types.voidptr))

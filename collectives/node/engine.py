@@ -64,7 +64,8 @@ from collectives.transport.waiting import Deadline, Known, Wait, this_thread
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Kernel = Callable[[int], int]
+    # Of a block; perhaps also where to note the times of the call, and its number.
+    Kernel = Callable[..., int]
 
 __all__ = ["Engine", "Rows", "Work", "compile_ahead", "start"]
 
@@ -100,7 +101,7 @@ _BACKGROUND_NAP_SECONDS = 0.0002
 
 # Loads a kind of call, which the first rank of a machine compiles.
 _ROUNDS = "collectives.node.rounds"
-_kind = functools.partial(machine_code.function, _ROUNDS)
+_kind = functools.partial(machine_code.function, _ROUNDS, arguments=3)
 
 # Parts of other ranks' streams: rank, first byte, byte after the last, and where the bytes go.
 Rows = Sequence[tuple[int, int, int, int]]
@@ -216,6 +217,7 @@ class Engine:
             (words.SCRATCH, address(self._scratch)),
             (words.SPINS, _SPINS_CROWDED if crowded else _SPINS),
             (words.YIELDS, _YIELDS),
+            (words.NOTE, address(self.notes) + self.rank * NOTE_BYTES),
         ):
             self._template[word] = value
 

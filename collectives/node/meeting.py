@@ -22,8 +22,8 @@ from collectives.kernels.intrinsics import (
 from collectives.node import words as w
 
 __all__ = [
-    "agreed", "alike", "announce", "end", "header", "next_round", "now", "slot", "state", "wait",
-    "wait_for",
+    "agreed", "alike", "announce", "begins", "end", "ends", "header", "next_round", "now", "slot",
+    "state", "wait", "wait_for",
 ]  # fmt: skip
 
 _MONOTONIC = 1
@@ -45,6 +45,28 @@ def now(block: Any) -> int:
     own = state(block)
     clock_gettime(_MONOTONIC, pointer(block[w.STATE] + 8 * w.CLOCK))
     return 1_000_000_000 * own[w.CLOCK] + own[w.CLOCK + 1]
+
+
+@njit
+def _record(block: Any, times: int, at: int, number: int) -> None:
+    """Note the time in the record of a call and, with a number, where other ranks look for it."""
+    seconds = 1e-9 * now(block)
+    carray(pointer(times), 2, np.float64)[at] = seconds
+    carray(pointer(block[w.NOTE] + 8), 1, np.float64)[0] = seconds
+    carray(pointer(block[w.NOTE]), 1, np.int64)[0] = number
+
+
+@njit
+def begins(block: Any, times: int, number: int) -> None:
+    """Record that a call begins; `times` is the address of two float64, when and until when."""
+    carray(pointer(times), 2, np.float64)[1] = 0.0  # it has not ended
+    _record(block, times, 0, number)
+
+
+@njit
+def ends(block: Any, times: int, number: int) -> None:
+    """Record that it has ended."""
+    _record(block, times, 1, -number)
 
 
 @njit

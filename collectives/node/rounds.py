@@ -24,6 +24,7 @@ order in which processors may take them: what one of the two does for others, th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,16 @@ from collectives.kernels import compiling
 from collectives.kernels.intrinsics import call, copy, fence, pair, pointer, stream
 from collectives.node import words as w
 from collectives.node.flows import flow, publish
-from collectives.node.meeting import agreed, announce, end, next_round, slot, wait
+from collectives.node.meeting import (
+    agreed,
+    announce,
+    begins,
+    end,
+    ends,
+    next_round,
+    slot,
+    wait,
+)
 from collectives.node.stores import put, tell
 
 __all__ = ["make", "one_shot", "pipelined", "shared"]
@@ -317,7 +327,23 @@ def shared(address: int) -> int:
 
 def make(symbol: str, kind: str) -> bytes:
     """Return an object file with a kind of call; arguments as `machine_code.address`."""
-    return compiling.python_code(_KINDS[kind], symbol)
+    return compiling.python_code(_recorded(_KINDS[kind]), symbol, arguments=3)
+
+
+def _recorded(kind: Callable[[int], int]) -> Callable[[int, int, int], int]:
+    """Let a kind of call record when it begins and ends, if it is given where, and its number."""
+    work: Any = njit(kind)
+
+    def run(address: int, times: int, number: int) -> int:
+        block = carray(pointer(address), w.WORDS, np.int64)
+        if times:
+            begins(block, times, number)
+        status: int = work(address)
+        if times and status == w.DONE:
+            ends(block, times, number)
+        return status
+
+    return run
 
 
 _KINDS = {kind.__name__: kind for kind in (one_shot, pipelined, shared, publish, flow)}

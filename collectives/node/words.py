@@ -47,7 +47,8 @@ STREAMS = 32  # whether all results are stored past the caches (flow)
 DETAIL = 33  # hash of what ranks may know differently without an error (publish, flow); 0: nothing
 UNLIKE = 34  # whether they did in the last call, in which nothing has moved then
 BEHIND = 35  # address of the loop that combines in place, with what comes before (one_shot)
-WORDS = 36
+NOTE = 36  # the engine's: address of the number and time in this rank's note (operations/status)
+WORDS = 37
 
 TAKE_NONE, TAKE_OWN, TAKE_ALL = 0, 1, 2
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
+from _thread import get_ident
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-__all__ = ["Origin", "Site", "caller", "calls_from_here", "given", "origin", "outside"]
+__all__ = [
+    "Origin", "Site", "caller", "calls_from", "calls_from_here", "given", "origin", "outside",
+]  # fmt: skip
 
 # Frames of these modules are ours; the first one outside is where the user called.
 _OURS = ("collectives.", "strategies.")
@@ -57,20 +59,14 @@ class Origin(NamedTuple):
     entry: str = ""
 
 
-class _Given(threading.local):
-    """An origin that stands for the calls that this thread makes for another one."""
-
-    site: Site | None = None
-    entry = ""
-
-
-given = _Given()
+# By the numbers of threads: an origin that stands for the calls which that one makes for another.
+given: dict[int, Origin] = {}
 
 
 def origin() -> Origin:
     """Find out where the call comes from in which this thread is."""
-    if given.site is not None:
-        return Origin(given.site, given.entry)
+    if (known := given.get(get_ident())) is not None:
+        return known
     frame = inner = sys._getframe(1)
     while frame.f_back is not None and _module(frame).startswith(_OURS + _BETWEEN):
         if _module(frame).startswith(_OURS):
@@ -86,14 +82,22 @@ class _CallsFrom:
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
-        self._before: tuple[Site | None, str] = (None, "")
+        self._before: Origin | None = None
 
     def __enter__(self) -> None:
-        self._before = given.site, given.entry
-        given.site, given.entry = self._origin
+        self._before = given.get(get_ident())
+        given[get_ident()] = self._origin
 
     def __exit__(self, *error: object) -> None:
-        given.site, given.entry = self._before
+        if self._before is None:
+            del given[get_ident()]
+        else:
+            given[get_ident()] = self._before
+
+
+def calls_from(origin: Origin) -> AbstractContextManager[None]:
+    """Return a block in which the calls of a thread count as made there."""
+    return _CallsFrom(origin)
 
 
 def calls_from_here() -> AbstractContextManager[None]:
@@ -118,8 +122,8 @@ def caller(ours: int) -> tuple[CodeType, int]:
     Args:
         ours: how many callers are known to belong to our packages, from this function on.
     """
-    if given.site is not None:
-        return given.site
+    if (known := given.get(get_ident())) is not None:
+        return known.site
     frame = sys._getframe(ours)
     return frame.f_code, frame.f_lasti
 

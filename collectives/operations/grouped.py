@@ -28,7 +28,7 @@ from collectives.arrays.reduction import MEAN, Op
 from collectives.compression import NONE, Compression, chosen
 from collectives.operations.call import enter
 from collectives.operations.group import Group
-from collectives.operations.groupings import Asked, Groupings, Planned, pack, part, unpack
+from collectives.operations.groupings import Asked, Groupings, Planned, pack, part, put, unpack
 from collectives.operations.reduce import allreduce
 from collectives.operations.signatures import A, Detachable, Numbers, Unpack
 
@@ -126,7 +126,7 @@ def grouped_allreduce(
                 if direct:
                     unpack(portion, shared, direct)
                 else:
-                    part(portion, results)[...] = shared
+                    put(portion, shared, results)
         groupings.made((asked.key, kinds), known)  # step 7
     if engine is None:
         _by_messages(group, hosts, results, known, asked, timeout)

@@ -17,22 +17,27 @@ import numpy as np
 from collectives import bucket_layout
 from collectives.arrays import detour, host
 from collectives.arrays.detour import Detour
-from collectives.arrays.host import Array
+from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
 from collectives.bucket_layout import Portion
 from collectives.compression import Compression
+from collectives.kernels import addresses
 from collectives.node.engine import Engine, Work
 from collectives.operations.call import Call
 from collectives.operations.group import Group
 from collectives.operations.shared import shared_empty
 
-__all__ = ["Asked", "Groupings", "Planned", "pack", "part", "unpack"]
+__all__ = ["Asked", "Groupings", "Planned", "pack", "part", "put", "unpack"]
 
 # Bytes of a portion in shared memory; the second where ranks outnumber the cores, so that a meeting
 # costs a change of process. `benchmarks/gradients.py --model resnet50`, 2 ranks on 2 cores, ms,
 # smallest of 11: 128 KiB 19.2, 512 KiB 15.8, 2 MiB 17.4, 4 MiB 17.9 (where other programs run, too,
 # medians 112, 49, 40, 35); 4 ranks on 2 cores: 1 MiB 130, 2 MiB 108, 8 MiB 64, 64 MiB 65.
 PORTION_BYTES, PORTION_BYTES_CROWDED = 2 << 20, 8 << 20
+
+# Bytes of new results from which on they are stored past the caches, of which they would take more
+# than there are, as those of an all-reduce (`collectives.node.rounds`).
+STREAMED_BYTES = 1 << 24
 
 # How many lists of shapes and dtypes are remembered.
 _MOST = 16
@@ -191,6 +196,15 @@ def unpack(portion: Portion, shared: Array, flats: Sequence[Array]) -> None:
     for array, start, stop in portion.pieces:
         flats[array][start:stop] = shared[at : at + stop - start]
         at += stop - start
+
+
+def put(portion: Portion, shared: Array, results: Array) -> None:
+    """Copy what a portion has reduced to its place in the memory of all results."""
+    target = part(portion, results)
+    if results.nbytes < STREAMED_BYTES:
+        target[...] = shared
+    else:
+        addresses.streaming()(address(target), address(shared), portion.nbytes)
 
 
 def part(portion: Portion, results: Array) -> Array:

@@ -36,6 +36,7 @@ class JoinPlan:
     """
 
     by_messages = False
+    arrays = 0
 
     def __init__(self, call: Call, engine: Engine, array: Array, root: int | None = None) -> None:
         self._group, self._operation = call.group, call.operation

@@ -174,9 +174,9 @@ class Progress:
             job.fail(CollectiveError(f"{job}: not carried out, since {self._failed}"))
             return
         job.future.set_running_or_notify_cancel()
-        call_sites.given.site, call_sites.given.entry = job.origin
         try:
-            result = task.run(private)
+            with call_sites.calls_from(job.origin):
+                result = task.run(private)
         except BaseException as error:
             # After these the ranks are still in step, and the next request can be carried out.
             if not isinstance(error, (MismatchError, TypeError, ValueError)):

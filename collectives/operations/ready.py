@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from collectives.algorithms import letters
 from collectives.algorithms.letters import HASH, INVERSE, Block, Letters
@@ -25,6 +25,8 @@ from collectives.node.engine import Rows, Work
 from collectives.node.words import NOTED, OUT, SEND, UNLIKE
 from collectives.operations import descriptions
 from collectives.operations.call import Call, enter
+from collectives.operations.recorder import Record
+from collectives.operations.status import Board
 
 __all__ = ["AnyPlan", "LetterPlan", "MessagePlan", "NodePlan", "Takes", "given"]
 
@@ -38,6 +40,9 @@ class _AddressPlan(ABC):
     """
 
     by_messages = False
+
+    # Address of two words that are to have the addresses of the arrays, if `repeat` makes the call.
+    arrays = 0
 
     # Callers that are no user's: `Group.begin`, `run`, `again`, and the operation.
     ours = 4
@@ -76,12 +81,16 @@ class _AddressPlan(ABC):
             if then is not None:
                 then()
         except BaseException as error:
-            if not isinstance(error, MismatchError):
-                group.failed(self._operation, error)  # also after Ctrl-C
-            if record is not None:
-                group.end(record, error)
+            self._failed(record, error)
             raise
         group.end(record, None)
+
+    def _failed(self, record: Record | None, error: BaseException) -> None:
+        """Record that a call has failed, and what that means for later ones."""
+        if not isinstance(error, MismatchError):
+            self.group.failed(self._operation, error)  # also after Ctrl-C
+        if record is not None:
+            self.group.end(record, error)
 
     @abstractmethod
     def meet(self, send: int, out: int, timeout: float | None) -> None:
@@ -116,6 +125,8 @@ class NodePlan(_AddressPlan):
         self._words = work.block.data
         self.kernel = work.kernel
         self.block = address(work.block)
+        takes = self.shape is None and self._before == 0
+        self.arrays = self.block + 8 * SEND if takes else 0
 
     def like(
         self,
@@ -140,6 +151,30 @@ class NodePlan(_AddressPlan):
     def inside(self) -> int:
         """After how many bytes of the result this rank's array may begin, of which it is a part."""
         return -self._before
+
+    def repeat(self, timeout: float | None) -> None:
+        """As `run`, with arrays of which the block knows (`arrays`), and told by the kernel itself.
+
+        What the recorder and the other ranks of the node are told is the same.
+        """
+        group, operation = self.group, self._operation
+        if group.unusable is not None:
+            group.check_usable(operation)
+        record = None
+        try:
+            group.number = number = group.number + 1
+            record = group.recorder.take(number, operation, self.fields, 3)
+            board = cast(Board, group.status)  # there is one with the engine
+            if record.caller is not board.caller or operation != board.operation:
+                board.write_text(record)
+            status = self.kernel(self.block, record.address, number)
+            if status:
+                self.go_on(status, timeout)
+        except BaseException as error:
+            self._failed(record, error)
+            raise
+        if status:
+            group.end(record, None)
 
     def bind(self, send: Array | None, out: Array | None) -> None:
         """Say where its arrays are, for calls of the kernel alone."""
@@ -220,6 +255,7 @@ class MessagePlan:
     """
 
     by_messages = True
+    arrays = 0
     inside = None  # nowhere: see `NodePlan.inside`
 
     def __init__(

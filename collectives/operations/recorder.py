@@ -26,9 +26,12 @@ import traceback
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from collectives.arrays.host import Array, address
 from collectives.operations.call_sites import Site, given, outside
 
 __all__ = [
@@ -46,7 +49,7 @@ log = logging.getLogger(__name__)
 CAPACITY = 256
 
 # A name is found faster than a module and its attribute.
-_now = time.monotonic
+_now, _getframe = time.monotonic, sys._getframe
 
 # Wall-clock time of the zero of the monotonic clock, so that records need one clock only.
 _EPOCH = time.time() - time.monotonic()
@@ -56,29 +59,56 @@ NO_FIELDS: Mapping[str, object] = {}
 
 
 class Record:
-    """One operation; times are seconds of the monotonic clock, `caller` is a `Site` unnamed."""
+    """One operation; times are seconds of the monotonic clock, `caller` is a `Site` unnamed.
 
-    __slots__ = ("began", "caller", "ended", "fields", "number", "operation", "state")
+    Args:
+        times: when it began and when it ended, 0 if it has not: float64, which compiled code may
+            write (`collectives.node.meeting`).
+    """
+
+    __slots__ = ("_times", "address", "caller", "failure", "fields", "number", "operation")
 
     number: int
     operation: str
     caller: tuple[CodeType, int]
-    began: float
 
-    def __init__(self) -> None:
+    def __init__(self, times: Array) -> None:
+        self._times = times.data.cast("B").cast("d")
+        self.address = address(times)
         self.fields = NO_FIELDS
-        self.ended: float | None = None
-        self.state = "not begun"
+        self.failure: str | None = None
 
     @property
     def site(self) -> Site:
         """Where the operation was called."""
         return Site(*self.caller)
 
+    @property
+    def began(self) -> float:
+        """When it began."""
+        return self._times[0]
+
+    @property
+    def ended(self) -> float | None:
+        """When it ended; None if it has not."""
+        return self._times[1] or None
+
+    @property
+    def state(self) -> str:
+        """How it stands: "running", "done", or how it failed."""
+        return self.failure or ("done" if self._times[1] else "running")
+
+    def begin(self) -> None:
+        """Note when the operation begins."""
+        times = self._times
+        times[1] = 0.0
+        times[0] = _now()
+
     def end(self, error: BaseException | None = None) -> None:
         """Note that the operation is over, and how it failed if it did."""
-        self.state = "done" if error is None else f"{type(error).__name__}: {error}"
-        self.ended = _now()
+        if error is not None:
+            self.failure = f"{type(error).__name__}: {error}"
+        self._times[1] = _now()
 
     def __str__(self) -> str:
         return f"{self.operation} #{self.number} at {self.site}"
@@ -112,7 +142,7 @@ class Recorder:
         self.name = name
         self.rank = rank
         self.size = size
-        self._ring = [Record() for _ in range(CAPACITY)]
+        self._ring = [Record(times) for times in np.zeros((CAPACITY, 2))]
         self._begun = 0
         # Who called last: most calls come from few lines of one module.
         self._program: dict[str, Any] | None = None
@@ -132,7 +162,15 @@ class Recorder:
         fields: Mapping[str, object] = NO_FIELDS,
         ours: int = 0,
     ) -> Record:
-        """Note that an operation begins.
+        """Note that an operation begins; arguments as `take`."""
+        record = self.take(number, operation, fields, ours + 1)
+        record.begin()
+        return record
+
+    def take(
+        self, number: int, operation: str, fields: Mapping[str, object], ours: int = 0
+    ) -> Record:
+        """Note all but the time of an operation that is about to begin.
 
         Args:
             fields: what else is known; the caller may fill in `fields` of the record later.
@@ -144,24 +182,26 @@ class Recorder:
         begun = self._begun
         record = self._ring[begun % CAPACITY]
         self._begun = begun + 1
-        record.state = "running"
-        record.ended = None
+        record.failure = None
         record.number = number
         record.operation = operation
         record.fields = fields
-        caller: tuple[CodeType, int] | None = given.site
-        if caller is None:
-            frame = sys._getframe(1 + ours)
-            if frame.f_globals is not self._program:  # nearly always the same module
-                frame = outside(frame)
-                self._program = frame.f_globals
-            code, instruction = frame.f_code, frame.f_lasti
-            caller = self._caller
-            if code is not caller[0] or instruction != caller[1]:
-                caller = self._caller = code, instruction
-        record.caller = caller
-        record.began = _now()
+        if given and (origin := given.get(_thread.get_ident())) is not None:
+            record.caller = origin.site
+            return record
+        frame = _getframe(1 + ours)
+        code, last = frame.f_code, self._caller
+        if code is not last[0] or frame.f_lasti != last[1]:
+            last = self._caller = self._found(frame)
+        record.caller = last
         return record
+
+    def _found(self, frame: FrameType) -> tuple[CodeType, int]:
+        """Return where a call comes from, of whose callers this is the first that may be it."""
+        if frame.f_globals is not self._program:  # nearly always the same module
+            frame = outside(frame)
+            self._program = frame.f_globals
+        return frame.f_code, frame.f_lasti
 
     def facts(self) -> dict[str, Any]:
         """Return everything as values that JSON knows."""

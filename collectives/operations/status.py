@@ -56,19 +56,20 @@ class Board:
         self._words = self._memory.cast("q")
         self._times = self._memory.cast("d")
         # What the text in the own note says, and all texts by operation and line.
-        self._told: tuple[str, tuple[CodeType, int] | None] = "", None
+        self.operation = ""
+        self.caller: tuple[CodeType, int] | None = None
         self._texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
 
     def enter(self, record: Record) -> None:
         """Note that this rank enters an operation."""
-        operation, caller = self._told
-        if record.caller is not caller or record.operation != operation:
-            self._write_text(record)
+        if record.caller is not self.caller or record.operation != self.operation:
+            self.write_text(record)
         word = self._at // 8
         self._words[word] = record.number
         self._times[word + 1] = record.began
 
-    def _write_text(self, record: Record) -> None:
+    def write_text(self, record: Record) -> None:
+        """Note which operation this rank enters, and where."""
         code, instruction = record.caller
         # By the identity of the code, which is kept alive here: its hash would take 1 us.
         key = (record.operation, id(code), instruction)
@@ -79,7 +80,7 @@ class Board:
             self._texts[key] = text, code
         text, _ = self._texts[key]
         _TEXT.pack_into(self._memory, self._at + _TEXT_AT, len(text), text)
-        self._told = record.operation, record.caller
+        self.operation, self.caller = record.operation, record.caller
 
     def leave(self, record: Record) -> None:
         """Note that this rank has left the operation."""

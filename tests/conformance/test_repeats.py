@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 import numpy as np
 import pytest
 
@@ -209,6 +212,64 @@ def test_a_known_call_leaves_a_record_of_its_own(world):
         assert facts["state"] == "done"
         assert facts["site"].startswith(__file__)
         assert facts["site"] == before.facts()["site"]
+        assert before.began < before.ended <= last.began < last.ended <= time.monotonic()
+        assert facts["seconds"] == last.ended - last.began
+
+    world.run(check)
+
+
+def test_known_calls_name_the_line_of_each_and_that_of_another_thread(world):
+    def check(comm):
+        x = np.ones(3)
+        for _ in range(3):
+            comm.allreduce(x)
+            comm.allreduce(x)
+        sites = [record.site.line for record in comm.recorder.records[-6:]]
+        line = sys._getframe().f_lineno - 3
+        assert sites == 3 * [line, line + 1]
+        here = cc.calls_from_here()
+        line = sys._getframe().f_lineno - 1
+        with here:
+            comm.allreduce(x)
+        assert comm.recorder.records[-1].site.line == line
+
+    world.run(check)
+
+
+def test_other_ranks_of_the_node_know_the_last_known_call(world):
+    def check(comm):
+        group = comm.group(range(comm.size))
+        x, y = np.ones(3), np.zeros(3)
+        for _ in range(4):
+            group.allreduce(x, op=cc.SUM, out=y)
+            group.reduce(x, op=cc.SUM, out=y)
+        line = sys._getframe().f_lineno - 1
+        comm.barrier()
+        if group.status is not None:
+            said = {group.status.last(rank) for rank in range(group.local_size)}
+            assert said == {f"after reduce #{group.number} at test_repeats.py:{line}"}
+        comm.barrier()  # before the next call of any
+        for _ in range(2):
+            group.allreduce(x, op=cc.SUM, out=y)
+        line = sys._getframe().f_lineno - 1
+        comm.barrier()
+        if group.status is not None:
+            said = {group.status.last(rank) for rank in range(group.local_size)}
+            assert said == {f"after allreduce #{group.number} at test_repeats.py:{line}"}
+
+    world.run(check)
+
+
+def test_a_known_call_into_memory_that_it_reads_takes_the_long_way(world):
+    def check(comm):
+        memory = np.zeros(12)
+        for step in range(3):
+            for begin in (0, 3, 4, 5, 8):
+                memory[:] = np.arange(12) + step
+                x, out = memory[4:8], memory[begin : begin + 4]
+                expected = comm.size * x
+                assert comm.allreduce(x, op=cc.SUM, out=out) is out
+                np.testing.assert_array_equal(out, expected)
 
     world.run(check)
 

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from collectives.arrays.host import address
 from collectives.kernels import addresses, machine_code
 from collectives.kernels.addresses import in_python, look
 
@@ -39,6 +40,30 @@ def test_arrays_are_seen_as_python_sees_them(x):
     assert look().readable(x) == in_python.readable(x)
     for out in [*arrays(), x, fixed(x.copy()), [1.0] * 6, None, 6, "text"]:
         assert look().writable(x, out) == in_python.writable(x, out)
+
+
+@pytest.mark.parametrize("x", list(arrays()), ids=repr)
+def test_two_arrays_are_bound_where_one_fits_the_other_and_none_is_written_while_it_is_read(x):
+    words = np.zeros(2, np.int64)
+    for out in [*arrays(), x, x[...], x.copy(), fixed(x.copy()), [1.0] * 6, None, 6, "text"]:
+        words[:] = 0
+        fits = in_python.readable(x) and in_python.writable(x, out)
+        expected = bool(fits) and (out is x or not np.shares_memory(x, out))
+        assert bool(look().bind(address(words), x, out)) == expected
+        assert words.tolist() == ([address(x), address(out)] if expected else [0, 0])
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4), (4, 1)])
+def test_arrays_that_overlap_are_not_bound(shape):
+    memory = np.zeros(12)
+    kept = np.zeros(2, np.int64)
+    words = address(kept)
+    x = memory[4:8].reshape(shape)
+    for begin in range(9):
+        other = memory[begin : begin + 4].reshape(shape)
+        assert bool(look().bind(words, x, other)) == (begin in (0, 8))
+    assert not look().bind(0, x, x)
+    assert not in_python.bind(words, x, x)
 
 
 def test_arrays_that_lie_otherwise_in_memory_are_looked_at_by_python(monkeypatch):

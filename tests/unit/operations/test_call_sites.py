@@ -25,15 +25,24 @@ def test_the_call_site_is_the_first_frame_outside_of_our_packages():
 
 
 def test_a_thread_may_record_for_another_one():
-    site = call_sites.origin().site
+    origin = call_sites.origin()
+    mine = Recorder("world", 0, 1)
     seen = []
 
     def body():
-        call_sites.given.site = site
-        seen.append(Recorder("world", 0, 1).begin(1, "barrier").site)
+        with call_sites.calls_from(origin):
+            seen.append(mine.begin(1, "barrier").site)
+            with call_sites.calls_from(call_sites.Origin(origin.site, "inner")):
+                seen.append(call_sites.origin().entry)
+                other = threading.Thread(target=lambda: seen.append(call_sites.origin().site))
+                other.start()
+                other.join(LIMIT)
+            seen.append(call_sites.origin().entry)
+        seen.append(mine.begin(2, "barrier").site)
 
     thread = threading.Thread(target=body)
     thread.start()
     thread.join(LIMIT)
-    assert seen == [site]
-    assert call_sites.given.site is None
+    site, inner, elsewhere, outer, afterwards = seen
+    assert (site, inner, outer) == (origin.site, "inner", origin.entry)
+    assert afterwards != origin.site != elsewhere
