@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.algorithms import ring, selection, tree
+from collectives.algorithms import selection, tree
 from collectives.arrays.reduction import MAX, SUM
 from collectives.operations import compare
 from collectives.tools import plot
@@ -76,10 +76,9 @@ SHARES = [1, 1, 1, 1, 1, 2, 4, 6]
 # Seconds of a job beyond those that it may measure.
 JOB_SECONDS = 120.0
 
-# The burst of a line (`namespaces`), up to 100 Mbit/s and beyond; what uses it up; of how many
-# calls, or bytes, a time is the mean; and how often each is timed at least.
-SLOW_BURST_BYTES, BURST_BYTES = 4 << 10, 256 << 10
-USED_UP_BYTES = 384 << 10
+# The burst of a line (`namespaces`), up to 100 Mbit/s and beyond; of how many calls, or bytes, a
+# time is the mean; and how often each is timed at least.
+SLOW_BURST_BYTES, BURST_BYTES = 4 << 10, 16 << 10
 MOST_CALLS, CALLS_BYTES = 8, 32 << 10
 LEAST_ROUNDS = 3
 
@@ -121,7 +120,8 @@ def main() -> int:
             return 1
         named = {"machines": machines, "ranks_per_machine": ranks, "mbit": options.mbit}
         layouts = [old for old in layouts if not named.items() <= old.items()]
-        layouts.append(named | json.loads(job.stdout))
+        burst = BURST_BYTES if options.mbit > 100 else SLOW_BURST_BYTES
+        layouts.append(named | {"burst": burst} | json.loads(job.stdout))
         write(options.json, layouts)  # also if what follows fails
         simulate(layouts[-1])
         print(table(layouts[-1]), flush=True)
@@ -139,7 +139,7 @@ def earlier(file: Path | None) -> list[dict[str, Any]]:
     if file is None or not file.exists():
         return []
     layouts = json.loads(file.read_text())["layouts"]
-    return [each for each in layouts if {*NAMES, "pairs", "polls"} <= each.keys()]
+    return [each for each in layouts if {*NAMES, "burst", "pairs", "polls"} <= each.keys()]
 
 
 def write(file: Path | None, layouts: list[dict[str, Any]]) -> None:
@@ -184,7 +184,7 @@ def simulate(layout: dict[str, Any]) -> None:
         machines * layout["ranks_per_machine"],
         machines,
         machine,
-        burst=BURST_BYTES if layout["mbit"] > 100 else SLOW_BURST_BYTES,
+        burst=layout["burst"],
         cores=layout["cores"],
         nodes_per_host=machines,
     )
@@ -285,9 +285,6 @@ def timed(
     """Return what calls take, of the slowest rank: the first quartile, since others only add."""
     transport, deadline = comm.transport, comm.deadline("model")
     together = several(nbytes)
-    chunk = USED_UP_BYTES // max(1, comm.size - 1)
-    bounds = [chunk * rank for rank in range(comm.size + 1)]
-    burst = np.zeros(bounds[-1], np.uint8)
     found: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
         case()  # connects the ranks and touches the memory
@@ -295,8 +292,7 @@ def timed(
     while rounds < LEAST_ROUNDS or comm.broadcast(np.array(time.perf_counter() - began)) < seconds:
         rounds += 1
         for name, case in cases.items():
-            ring.allgather(transport, burst, bounds, deadline)
-            tree.barrier(transport, deadline)  # what was sent has come, and all begin at once
+            tree.barrier(transport, deadline)  # all begin at once
             start = time.perf_counter()
             for _ in range(together):
                 case()

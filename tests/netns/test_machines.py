@@ -150,9 +150,38 @@ def test_a_shaped_link_carries_no_more_than_its_rate_in_either_direction(two_mac
     program.write_text(RATE)
     before = two_machines.sent_bytes("m1")
     result = two_machines.run(1, program, timeout=RUN_SECONDS, shape="100mbit")
-    # Each rank sends 4 MiB and receives as much; the first 256 KiB may go at once.
+    # Each rank sends 4 MiB and receives as much; a burst may go at once, and one begin earlier.
     assert float(result.stdout) > ((4 << 20) - (256 << 10)) / (100e6 / 8), result
     assert two_machines.sent_bytes("m1") - before > 4 << 20
+
+
+AFTER_A_PAUSE = """
+import time
+import numpy as np
+import collectives as cc
+
+comm = cc.init()
+x = np.ones(256 << 10, np.uint8)
+for _ in range(100):
+    time.sleep(0.003)
+    began = time.perf_counter()
+    if comm.rank == 0:
+        comm.send(x, dest=1)
+        comm.recv(source=1)
+        print(time.perf_counter() - began)
+    else:
+        comm.recv(source=0)
+        comm.send(x[:1], dest=0)
+"""
+
+
+def test_an_idle_link_has_saved_no_more_than_two_packets(two_machines, tmp_path):
+    program = tmp_path / "pause.py"
+    program.write_text(AFTER_A_PAUSE)
+    result = two_machines.run(1, program, timeout=RUN_SECONDS, shape="1gbit")
+    took = list(map(float, result.stdout.split()))
+    assert len(took) == 100
+    assert min(took) > ((256 << 10) - (18 << 10)) / (1e9 / 8), result
 
 
 PULLED = """
