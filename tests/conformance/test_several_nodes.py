@@ -5,6 +5,7 @@ All ranks are on this machine; which of them count as one node is made up.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -22,7 +23,7 @@ from collectives.communicator import Communicator
 from collectives.node import engine as node
 from collectives.node import segment, words
 from collectives.operations import compare
-from collectives.settings import Settings
+from collectives.settings import Settings, Stores
 from collectives.transport.transport import Deadline
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT, cc.BITWISE_XOR, cc.INTEGER_MEAN]
@@ -40,9 +41,11 @@ class Nodes(NamedTuple):
     """A layout: for every rank the lowest one of its node."""
 
     leaders: list[int]
+    stores: Stores = "auto"
 
     def run(self, check, settings=SETTINGS):
         """Call `check(comm)` on all ranks: threads, or the processes of a world of this size."""
+        settings = dataclasses.replace(settings, stores=self.stores)
         if not UNDER_MPI:
             inprocess.run_ranks(
                 len(self.leaders), check, "synchronous", leaders=self.leaders, settings=settings
@@ -62,9 +65,9 @@ class Nodes(NamedTuple):
     params=[[0, 0, 2, 2], [0, 0, 0, 3], [0, 1, 1], [0, 1, 0, 1]],
     ids=["2 and 2", "3 and 1", "1 and 2", "2 and 2 dealt out"],
 )
-def nodes(request):
+def nodes(request, stores):
     """Some ranks on two nodes."""
-    return Nodes(request.param)
+    return Nodes(request.param, stores)
 
 
 def everyones(comm, count, dtype=np.float32):
