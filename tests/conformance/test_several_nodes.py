@@ -20,6 +20,7 @@ import inprocess
 import oracle
 from collectives.algorithms import hierarchical
 from collectives.communicator import Communicator
+from collectives.kernels import int8
 from collectives.node import engine as node
 from collectives.node import segment, words
 from collectives.operations import compare
@@ -211,6 +212,42 @@ def test_between_nodes_a_sum_is_rounded_twice_whatever_the_number_of_ranks(nodes
                 exact, magnitude = stack.sum(axis=0), np.abs(stack).sum(axis=0)
                 before = (u + 2 * comm.size * float(np.finfo(np.float32).eps)) * magnitude
                 assert (np.abs(result - exact) <= before + u * (np.abs(exact) + before)).all()
+            assert_equal_everywhere(comm, result)
+
+    nodes.run(check)
+
+
+def largest_of_blocks(array):
+    """For every number the largest magnitude of its block of 64."""
+    starts = np.arange(0, array.size, int8.NUMBERS)
+    if not starts.size:
+        return np.abs(array)
+    largest = np.maximum.reduceat(np.abs(array), starts)
+    return np.repeat(largest, int8.NUMBERS)[: array.size]
+
+
+@everywhere
+@pytest.mark.parametrize("op", [cc.SUM, cc.MEAN], ids=lambda op: op.value)
+@pytest.mark.parametrize("scheme", [cc.INT8, cc.INT8.on("network")], ids=str)
+def test_between_nodes_a_sum_is_rounded_twice_to_8_bits(nodes, scheme, op):
+    # Half a step of the block, which has been rounded up to a bfloat16; of each node's sum, then of
+    # the result. In between float32 adds up.
+    u = 0.5 / int8.MOST * (1 + 2.0**-7)
+    leaders = np.array(nodes.leaders)
+
+    def check(comm):
+        single = 2 * comm.size * float(np.finfo(np.float32).eps)
+        # Where it is not one rank's, a block begins with every chunk, of two equal ones.
+        for count in (0, 3, 1000, 2 * int8.NUMBERS * 600):
+            arrays = everyones(comm, count)
+            result = comm.allreduce(arrays[comm.rank], op=op, compression=scheme)
+            by = comm.size if op is cc.MEAN else 1
+            stack = np.stack(arrays).astype(np.float64) / by
+            sums = [stack[leaders == node].sum(axis=0) for node in np.unique(leaders)]
+            exact, magnitude = stack.sum(axis=0), np.abs(stack).sum(axis=0)
+            before = single * magnitude + sum(u * largest_of_blocks(s) for s in sums)
+            after = u * largest_of_blocks(np.abs(exact) + before)
+            assert (np.abs(result - exact) <= before + after).all()
             assert_equal_everywhere(comm, result)
 
     nodes.run(check)
