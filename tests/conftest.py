@@ -25,8 +25,8 @@ import reports
 from collectives.algorithms.selection import ALGORITHMS
 from collectives.arrays.reduction import SUM
 from collectives.communicator import from_mpi
-from collectives.settings import Settings
-from launcher import WORLD_SIZES
+from collectives.settings import Settings, Stores
+from launcher import STORING, WORLD_SIZES
 
 # JAX looks at it when it starts: strategies are tested on 8 devices of the host.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -46,6 +46,7 @@ class ThreadWorld(NamedTuple):
     size: int
     mode: str
     shared: bool = False
+    stores: Stores = "auto"
 
     @property
     def kind(self):
@@ -53,16 +54,16 @@ class ThreadWorld(NamedTuple):
 
     @property
     def name(self):
-        return f"{self.size}-{self.kind}"
+        return f"{self.size}-{self.kind if self.stores == 'auto' else self.stores}"
 
     def algorithms(self, operation):
         """Names of the algorithms that an operation has in this world."""
         names = [name for name in ALGORITHMS[operation] if name != "native"]
-        return [*names, *(["node"] if self.shared else []), "auto"]
+        return _that_store(self, [*names, *(["node"] if self.shared else []), "auto"])
 
     def run(self, function):
         """Call `function(comm)` on every rank; returns this process's results."""
-        settings = inprocess.world_settings(self.shared)
+        settings = inprocess.world_settings(self.shared, self.stores)
         return inprocess.run_ranks(self.size, function, self.mode, settings=settings)
 
 
@@ -71,6 +72,7 @@ class MpiWorld(NamedTuple):
 
     shared: bool
     size: int = WORLD_SIZE
+    stores: Stores = "auto"
 
     @property
     def kind(self):
@@ -82,20 +84,24 @@ class MpiWorld(NamedTuple):
 
     def algorithms(self, operation):
         """Names of the algorithms that an operation has in this world."""
-        return [
-            *ALGORITHMS[operation],
-            *(["node"] if self.shared else []),
-            "auto",
-        ]
+        names = [*ALGORITHMS[operation], *(["node"] if self.shared else []), "auto"]
+        return _that_store(self, names)
 
     def run(self, function):
         """Call `function(comm)` on this rank."""
         from mpi4py import MPI
 
-        comm = from_mpi(MPI.COMM_WORLD, inprocess.world_settings(self.shared))
+        settings = inprocess.world_settings(self.shared, self.stores)
+        comm = from_mpi(MPI.COMM_WORLD, settings)
         result = function(comm)
         comm.close()
         return [result]
+
+
+def _that_store(world, names):
+    """Of a world whose way of storing is forced, the algorithms that go through shared memory."""
+    forced = world.stores != "auto"
+    return [n for n in names if n in ("node", "hierarchical", "auto")] if forced else names
 
 
 # The stricter mode at sizes that are no power of two; at one that is, `--long` has both.
@@ -108,19 +114,44 @@ _THREAD_WORLDS = [
     ThreadWorld(3, "eager", shared=True),
 ]
 
+# In the files `STORING`: until it has measured, "auto" stores into the caches.
+_FORCED = ("streaming", "plain")
+
 # Numbers of MPI ranks; with `--long` both kinds have all of them. Messages of more ranks are tested
 # among threads, whose order of events is the harder one.
 _USUAL_SIZES = {"shared": (1, 2, 4), "messages": (2, 3)}
 
-_WORLDS = [MpiWorld(True), MpiWorld(False)] if UNDER_MPI else _THREAD_WORLDS
+
+def _worlds(metafunc):
+    """The worlds of a test."""
+    if UNDER_MPI:
+        stores = metafunc.config.getoption("--stores")
+        return [MpiWorld(True, stores=stores), *([MpiWorld(False)] if stores == "auto" else [])]
+    forced = [ThreadWorld(3, "eager", shared=True, stores=way) for way in _ways(metafunc)[1:]]
+    worlds = [*_THREAD_WORLDS, *forced]
+    return [w for w in worlds if pairwise.full or (w.size, w.kind) != (2, "synchronous")]
+
+
+def _ways(metafunc):
+    """How ranks that are threads store in a test: as they choose, and forced."""
+    forced = metafunc.definition.path.name in STORING
+    return ["auto", *_FORCED[: (2 if pairwise.full else 1) if forced else 0]]
+
+
+@pytest.fixture
+def stores(request):
+    """How ranks of a node store for each other: the setting of that name."""
+    return request.config.getoption("--stores")
 
 
 def pytest_generate_tests(metafunc):
     """Run a test in every world; one marked `algorithms(operation)` with each algorithm there."""
+    if "stores" in metafunc.fixturenames and not UNDER_MPI:
+        metafunc.parametrize("stores", _ways(metafunc))
     if "world" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("algorithms")
-    worlds = [w for w in _WORLDS if pairwise.full or (w.size, w.kind) != (2, "synchronous")]
+    worlds = _worlds(metafunc)
     if marker is None:
         metafunc.parametrize("world", worlds, ids=[world.name for world in worlds])
     else:
@@ -171,6 +202,10 @@ def errors_of_jobs_are_listed(request, monkeypatch):
 def pytest_addoption(parser):
     group = parser.getgroup("unisono")
     group.addoption("--long", action="store_true", help="long proofs at their full length")
+    group.addoption(
+        "--stores", choices=("auto", "plain", "streaming"), default="auto",
+        help="how ranks that are processes store for each other, in their shared memory alone",
+    )  # fmt: skip
     group.addoption(
         "--without", type=Path, metavar="REPORT",
         help="leave out the tests that passed in an earlier run, unless they depend on packages",
@@ -233,9 +268,9 @@ def _keep(config, items, kept):
 def _pairwise(items):
     """Choose from tests with parameters: not their full cross, but all pairs.
 
-    In worlds the number of ranks, how they exchange messages, and the algorithm are parameters,
-    too. Under MPI the other numbers of ranks take part: each run, which has one of them, chooses
-    alike and keeps its own.
+    In worlds the number of ranks, how they exchange messages and store, and the algorithm are
+    parameters, too. Under MPI the other numbers of ranks take part: each run, which has one of
+    them, chooses alike and keeps its own.
     """
     functions = defaultdict(list)
     for item in items:
@@ -272,7 +307,9 @@ def _factors(item):
     """What a case is made of, but for the number of ranks."""
     values = dict(item.callspec.params)
     world = values.pop("world", None)
-    return world and world.kind, values.pop("algorithm", None), *map(id, values.values())
+    # Only ranks that share memory store for each other.
+    stores = world and world.shared and world.stores
+    return world and world.kind, stores, values.pop("algorithm", None), *map(id, values.values())
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -29,9 +29,9 @@ MODES = ("eager", "synchronous")
 TIMEOUT = 20.0
 
 
-def world_settings(shared):
-    """Settings for tests: short waits, with or without shared memory."""
-    return Settings(timeout=TIMEOUT, shared_memory="/dev/shm" if shared else None)
+def world_settings(shared, stores="auto"):
+    """Settings for tests: short waits, with or without shared memory, and how ranks store there."""
+    return Settings(timeout=TIMEOUT, shared_memory="/dev/shm" if shared else None, stores=stores)
 
 
 def memory_of(array):

@@ -18,6 +18,16 @@ ROOT = Path(__file__).resolve().parent.parent
 # Ranks of the worlds of a run of all tests.
 WORLD_SIZES = (1, 2, 3, 4)
 
+# Files of the conformance tests that run once more with a way of storing that is forced: what ranks
+# of a node make for each other.
+STORING = tuple(
+    f"test_{name}.py"
+    for name in (
+        "operations", "out_rows", "grouped_rows", "buckets_calls", "compressed",
+        "compression_calls", "several_nodes", "planned",
+    )
+)  # fmt: skip
+
 # More ranks than cores, as root or not; other MPI libraries ignore all of these.
 MPI_ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

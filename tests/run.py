@@ -6,7 +6,8 @@ The worlds of MPI ranks follow each other while the other tests run, since both 
 left when these have ended runs two worlds at a time. Where the environment holds further libraries,
 MPICH in `mpich/`, Intel MPI in `impi/` (`make test` puts them there if UNISONO_REQUIRE names them),
 2 and 3 ranks meet once more over each, for what depends on the library: `SECOND_FILES`, or all of
-it with `--long`.
+it with `--long`. With that, 3 ranks meet twice more over every library, for what ranks of a node
+store for each other (`STORING`): into the caches, and past them.
 
 What rank 0 says of a world is shown at its end; the others write to `out/WORLD-rank-R.log`. The
 last lines say how many tests passed, and what was not tested because this machine lacks something.
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import reports
-from launcher import MPI_ENVIRONMENT, ROOT, WORLD_SIZES, mpirun_path, run
+from launcher import MPI_ENVIRONMENT, ROOT, STORING, WORLD_SIZES, mpirun_path, run
 from requirements import required
 
 OUT = ROOT / "out"
@@ -50,6 +51,11 @@ SECOND_FILES = tuple(
         "asynchronous", "channels", "shared_queues", "served_state", "stores",
     )
 )  # fmt: skip
+
+STORING_FILES = tuple(f"{CONFORMANCE}/{name}" for name in STORING)
+
+# Ranks of the worlds in which a way of storing is forced.
+STORING_SIZE = 3
 
 # Processes that share the tests without a world of their own; many of them start several ranks.
 MOST_WORKERS = 4
@@ -86,6 +92,11 @@ def main(arguments: list[str]) -> int:
                 # messages themselves.
                 further += SECOND_FILES if size in (1, 4) else library.files
             worlds.append((world, partial(_world, library, size, OUT / f"{world}.xml", further)))
+        for way in ("plain", "streaming") if "--long" in arguments else ():
+            world = f"mpi-{STORING_SIZE}{library.label}-{way}"
+            further = [*leave_out.get(world, []), f"--stores={way}", *arguments, *STORING_FILES]
+            report = OUT / f"{world}.xml"
+            worlds.append((world, partial(_world, library, STORING_SIZE, report, further)))
 
     def work_off() -> None:
         while True:

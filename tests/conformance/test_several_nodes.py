@@ -5,6 +5,7 @@ All ranks are on this machine; which of them count as one node is made up.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -19,10 +20,11 @@ import inprocess
 import oracle
 from collectives.algorithms import hierarchical
 from collectives.communicator import Communicator
+from collectives.kernels import int8
 from collectives.node import engine as node
 from collectives.node import segment, words
 from collectives.operations import compare
-from collectives.settings import Settings
+from collectives.settings import Settings, Stores
 from collectives.transport.transport import Deadline
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT, cc.BITWISE_XOR, cc.INTEGER_MEAN]
@@ -40,9 +42,11 @@ class Nodes(NamedTuple):
     """A layout: for every rank the lowest one of its node."""
 
     leaders: list[int]
+    stores: Stores = "auto"
 
     def run(self, check, settings=SETTINGS):
         """Call `check(comm)` on all ranks: threads, or the processes of a world of this size."""
+        settings = dataclasses.replace(settings, stores=self.stores)
         if not UNDER_MPI:
             inprocess.run_ranks(
                 len(self.leaders), check, "synchronous", leaders=self.leaders, settings=settings
@@ -62,9 +66,9 @@ class Nodes(NamedTuple):
     params=[[0, 0, 2, 2], [0, 0, 0, 3], [0, 1, 1], [0, 1, 0, 1]],
     ids=["2 and 2", "3 and 1", "1 and 2", "2 and 2 dealt out"],
 )
-def nodes(request):
+def nodes(request, stores):
     """Some ranks on two nodes."""
-    return Nodes(request.param)
+    return Nodes(request.param, stores)
 
 
 def everyones(comm, count, dtype=np.float32):
@@ -208,6 +212,42 @@ def test_between_nodes_a_sum_is_rounded_twice_whatever_the_number_of_ranks(nodes
                 exact, magnitude = stack.sum(axis=0), np.abs(stack).sum(axis=0)
                 before = (u + 2 * comm.size * float(np.finfo(np.float32).eps)) * magnitude
                 assert (np.abs(result - exact) <= before + u * (np.abs(exact) + before)).all()
+            assert_equal_everywhere(comm, result)
+
+    nodes.run(check)
+
+
+def largest_of_blocks(array):
+    """For every number the largest magnitude of its block of 64."""
+    starts = np.arange(0, array.size, int8.NUMBERS)
+    if not starts.size:
+        return np.abs(array)
+    largest = np.maximum.reduceat(np.abs(array), starts)
+    return np.repeat(largest, int8.NUMBERS)[: array.size]
+
+
+@everywhere
+@pytest.mark.parametrize("op", [cc.SUM, cc.MEAN], ids=lambda op: op.value)
+@pytest.mark.parametrize("scheme", [cc.INT8, cc.INT8.on("network")], ids=str)
+def test_between_nodes_a_sum_is_rounded_twice_to_8_bits(nodes, scheme, op):
+    # Half a step of the block, which has been rounded up to a bfloat16; of each node's sum, then of
+    # the result. In between float32 adds up.
+    u = 0.5 / int8.MOST * (1 + 2.0**-7)
+    leaders = np.array(nodes.leaders)
+
+    def check(comm):
+        single = 2 * comm.size * float(np.finfo(np.float32).eps)
+        # Where it is not one rank's, a block begins with every chunk, of two equal ones.
+        for count in (0, 3, 1000, 2 * int8.NUMBERS * 600):
+            arrays = everyones(comm, count)
+            result = comm.allreduce(arrays[comm.rank], op=op, compression=scheme)
+            by = comm.size if op is cc.MEAN else 1
+            stack = np.stack(arrays).astype(np.float64) / by
+            sums = [stack[leaders == node].sum(axis=0) for node in np.unique(leaders)]
+            exact, magnitude = stack.sum(axis=0), np.abs(stack).sum(axis=0)
+            before = single * magnitude + sum(u * largest_of_blocks(s) for s in sums)
+            after = u * largest_of_blocks(np.abs(exact) + before)
+            assert (np.abs(result - exact) <= before + after).all()
             assert_equal_everywhere(comm, result)
 
     nodes.run(check)

@@ -1,12 +1,22 @@
 """Every algorithm on more ranks than any machine of the tests could run, with contents.
 
-Sums of integers are exact in any order: a contribution that is missing or comes twice shows.
+Sums of integers are exact in any order: a contribution that is missing or comes twice shows. So
+are maxima of floats.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from wrong_steps import (
+    wrong_double_tree,
+    wrong_doubling,
+    wrong_halving,
+    wrong_neighbours,
+    wrong_rails,
+    wrong_ring,
+    wrong_tree,
+)
 
 import collectives as cc
 from collectives import topology
@@ -32,17 +42,23 @@ def spread(size, per_node):
     return Cluster(size, -(-size // per_node))
 
 
-def brought(rank, count):
+# How reductions combine numbers, and of which dtype.
+KINDS = {"int64 SUM": (np.int64, cc.SUM), "float32 MAX": (np.float32, cc.MAX)}
+REDUCTIONS = [row for row in ROWS if row[0] in ("allreduce", "reduce", "reduce_scatter")]
+
+
+def brought(rank, count, dtype=np.int64):
     """What a rank brings: numbers of its own."""
-    return np.random.default_rng([rank, count]).integers(-(1 << 40), 1 << 40, count)
+    return np.random.default_rng([rank, count]).integers(-(1 << 40), 1 << 40, count).astype(dtype)
 
 
-def conform(operation, algorithm, cluster, *, eager=EAGER_BYTES, count=1500):
+def conform(operation, algorithm, cluster, *, eager=EAGER_BYTES, count=1500, kind="int64 SUM"):
     """Check what all ranks get; `count` elements in all, or on each."""
     size = cluster.size
+    dtype, op = KINDS[kind]
     run = selection.ALGORITHMS[operation][algorithm].run
-    arrays = [brought(rank, count) for rank in range(size)]
-    total = np.sum(arrays, axis=0)
+    arrays = [brought(rank, count, dtype) for rank in range(size)]
+    total = np.max(arrays, axis=0) if op is cc.MAX else np.sum(arrays, axis=0)
     bounds = [0, *sorted((7919 * c) % (count + 1) for c in range(size - 1)), count]
     counts = np.diff(bounds).tolist()
     root = size // 3
@@ -54,13 +70,13 @@ def conform(operation, algorithm, cluster, *, eager=EAGER_BYTES, count=1500):
         buffer = arrays[rank].copy()
         memory = access.memory.holding(buffer)
         if operation == "allreduce":
-            run(over, memory, cc.SUM, deadline)
+            run(over, memory, op, deadline)
             return buffer, total
         if operation == "reduce":
-            run(over, memory, cc.SUM, root, deadline)
+            run(over, memory, op, root, deadline)
             return (buffer, total) if rank == root else (0, 0)
         if operation == "reduce_scatter":
-            run(over, memory, bounds, cc.SUM, deadline)
+            run(over, memory, bounds, op, deadline)
             return buffer[own], total[own]
         if operation == "broadcast":
             run(over, memory, root, deadline)
@@ -102,79 +118,20 @@ def test_an_algorithm_gives_its_result(operation, algorithm, size, per_node, mod
     conform(operation, algorithm, spread(size, per_node), eager=EAGER[mode])
 
 
+@pytest.mark.parametrize("mode", EAGER)
+@pytest.mark.parametrize("per_node", [3, 8])
+@pytest.mark.parametrize(("operation", "algorithm"), REDUCTIONS, ids=map("-".join, REDUCTIONS))
+def test_the_largest_floats_are_found(operation, algorithm, per_node, mode):
+    cluster = spread(64, per_node)
+    conform(operation, algorithm, cluster, eager=EAGER[mode], kind="float32 MAX")
+
+
 @pytest.mark.parametrize("size", [100, also(256)])
 @pytest.mark.parametrize(
     "algorithm", [also("ring"), "tree", "double_tree", "halving", "hierarchical"]
 )
 def test_allreduce_of_many_slices_gives_its_result(algorithm, size):
     conform("allreduce", algorithm, spread(size, 8), count=100_003)
-
-
-def wrong_halving(halving):
-    def steps(rank, size):
-        for number, step in enumerate(halving(rank, size)):
-            wrong = size > 16 and number == 1 and rank == 5
-            yield step._replace(dest=(step.dest + 1) % size) if wrong else step
-
-    return steps
-
-
-def wrong_tree(tree):
-    def place(rank, size, root):
-        found = tree(rank, size, root)
-        if size > 16 and rank == (root + 16) % size:
-            return found._replace(parent=(found.parent + 1) % size)
-        return found
-
-    return place
-
-
-def wrong_ring(around):
-    def steps(rank, size):
-        for number, step in enumerate(around(rank, size)):
-            wrong = size > 16 and number == 15
-            yield step._replace(send=step.receive, receive=step.send) if wrong else step
-
-    return steps
-
-
-def wrong_double_tree(double_tree):
-    def places(rank, size, root):
-        one, other = double_tree(rank, size, root)
-        if size > 16 and rank == (root + 15) % size:
-            other = other._replace(parent=(other.parent + 1) % size)
-        return one, other
-
-    return places
-
-
-def wrong_doubling(doubling):
-    def part(rank, size):
-        found = doubling(rank, size)
-        if size > 16 and rank == 8:
-            return found._replace(partners=found.partners[:2] + found.partners[1:3])
-        return found
-
-    return part
-
-
-def wrong_rails(rails):
-    def place(leaders, rank):
-        found = rails(leaders, rank)
-        if len(leaders) > 16 and rank == 3:
-            *others, last, again = found.rail
-            return found._replace(rail=(*others, again, last))
-        return found
-
-    return place
-
-
-def wrong_neighbours(neighbours):
-    def both(rank, size, step=1):
-        left, right = neighbours(rank, size, step)
-        return (left, (right + 1) % size) if rank == 3 and step == 16 else (left, right)
-
-    return both
 
 
 MUTATIONS = {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import collectives as cc
 import inprocess
+from collectives import links, topology
 from collectives.algorithms import ring, selection
 from collectives.links import Link, Machine
 from collectives.operations import compare
@@ -19,6 +22,11 @@ from collectives.transport.transport import Deadline
 # 1 us and 1 ns per byte in a node, 4 us and 10 ns between, 0.1 ns to combine a byte.
 MACHINE = Machine(Link(1e-7, 1e-11, 1e-11), Link(1e-6, 1e-9, 1e-10), Link(4e-6, 1e-8, 1e-10))
 LIMIT = Deadline("test", 60.0)
+
+# Of ranks that run: with the same links, since what goes between nodes in which order follows them.
+SETTINGS = dataclasses.replace(
+    inprocess.world_settings(shared=True), links=links.defaults()._replace(machine=MACHINE)
+)
 
 
 def run(size, nodes, function, **how):
@@ -144,19 +152,27 @@ def test_a_comparison_takes_what_its_closed_form_says(size, nodes, by_nodes, nby
     assert slow > simulated, "compiled code sends for less"
 
 
+OTHERS = [
+    (operation, algorithm)
+    for operation in ("broadcast", "reduce", "reduce_scatter", "allgather")
+    for algorithm in selection.ALGORITHMS[operation]
+    if algorithm != "native"
+]
+
 # One core for the six ranks of three nodes.
 CROWDED = {"cores": 1, "nodes_per_host": 3}
 
 
 @pytest.mark.parametrize("how", [{}, CROWDED], ids=["a core each", "one core"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
     "algorithm", ["ring", "tree", "double_tree", "doubling", "halving", "hierarchical"]
 )
-def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm, how):
+def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm, dtype, how):
     size, leaders = 6, (0, 0, 2, 2, 4, 4)
     cluster = Cluster(size, 3, MACHINE, **how)
     assert cluster.leaders() == leaders
-    arrays = [np.random.default_rng(rank).normal(size=70_001) for rank in range(size)]
+    arrays = [np.random.default_rng(r).normal(size=70_001).astype(dtype) for r in range(size)]
 
     def simulated(access):
         over = access.levels if algorithm == "hierarchical" else access.transport
@@ -169,7 +185,7 @@ def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm, how):
         size,
         lambda comm: comm.allreduce(arrays[comm.rank], op=cc.SUM, algorithm=algorithm),
         leaders=leaders,
-        settings=inprocess.world_settings(shared=True),
+        settings=SETTINGS,
     )
     ended = ranks.run(cluster, simulated, payload=True)
     for rank in ended:
@@ -183,6 +199,57 @@ def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm, how):
             for each in (cluster, Cluster(size, 3, MACHINE))
         )
         assert shared > 2 * alone
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("operation", "algorithm"), OTHERS, ids=map("-".join, OTHERS))
+def test_the_bits_of_the_other_operations_are_those_of_ranks_that_run(operation, algorithm, dtype):
+    size, root, leaders = 6, 4, (0, 0, 2, 2, 4, 4)
+    # Rows of several elements, not alike on all ranks where that may be.
+    count = 6 * 1001 + (3 if operation in ("broadcast", "reduce") else 0)
+    arrays = [np.random.default_rng(rank).normal(size=count).astype(dtype) for rank in range(size)]
+    bounds = topology.chunk_bounds(count, size)
+    run = selection.ALGORITHMS[operation][algorithm].run
+
+    def own(rank):
+        return slice(bounds[rank], bounds[rank + 1])
+
+    def simulated(access):
+        rank = access.transport.rank
+        over = access.levels if algorithm == "hierarchical" else access.transport
+        buffer = arrays[rank].copy()
+        memory = access.memory.holding(buffer)
+        if operation == "broadcast":
+            run(over, memory, root, LIMIT)
+        elif operation == "reduce":
+            run(over, memory, cc.SUM, root, LIMIT)
+            return buffer if rank == root else None
+        elif operation == "reduce_scatter":
+            run(over, memory, bounds, cc.SUM, LIMIT)
+            return buffer[own(rank)]
+        else:
+            run(over, memory, bounds, LIMIT)
+        return buffer
+
+    def real(comm):
+        x, how = arrays[comm.rank], {"algorithm": algorithm}
+        if operation == "broadcast":
+            return comm.broadcast(x, root, **how)
+        if operation == "reduce":
+            return comm.reduce(x, root, op=cc.SUM, **how)
+        if operation == "reduce_scatter":
+            return comm.reduce_scatter(x, op=cc.SUM, **how)
+        return comm.allgather(x[own(comm.rank)], **how)
+
+    expected = inprocess.run_ranks(size, real, leaders=leaders, settings=SETTINGS)
+    ended = ranks.run(Cluster(size, 3, MACHINE), simulated, payload=True)
+    assert ranks.first_error(ended) is None
+    for rank, bits in zip(ended, expected, strict=True):
+        if bits is None:
+            assert rank.result is None
+        else:
+            assert rank.result.dtype == bits.dtype
+            np.testing.assert_array_equal(rank.result, bits)
 
 
 def working(milliseconds):
