@@ -31,8 +31,8 @@ from strategies.parameter_server.shard import Shard
 from strategies.ranks import Ranks
 from strategies.replicas.copies import Seen, fetched
 from strategies.variables import partition
+from strategies.variables.given import owned
 from strategies.variables.partition import Partitioner
-from strategies.variables.store import owned
 
 __all__ = ["Maker", "Wanted", "refuse_no_optimizer", "wanted"]
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from strategies import optimizers
 from strategies.errors import CancelledError, InvalidArgumentError, OpError
@@ -22,7 +21,7 @@ from strategies.remote.attempt import Attempt, Waiting
 from strategies.remote.names import function_named, name_of
 from strategies.remote.wire import Array
 
-__all__ = ["AllReady", "Named", "Stored", "make_optimizer", "optimizer_as_words", "owned"]
+__all__ = ["AllReady", "Named", "Stored", "make_optimizer", "optimizer_as_words"]
 
 # What a task may be asked to make: the optimizers of this package, by name.
 _KINDS: dict[str, type[Optimizer]] = {
@@ -242,16 +241,6 @@ def _alone() -> int:
 
 
 _ALONE = _alone()
-
-
-def owned(make: Callable[[], npt.ArrayLike], dtype: npt.DTypeLike) -> Array:
-    """Call a function that makes an array, and return that, or a copy if others see its memory.
-
-    So an array of the caller's does not change when a variable does, and one that was made for the
-    variable costs no copy.
-    """
-    made: list[Array] = [np.require(make(), dtype, ["C", "W", "O", "E"])]
-    return made.pop() if sys.getrefcount(made[0]) <= _ALONE else made[0].copy()
 
 
 class AllReady(Attempt, Waiting):

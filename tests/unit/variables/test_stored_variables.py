@@ -29,7 +29,8 @@ from strategies.variables import (
     serving,
     shared_variable,
 )
-from strategies.variables.store import Stored, owned
+from strategies.variables.given import owned
+from strategies.variables.store import Stored
 from tapped import silence
 
 LIMIT = 20.0
