@@ -31,6 +31,7 @@ from strategies.parameter_server.shard import Shard
 from strategies.ranks import Ranks
 from strategies.replicas.copies import Seen, fetched
 from strategies.variables import partition
+from strategies.variables.given import owned
 from strategies.variables.partition import Partitioner
 
 __all__ = ["Maker", "Wanted", "refuse_no_optimizer", "wanted"]
@@ -61,9 +62,17 @@ class Wanted(NamedTuple):
     initializer: Initializer
     seen: Seen
 
-    def whole(self) -> Array:
-        """Return all rows, as the initializer makes them."""
-        return np.array(self.initializer(0, self.shape[0], self.shape, self.dtype))
+    def rows(self, first: int, last: int) -> Array:
+        """Return some rows, as the initializer makes them, in memory that nobody else has.
+
+        Raises:
+            ValueError: it makes others than these.
+        """
+        rows = owned(
+            lambda: fetched(self.initializer(first, last, self.shape, self.dtype)), self.dtype
+        )
+        partition.check_shape("variable", rows, (last - first, *self.shape[1:]), self.name)
+        return rows
 
 
 class Maker:
@@ -118,12 +127,15 @@ class Maker:
                 "variable", lambda: self._cluster.comm.broadcast(first, root=self._chief)
             )
         elif resident:
-            copy = self._ranks.prepared(call, wanted.whole)
+            copy = self._ranks.prepared(call, lambda: wanted.rows(0, wanted.shape[0]))
         own = copy if resident else None
         variable = ServedVariable(
             name, wanted.shape, wanted.dtype, parts, strategy, own, wanted.seen
         )
-        return variable, _pieces(variable, value, wanted.initializer)
+        if value is not None:
+            return variable, variable.pieces(value)
+        ends = itertools.pairwise(variable.offsets)
+        return variable, [partial(wanted.rows, first, last) for first, last in ends]
 
     def _cut(self, wanted: Wanted) -> list[Part]:
         """Return the parts of a new variable."""
@@ -204,27 +216,17 @@ def wanted(
         ValueError: the partitioner's answer, or the shape of an initializer, is of no use.
     """
     given: Any = initial_value
+    of_torch = str(dtype).startswith("torch.")
+    kind = str(dtype).removeprefix("torch.") if of_torch else dtype
     value = None
     if shape is None:
         given = given() if callable(given) else given
-        of_torch = str(dtype).startswith("torch.")
-        kind = str(dtype).removeprefix("torch.") if of_torch else dtype
         value = np.array(fetched(given), dtype=kind)
         sizes, found = value.shape, value.dtype
     else:
-        sizes, found = _checked_shape(given, shape, name), np.dtype(dtype or np.float32)
+        sizes, found = _checked_shape(given, shape, name), np.dtype(kind or np.float32)
     number = number_of_parts(name, sizes, found, partitioner)
     return Wanted(name, sizes, found, number, value, initial_value, Seen(given))
-
-
-def _pieces(
-    variable: ServedVariable, value: Array | None, initializer: Initializer
-) -> Sequence[Piece]:
-    """Return what each part starts from: an array, or a function that makes it."""
-    if value is not None:
-        return variable.pieces(value)
-    ends = itertools.pairwise(variable.offsets)
-    return [partial(_made, initializer, low, high, variable) for low, high in ends]
 
 
 def _checked_shape(initializer: Any, shape: Sequence[int], name: str) -> tuple[int, ...]:
@@ -236,12 +238,3 @@ def _checked_shape(initializer: Any, shape: Sequence[int], name: str) -> tuple[i
             f"{type(initializer).__name__} and {sizes} (variable: {name})"
         )
     return sizes
-
-
-def _made(initializer: Initializer, first: int, last: int, variable: ServedVariable) -> Array:
-    """Return some rows of a variable, as its initializer makes them."""
-    rows = np.require(
-        initializer(first, last, variable.shape, variable.dtype), variable.dtype, ["C", "W"]
-    )
-    partition.check_shape("variable", rows, (last - first, *variable.shape[1:]), variable.name)
-    return rows

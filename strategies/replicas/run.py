@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from strategies.cluster import local_devices as devices
-from strategies.replicas import context, per_replica, workers
+from strategies.replicas import context, modes, per_replica, workers
 from strategies.replicas.context import Meeting, ReplicaContext, ReplicaStrategy
 
 __all__ = ["run", "selected"]
@@ -164,7 +164,7 @@ class _Threads:
             _Stop: a meeting has failed.
         """
         for i in range(1, len(self.results)):
-            workers.start(partial(workers.as_here(), self._work, i, body))
+            workers.start(partial(modes.as_here(), self._work, i, body))
             self._started += 1
         contextvars.copy_context().run(self._work, 0, body)
         error = self._errors[0]

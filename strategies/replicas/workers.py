@@ -6,18 +6,15 @@ replicas of a perceptron took 30 ms for a step in new threads and 20 in old ones
 
 from __future__ import annotations
 
-import contextvars
 import ctypes
 import functools
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["Cores", "as_here", "start"]
+__all__ = ["Cores", "start"]
 
 Act = Callable[[], None]
 
@@ -54,35 +51,6 @@ def _work(tasks: queue.SimpleQueue[Act]) -> None:
         del act  # what it holds may be large
         with _lock:
             _idle.append(tasks)
-
-
-def as_here() -> Callable[..., Any]:
-    """Return what calls a function in another thread as it would be called in this one.
-
-    With a copy of the context variables, such as NumPy's errstate, and in the modes that PyTorch
-    has for each thread: with or without gradients, autocast.
-    """
-    variables = contextvars.copy_context()
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return variables.run
-    modes: list[Callable[[], Any]] = [
-        functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
-    ]
-    if torch.is_inference_mode_enabled():
-        modes.append(torch.inference_mode)
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            modes.append(functools.partial(torch.autocast, kind, dtype=dtype))
-
-    def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        with ExitStack() as stack:
-            for mode in modes:
-                stack.enter_context(mode())
-            return variables.run(function, *arguments)
-
-    return call
 
 
 class Cores:

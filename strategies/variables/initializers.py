@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from strategies.checks import integer
 
 __all__ = ["Initializer", "constant", "normal", "uniform", "zeros"]
 
-Initializer = Callable[[int, int, tuple[int, ...], Any], npt.NDArray[Any]]
+Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
+Initializer = Callable[[int, int, Shape, Any], Array]
 
 _BLOCK = 1 << 16  # numbers of a block: some 0.3 ms to draw, where a generator takes 10 us to make
 
@@ -33,12 +36,12 @@ def zeros() -> Initializer:
         >>> zeros()(2, 5, (10**9, 2), "float32").shape
         (3, 2)
     """
-    return lambda first, last, shape, dtype: np.zeros((last - first, *shape[1:]), dtype)
+    return _zeros
 
 
 def constant(value: float) -> Initializer:
     """Return an initializer of one number."""
-    return lambda first, last, shape, dtype: np.full((last - first, *shape[1:]), value, dtype)
+    return partial(_full, value)
 
 
 def normal(stddev: float = 1.0, *, mean: float = 0.0, seed: int = 0) -> Initializer:
@@ -49,12 +52,7 @@ def normal(stddev: float = 1.0, *, mean: float = 0.0, seed: int = 0) -> Initiali
         mean: their mean.
         seed: at least 0.
     """
-    return _drawn(
-        lambda random, size, dtype: (
-            random.standard_normal(size, dtype) * dtype(stddev) + dtype(mean)
-        ),
-        seed,
-    )
+    return partial(_normal, integer("initializer", "seed", seed, least=0), stddev, mean)
 
 
 def uniform(low: float = 0.0, high: float = 1.0, *, seed: int = 0) -> Initializer:
@@ -71,28 +69,58 @@ def uniform(low: float = 0.0, high: float = 1.0, *, seed: int = 0) -> Initialize
         >>> bool((make(41_000, 90_000, whole.shape, "float32") == whole[41_000:90_000]).all())
         True
     """
-    return _drawn(
-        lambda random, size, dtype: random.random(size, dtype) * dtype(high - low) + dtype(low),
-        seed,
-    )
+    return partial(_uniform, integer("initializer", "seed", seed, least=0), low, high)
 
 
-def _drawn(draw: Callable[[Any, tuple[int, ...], Any], Any], seed: int) -> Initializer:
-    """Return an initializer of numbers drawn by a function of a generator, a shape and a dtype."""
-    integer("initializer", "seed", seed, least=0)
+# At the top of the module, so that other tasks find them by name.
 
-    def rows(first: int, last: int, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
-        made = np.empty((last - first, *shape[1:]), dtype)
-        # Generators know these two; 16-bit numbers are drawn as float32.
-        drawn = np.float64 if made.dtype == np.float64 else np.float32
-        height = max(1, _BLOCK // max(1, math.prod(shape[1:])))
-        for block in range(first // height, -(-last // height)):
-            begin = block * height
-            end = min(begin + height, shape[0])
-            random = np.random.Generator(np.random.Philox(key=np.array([seed, block], np.uint64)))
-            numbers = draw(random, (end - begin, *shape[1:]), drawn)
-            low, high = max(begin, first), min(end, last)
-            made[low - first : high - first] = numbers[low - begin : high - begin]
-        return made
 
-    return rows
+def _zeros(first: int, last: int, shape: Shape, dtype: Any) -> Array:
+    return np.zeros((last - first, *shape[1:]), dtype)
+
+
+def _full(value: float, first: int, last: int, shape: Shape, dtype: Any) -> Array:
+    return np.full((last - first, *shape[1:]), value, dtype)
+
+
+def _normal(
+    seed: int, stddev: float, mean: float, first: int, last: int, shape: Shape, dtype: Any
+) -> Array:
+    def draw(random: np.random.Generator, size: Shape, kind: Any) -> Array:
+        numbers: Array = random.standard_normal(size, kind) * kind(stddev) + kind(mean)
+        return numbers
+
+    return _drawn(draw, seed, first, last, shape, dtype)
+
+
+def _uniform(
+    seed: int, low: float, high: float, first: int, last: int, shape: Shape, dtype: Any
+) -> Array:
+    def draw(random: np.random.Generator, size: Shape, kind: Any) -> Array:
+        numbers: Array = random.random(size, kind) * kind(high - low) + kind(low)
+        return numbers
+
+    return _drawn(draw, seed, first, last, shape, dtype)
+
+
+def _drawn(
+    draw: Callable[[np.random.Generator, Shape, Any], Array],
+    seed: int,
+    first: int,
+    last: int,
+    shape: Shape,
+    dtype: Any,
+) -> Array:
+    """Return rows drawn by a function of a generator, a shape and a dtype."""
+    made = np.empty((last - first, *shape[1:]), dtype)
+    # Generators know these two; 16-bit numbers are drawn as float32.
+    drawn = np.float64 if made.dtype == np.float64 else np.float32
+    height = max(1, _BLOCK // max(1, math.prod(shape[1:])))
+    for block in range(first // height, -(-last // height)):
+        begin = block * height
+        end = min(begin + height, shape[0])
+        random = np.random.Generator(np.random.Philox(key=np.array([seed, block], np.uint64)))
+        numbers = draw(random, (end - begin, *shape[1:]), drawn)
+        low, high = max(begin, first), min(end, last)
+        made[low - first : high - first] = numbers[low - begin : high - begin]
+    return made

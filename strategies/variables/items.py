@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies import arrays
 from strategies.checks import number
 from strategies.errors import InvalidArgumentError, OpError
 from strategies.remote import attempt
@@ -22,7 +21,7 @@ from strategies.remote.containers import Address
 from strategies.remote.limits import wait_limit
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
-from strategies.remote.wire import Array, dtype_named, is_numeric
+from strategies.remote.wire import Array, dtype_named
 from strategies.variables import actions, serving
 from strategies.variables.actions import Outcome
 from strategies.variables.serving import KIND
@@ -32,7 +31,6 @@ __all__ = [
     "Item",
     "Reading",
     "Update",
-    "host_array",
     "packing",
     "perform",
     "reading_of",
@@ -147,30 +145,6 @@ def reading_of(outcome: Outcome, options: Mapping[str, Any]) -> Reading:
     value = actions.widened(outcome.arrays[0], options, dtype_named(dtype))
     value.flags.writeable = False
     return Reading(value, version)
-
-
-def host_array(value: Any, operation: str, name: str) -> Array:
-    """Return an array in host memory, of whatever library.
-
-    Raises:
-        TypeError: it is on a device, or of objects.
-        InvalidArgumentError: it is not one of numbers.
-    """
-    array = arrays.host(value) if hasattr(value, "__dlpack_device__") else np.asarray(value)
-    if array is None:
-        raise TypeError(
-            f"{operation}: the array is on a device, expected one in host memory, got "
-            f"{type(value).__name__} (variable: {name})"
-        )
-    if array.dtype.hasobject:
-        raise TypeError(
-            f"{operation}: not an array of numbers, got {type(value).__name__} (variable: {name})"
-        )
-    if not is_numeric(array.dtype):
-        raise InvalidArgumentError(
-            f"{operation}: not an array of numbers, got {array.dtype} (variable: {name})"
-        )
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def perform(

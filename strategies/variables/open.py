@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,9 @@ from strategies.optimizers import Optimizer
 from strategies.remote.service import Service
 from strategies.remote.wire import Array
 from strategies.variables import partition
-from strategies.variables.items import host_array
+from strategies.variables.first_values import MadePart
+from strategies.variables.given import host_array
+from strategies.variables.initializers import Initializer
 from strategies.variables.operations import is_missing
 from strategies.variables.partition import Partitioner
 from strategies.variables.serving import KIND, set_first
@@ -118,12 +121,20 @@ def open_variable(
     address, _ = service.open(KIND, wanted, name=shared_name, task=task, container=container)
     variable = SharedVariable(service, address)
     short = value is not None and value.nbytes <= _SHORT
-    if initial_value is not None and (short or is_missing(service, address)):
+    if initial_value is None or not (short or is_missing(service, address)):
+        return variable
+    made = initial_value if isinstance(initial_value, MadePart) else None
+    here = address.task == service.task
+    if made is not None and here:
+        set_first(service.here(KIND, address), made, wanted)
+    elif made is not None and (part := made.as_words()) is not None:
+        service.request(address, "make", {"is": wanted, "part": part})
+    else:
         if callable(initial_value):
             value = _checked(initial_value(), dtype, shared_name)
+            wanted = _properties(value, words, whole)
         assert value is not None
-        wanted = _properties(value, words, whole)
-        if address.task == service.task:
+        if here:
             set_first(service.here(KIND, address), value, wanted)
         else:
             service.request(address, "initialize", {"is": wanted}, [value])
@@ -143,7 +154,7 @@ def _properties(
 
 
 def shared_partitioned_variable(
-    initial_value: InitialValue,
+    initial_value: npt.ArrayLike | Initializer | None,
     *,
     partitioner: Partitioner,
     service: Service,
@@ -157,8 +168,13 @@ def shared_partitioned_variable(
     """Make a variable in parts that live on tasks, or find it there; see `shared_variable`.
 
     Args:
-        initial_value: the whole, a function that returns it, or None; with the latter two, `shape`
-            and `dtype` are needed, since all tasks have to cut alike.
+        initial_value: the whole; or an initializer `(first, last, shape, dtype) -> rows first ..
+            last - 1`, such as those of `strategies.variables.initializers`, by which nobody has
+            the whole; or None, to let another task set it. With the latter two `shape` is needed,
+            since all tasks have to cut alike. An initializer at the top of a module, also one in
+            `functools.partial` with numbers or text, is called on the task of each part; any other
+            one here, for one part after the other that nobody has set. Cut along another axis than
+            the first, all rows are made for each part, a few at a time.
         partitioner: how many parts there are, such as `partition.fixed_size(4)`.
         service: open on all tasks.
         shared_name: of the whole.
@@ -166,9 +182,11 @@ def shared_partitioned_variable(
         container: set of names; None for the current one.
         optimizer: each part has one of its own.
         shape: of the whole.
-        dtype: of the whole, that of `initial_value` if None.
+        dtype: of the whole, that of `initial_value` if None; float32 for an initializer.
 
     Raises:
+        InvalidArgumentError: as `shared_variable`; or an initializer makes other rows than it was
+            asked for.
         ValueError: shape or dtype are not known, do not fit, or the partitioner gives no partition.
 
     Example:
@@ -182,31 +200,37 @@ def shared_partitioned_variable(
         ...     table.parts[2].name, versions, table.gather([9, 1, 0]).value[:, 0].tolist()
         ('table/part_2', (1, None, 1), [2.0, 0.0, 1.0])
     """
-    whole: list[Array] = []
-
-    def value() -> Array:
-        if not whole:
-            given = initial_value() if callable(initial_value) else initial_value
-            whole.append(array := _checked(given, dtype, shared_name))
-            if shape is not None:
-                partition.check_shape("shared_partitioned_variable", array, shape, shared_name)
-        return whole[0]
-
-    if initial_value is not None and not callable(initial_value):
-        shape, dtype = value().shape, value().dtype
+    value = None
+    if callable(initial_value):
+        dtype = np.float32 if dtype is None else dtype
+    elif initial_value is not None:
+        value = _checked(initial_value, dtype, shared_name)
+        if shape is not None:
+            partition.check_shape("shared_partitioned_variable", value, shape, shared_name)
+        shape, dtype = value.shape, value.dtype
     if shape is None or dtype is None:
         raise ValueError(
             f"shared_partitioned_variable: expected an array, or shape and dtype, got shape "
             f"{shape} and dtype {dtype} (variable: {shared_name})"
         )
-    dtype = np.dtype(dtype)
-    cut = partition.checked(partitioner(tuple(shape), dtype), shape)
+    shape, dtype = tuple(map(operator.index, shape)), np.dtype(dtype)
+    if callable(initial_value) and not shape:
+        raise ValueError(
+            f"shared_partitioned_variable: expected a shape of at least one axis for an "
+            f"initializer, got () (variable: {shared_name})"
+        )
+    cut = partition.checked(partitioner(shape, dtype), shape)
     axis, ends = partition.axis_of(cut), partition.offsets(shape, cut)
     parts = []
     for n, (low, high) in enumerate(itertools.pairwise(ends)):
-        rows = tuple(slice(low, high) if at == axis else slice(None) for at in range(len(shape)))
+        first: InitialValue = None
+        if callable(initial_value):
+            first = MadePart(initial_value, shape, dtype, axis, low, high, shared_name)
+        elif value is not None:
+            rows = (*[slice(None)] * axis, slice(low, high)) if shape else ()
+            first = partial(operator.getitem, value, rows)
         part = open_variable(
-            None if initial_value is None else partial(_part, value, rows),
+            first,
             service=service,
             shared_name=f"{shared_name}/part_{n}",
             task=tasks[n % len(tasks)] if tasks else None,
@@ -218,11 +242,6 @@ def shared_partitioned_variable(
         )
         parts.append(part)
     return PartitionedVariable(parts, shared_name, shape, dtype, cut)
-
-
-def _part(whole: Callable[[], Array], rows: tuple[slice, ...]) -> Array:
-    """Return the initial value of a part, which the whole is needed for if nobody was faster."""
-    return whole()[rows]
 
 
 def _checked(value: Any, dtype: Any, name: str) -> Array:

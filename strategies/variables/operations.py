@@ -22,7 +22,8 @@ from strategies.remote.wire import Array
 from strategies.sparse import Rows
 from strategies.variables import items, partition
 from strategies.variables.actions import Outcome, compressed
-from strategies.variables.items import Item, Reading, Update, host_array, packing
+from strategies.variables.given import host_array
+from strategies.variables.items import Item, Reading, Update, packing
 from strategies.variables.serving import KIND
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from strategies.remote.containers import ResourceKind, register
 from strategies.remote.incoming import Work
 from strategies.remote.wire import Array
 from strategies.variables.actions import ACTIONS, READS, Outcome, act
+from strategies.variables.first_values import part_from_words
 from strategies.variables.store import AllReady, Stored, make_optimizer
 
 __all__ = ["KIND", "attempt", "outcome_of", "set_first"]
@@ -192,8 +193,8 @@ def _serve(operation: str, things: Sequence[Stored], work: Work) -> None:
     _Order(operation, things, work).start()
 
 
-def set_first(thing: Stored, value: Array, wanted: Mapping[str, Any]) -> None:
-    """Set the first value, unless there is one.
+def set_first(thing: Stored, value: Array | Callable[[], Array], wanted: Mapping[str, Any]) -> None:
+    """Set the first value, unless there is one; see `Stored.initialize`.
 
     Raises:
         InvalidArgumentError: there is one, and it was made for something else.
@@ -214,19 +215,28 @@ def set_first(thing: Stored, value: Array, wanted: Mapping[str, Any]) -> None:
 def _initialize(thing: Stored, work: Work) -> None:
     (value,) = work.values
     value = np.asarray(value)
-
-    def job() -> None:
-        try:
-            set_first(thing, value, work.arguments["is"])
-        except Exception as error:
-            work.fail(error)
-        else:
-            work.reply()
-
     if value.nbytes > _SHORT_VALUE:
-        pool.UPDATES.submit(job)
+        pool.UPDATES.submit(partial(_set_first, thing, value, work))
     else:
-        job()
+        _set_first(thing, value, work)
+
+
+def _make(thing: Stored, work: Work) -> None:
+    """Make the first value here; of several who ask for it, the first."""
+
+    def make() -> Array:
+        return part_from_words(work.arguments["part"])()
+
+    pool.UPDATES.submit(partial(_set_first, thing, make, work))
+
+
+def _set_first(thing: Stored, value: Array | Callable[[], Array], work: Work) -> None:
+    try:
+        set_first(thing, value, work.arguments["is"])
+    except Exception as error:
+        work.fail(error)
+    else:
+        work.reply()
 
 
 KIND = register(
@@ -236,6 +246,7 @@ KIND = register(
         Stored.difference,
         {
             "initialize": _initialize,
+            "make": _make,
             "missing": lambda thing, work: work.reply(missing=thing.value is None),
         },
         Stored.discard,

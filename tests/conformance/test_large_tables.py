@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 import strategies
+from requirements import installed
 from served import cluster_test, in_turn, opened, training
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.variables import initializers
@@ -63,6 +66,77 @@ def test_a_resident_one_is_made_by_every_task(world):
     cluster_test(body, partitioner=fixed_shards(2))(world)
 
 
+KINDS = ["own", "view", "read-only", "torch"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_of_the_caller_stay_as_they_are(world, kind):
+    torch = installed("torch") if kind == "torch" else None
+
+    def body(strategy, server):
+        own = WHOLE.copy()
+
+        def make(first, last, shape, dtype):
+            if kind == "own":  # of which this is all that is needed
+                return parts[first, last]
+            rows = own[first:last]
+            if kind == "read-only":
+                rows.flags.writeable = False
+            return torch.from_numpy(rows) if torch else rows
+
+        ends = (0, 501, SHAPE[0])
+        parts = {(low, high): own[low:high].copy() for low, high in itertools.pairwise(ends)}
+        table = strategy.variable(make, shape=SHAPE, name="table", resident=False)
+        before = [part.copy() for part in parts.values()]
+        if training(server):
+            rows = strategies.Rows([0, 1000], np.ones((2, 3), np.float32))
+            in_turn(server, lambda: strategy.apply_gradients(strategy.optimizer, [(rows, table)]))
+            assert np.all(strategy.look_up(table, [0, 1000]) <= WHOLE[[0, 1000]] - 1)
+        server.cluster.comm.barrier()
+        np.testing.assert_array_equal(own, WHOLE)
+        for part, was in zip(parts.values(), before, strict=True):
+            np.testing.assert_array_equal(part, was)
+
+    cluster_test(body, partitioner=fixed_shards(2))(world)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
+def test_copies_have_the_dtype_of_the_variable_whatever_makes_it(world, kind):
+    library = installed(kind) if kind != "numpy" else None
+
+    def body(strategy, server):
+        def make(first, last, shape, dtype):
+            rows = np.arange(first * 2.0, last * 2.0).reshape(-1, 2)  # float64
+            if kind == "torch":
+                return library.from_numpy(rows)
+            return library.numpy.asarray(rows) if library else rows
+
+        expected = np.arange(10.0).reshape(5, 2)
+        dtypes = [np.float32, np.float64] + ([library.float32] if kind == "torch" else [])
+        for number, dtype in enumerate(dtypes):
+            table = strategy.variable(make, shape=(5, 2), dtype=dtype, name=f"table {number}")
+            wanted = np.dtype(str(dtype).removeprefix("torch.")) if number == 2 else np.dtype(dtype)
+            assert table.dtype == table.value.dtype == wanted
+            if training(server):
+                strategy.pull()
+                assert table.value.dtype == wanted
+                rows = strategies.Rows([4], np.ones((1, 2), wanted))
+                in_turn(
+                    server,
+                    lambda: strategy.apply_gradients(
+                        strategy.optimizer,
+                        [(rows, table)],  # noqa: B023
+                    ),
+                )
+                strategy.pull()
+                expected[4] -= server.cluster.workers.size
+                assert table.value.dtype == wanted
+                np.testing.assert_array_equal(table.value, expected)
+                expected[4] += server.cluster.workers.size
+
+    cluster_test(body, partitioner=fixed_shards(2))(world)
+
+
 def test_an_initializer_that_fails_on_one_ps_leaves_nothing_behind(world):
     def body(strategy, server):
         last = max(server.cluster.ranks_of("ps"))
@@ -104,8 +178,9 @@ def test_wrong_initializers_are_an_error_on_all_tasks(world):
                 "the value has the wrong sh",
             ),
         ]:
-            with pytest.raises(ValueError, match=message):
-                strategy.variable(given, shape=shape, name="wrong", resident=False)
+            for resident in (False, True):
+                with pytest.raises(ValueError, match=message):
+                    strategy.variable(given, shape=shape, name="wrong", resident=resident)
 
     cluster_test(body)(world)
 

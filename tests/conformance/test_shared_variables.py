@@ -20,7 +20,7 @@ from strategies.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from strategies.variables import partition
+from strategies.variables import initializers, partition
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
 F32 = np.float32
@@ -413,6 +413,70 @@ def parts_are_used_as_one(make):
                                        dtype=float).read().value, value)  # fmt: skip
     with pytest.raises(InvalidArgumentError, match="another"):
         make(value, partitioner=partition.fixed_size(2))
+
+
+def counted(first, last, shape, dtype):
+    """Rows by number, at the top of a module: other tasks find it by its name."""
+    return np.arange(first * 2.0, last * 2.0).reshape(-1, 2).astype(dtype)
+
+
+@behaviour
+def parts_are_made_one_by_one_and_where_they_live_if_that_is_possible(make):
+    shape, asked = (100_001, 2), []
+    normal = initializers.normal(0.5, mean=1.0, seed=3)
+
+    def own(first, last, shape, dtype):  # which no other task can import
+        asked.append((first, last, shape, dtype))
+        return counted(first, last, shape, dtype)
+
+    cases = {"normal": normal, "zeros": initializers.zeros(), "counted": counted, "own": own}
+    for name, initializer in cases.items():
+        for axis, count in ((0, 1), (0, 3), (1, 2)):
+            v = make(
+                initializer, partitioner=partition.fixed_size(count, axis), shape=shape,
+                name=f"{name} {axis} {count}", optimizer=strategies.SGD(1.0),
+            )  # fmt: skip
+            whole = initializer(0, shape[0], shape, np.dtype(F32))
+            assert (v.dtype, len(v.parts)) == (F32, count)
+            found = v.read()
+            np.testing.assert_array_equal(found.value, whole)
+            v.apply_gradients(np.ones(shape, F32))
+            np.testing.assert_array_equal(v.read().value, whole - 1)
+    ends = [(0, 33334), (33334, 66668), (66668, 100_001)]
+    assert [(first, last) for first, last, *_ in asked if last - first < shape[0]] == ends
+    again = make(  # whose value is there
+        lambda *_: 1 / 0, partitioner=partition.fixed_size(3), shape=shape, name="own 0 3"
+    )
+    np.testing.assert_array_equal(again.read().value[1], [1, 2])
+
+
+def too_few(first, last, shape, dtype):
+    return np.zeros((1, 2), dtype)
+
+
+@behaviour
+def initializers_of_no_use_are_refused_and_another_one_may_follow(make):
+    def wrong(initializer, error, match, shape=(10, 2)):
+        with pytest.raises(error, match=match):
+            make(initializer, partitioner=partition.fixed_size(2), shape=shape)
+
+    for initializer in (too_few, lambda *asked: too_few(*asked)):
+        wrong(initializer, InvalidArgumentError, r"expected \(5, 2\), got \(1, 2\) \(variable: v\)")
+    wrong(lambda *_: [["text"] * 2] * 5, (InvalidArgumentError, TypeError), "not an array of numb")
+    wrong(counted, ValueError, "expected a shape of at least one axis for an initializer", ())
+    wrong(counted, ValueError, "expected an array, or shape and dtype", None)
+    v = make(counted, partitioner=partition.fixed_size(2), shape=(10, 2))
+    np.testing.assert_array_equal(v.read().value, counted(0, 10, (10, 2), F32))
+
+
+@behaviour
+def an_array_that_an_initializer_returns_stays_as_it_is(make):
+    own = np.zeros((10, 2), F32)
+    v = make(lambda first, last, *_: own[first:last], partitioner=partition.fixed_size(2),
+             shape=(10, 2))  # fmt: skip
+    v.assign_add(np.ones((10, 2), F32))
+    assert v.read().value.sum() == 20
+    assert not own.any()
 
 
 @behaviour

@@ -1,6 +1,8 @@
-"""Memory stays as it is, however many calls are made."""
+"""Memory stays as it is, however many calls are made, and however large a table in parts is."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -110,3 +112,48 @@ def test_memory_is_flat_over_10000_calls_of_all_kinds(tmp_path, memory):
         assert (int(words[-1]) > 0) == (memory == "/dev/shm"), line
         assert grown["objects"] <= OBJECTS, line
         assert grown["resident"] <= RESIDENT, line
+
+
+TABLE = """
+import resource
+import numpy as np
+import collectives as cc
+from strategies.remote import Service
+from strategies.variables import initializers, partition, shared_partitioned_variable
+
+rows, width = 6_000_000, 16                               # 366 MiB of float32
+comm = cc.init()
+
+def own(first, last, shape, dtype):                       # which no other task can import
+    return np.full((last - first, *shape[1:]), first, dtype)
+
+with Service(comm) as service:
+    for name, initializer in (("normal", initializers.normal(seed=5)), ("own", own)):
+        if comm.rank == 2:                                # which has no part
+            table = shared_partitioned_variable(
+                initializer, partitioner=partition.fixed_size(24), service=service,
+                shared_name=name, tasks=[0, 1], shape=(rows, width),
+            )
+            few = np.array([5_999_999, 0, 250_000])
+            expected = [[n // 250_000 * 250_000] * width for n in few]
+            if name == "normal":
+                expected = [initializer(n, n + 1, (rows, width), "float32")[0] for n in few]
+            np.testing.assert_array_equal(table.gather(few).value, expected)
+        comm.barrier()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        peaks = comm.gather_object(peak)
+        if comm.rank == 0:
+            print("peaks", name, *peaks, flush=True)
+"""
+
+
+def test_no_task_needs_the_memory_of_a_table_in_parts(tmp_path):
+    file = tmp_path / "table.py"
+    file.write_text(TABLE)
+    result = mpirun(3, file, timeout=100)
+    assert result.status == 0, result
+    found = dict(re.findall(r"^peaks (\w+) (.*)$", result.stdout, re.M))
+    for name, held in (("normal", 183), ("own", 366)):  # MiB on each of two tasks so far
+        first, second, maker = map(int, found[name].split())
+        assert max(first, second) < held + 300, result
+        assert maker < 300, result  # where the whole would be 366 or more

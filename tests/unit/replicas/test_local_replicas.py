@@ -93,6 +93,52 @@ def test_all_replicas_compute_in_the_modes_of_the_caller():
     assert inside == (True, True)
 
 
+def test_all_replicas_have_the_cache_and_the_default_device_of_pytorch_of_the_caller():
+    torch = installed("torch")
+    strategy = strategies.MirroredStrategy(cpus(2))
+
+    def modes():
+        return torch.is_autocast_cache_enabled(), torch.ones(1).device.type
+
+    autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    with autocast, torch.device("meta"):
+        inside = strategy.local_results(strategy.run(modes))
+    assert inside == ((False, "meta"),) * 2
+    assert strategy.local_results(strategy.run(modes)) == ((True, "cpu"),) * 2
+
+
+def test_all_replicas_compute_in_the_modes_of_jax_of_the_caller():
+    jax = installed("jax")
+    strategy = strategies.MirroredStrategy(cpus(2))
+    x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+
+    def modes():
+        traced = []
+        function = jax.jit(lambda x: traced.append(isinstance(x, jax.core.Tracer)) or x * 2)
+        product = function(jax.numpy.ones((2, 2)))
+        return (
+            str(product.dtype),
+            traced,
+            jax.config.jax_default_matmul_precision,
+            jax.config.jax_transfer_guard_device_to_host,
+            jax.config.jax_numpy_rank_promotion,
+        )
+
+    before = strategy.local_results(strategy.run(modes))
+    with (
+        x64(True),
+        jax.disable_jit(),
+        jax.default_matmul_precision("float32"),
+        jax.transfer_guard("allow"),
+        jax.transfer_guard_device_to_host("log"),
+        jax.numpy_rank_promotion("raise"),
+    ):
+        inside = strategy.local_results(strategy.run(modes))
+    assert inside == (("float64", [False], "float32", "log", "raise"),) * 2
+    assert before[0] == before[1] != inside[0]
+    assert strategy.local_results(strategy.run(modes)) == before
+
+
 def test_an_interrupt_ends_a_run_without_a_wait_for_the_other_replicas():
     strategy = strategies.MirroredStrategy(cpus(2))
     go_on, ended = threading.Event(), threading.Event()

@@ -29,6 +29,7 @@ from strategies.variables import (
     serving,
     shared_variable,
 )
+from strategies.variables.given import owned
 from strategies.variables.store import Stored
 from tapped import silence
 
@@ -85,6 +86,25 @@ def test_a_value_set_twice_stays_the_first():
     thing = stored(np.zeros(2))
     assert not thing.initialize(np.ones(2))
     assert thing.value.tolist() == [0, 0]
+
+
+def test_memory_that_was_made_for_a_variable_is_not_copied_and_that_of_others_is():
+    kept = np.ones((4, 2))
+    made = []
+
+    def fresh():
+        array = np.zeros(3)
+        made.append(array.ctypes.data)
+        return array
+
+    assert owned(fresh, np.float64).ctypes.data == made[0]
+    for make in (lambda: kept, lambda: kept[1:], lambda: kept.T, lambda: kept.tolist()):
+        found = owned(make, np.float64)
+        np.testing.assert_array_equal(found, make())
+        assert not np.shares_memory(found, kept)
+        assert found.flags.c_contiguous
+        assert found.flags.writeable
+    assert owned(fresh, np.float32).dtype == np.float32
 
 
 def test_long_updates_leave_the_service_free_and_run_side_by_side(services, monkeypatch):
