@@ -26,6 +26,9 @@ static const size_t BYTES[SIZES] = {64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 <<
 static const size_t CHUNKS[] = {32 << 10, 64 << 10, 128 << 10, 256 << 10};
 static const size_t RINGS[] = {512 << 10, 1 << 20, 4 << 20};
 static const double LIMIT = 25; /* GB/s */
+#ifndef PATIENCE
+#define PATIENCE 60. /* seconds in one wait: a call takes milliseconds, and the core may be shared */
+#endif
 
 typedef struct {
     _Alignas(128) atomic_long number;
@@ -50,8 +53,19 @@ static double now(void) {
 
 static long seen(Word *word) { return atomic_load_explicit(&word->number, memory_order_acquire); }
 static void tell(Word *word, long number) { atomic_store_explicit(&word->number, number, memory_order_release); }
+
+static void look_at_the_clock(long polls, double began) {
+    if (polls % 4096 || now() < began + PATIENCE) return;
+    fprintf(stderr, "exchange: the other rank has not come within %g s\n", PATIENCE);
+    exit(1);
+}
+
 static void await(Word *word, long number) {
-    while (seen(word) < number) _mm_pause();
+    const double began = now();
+    for (long polls = 1; seen(word) < number; polls++) {
+        _mm_pause();
+        look_at_the_clock(polls, began);
+    }
 }
 
 static void bind(int core) {
@@ -90,7 +104,8 @@ static void *rank(void *number) {
         await(&met[other], call + 1);
         const double began = now();
         long put = puts ? 0 : parts, taken = takes ? 0 : parts;
-        while (put < parts || taken < parts) {
+        for (long polls = 1; put < parts || taken < parts; polls++) {
+            look_at_the_clock(polls, began);
             if (put < parts && seen(&emptied[other]) > base + put - count) {
                 move(slots[me] + (base + put) % count * way.chunk, array[me] + put * way.chunk, way.chunk, way.streams);
                 tell(&filled[me], base + ++put);
@@ -195,4 +210,5 @@ int main(int argc, char **argv) {
                        (const char *[]){"plain", "streamed", "streamed, the result, too"}[found.streams],
                        found.ahead ? ", fetched ahead" : "");
             }
+    return 0;
 }
