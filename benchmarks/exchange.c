@@ -30,6 +30,9 @@ static const size_t BYTES[SIZES] = {64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 <<
 static const size_t CHUNKS[] = {16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10};
 static const size_t RINGS[] = {256 << 10, 512 << 10, 1 << 20, 4 << 20};
 static const double LIMIT = 25; /* GB/s */
+#ifndef PATIENCE
+#define PATIENCE 60. /* seconds in one wait: a call takes milliseconds, and the core may be shared */
+#endif
 
 typedef struct {
     _Alignas(128) atomic_long number;
@@ -54,8 +57,19 @@ static double now(void) {
 
 static long seen(Word *word) { return atomic_load_explicit(&word->number, memory_order_acquire); }
 static void tell(Word *word, long number) { atomic_store_explicit(&word->number, number, memory_order_release); }
+
+static void look_at_the_clock(long polls, double began) {
+    if (polls % 4096 || now() < began + PATIENCE) return;
+    fprintf(stderr, "exchange: the other rank has not come within %g s\n", PATIENCE);
+    exit(1);
+}
+
 static void await(Word *word, long number) {
-    while (seen(word) < number) _mm_pause();
+    const double began = now();
+    for (long polls = 1; seen(word) < number; polls++) {
+        _mm_pause();
+        look_at_the_clock(polls, began);
+    }
 }
 
 static void bind(int core) {
@@ -107,7 +121,8 @@ static void *rank(void *number) {
         await(&met[other], call + 1);
         const double began = now();
         long put = puts ? 0 : parts, taken = takes ? 0 : parts, copied = joins && takes ? 0 : parts;
-        while (put < parts || taken < parts || copied < parts) {
+        for (long polls = 1; put < parts || taken < parts || copied < parts; polls++) {
+            look_at_the_clock(polls, began);
             if (put < parts && seen(&emptied[other]) > base + put - count) {
                 move(slots[me] + (base + put) % count * way.chunk, array[me] + put * way.chunk, way.chunk, slots_stream);
                 tell(&filled[me], base + ++put);
@@ -231,4 +246,5 @@ int main(int argc, char **argv) {
     for (int fast = 0; fast < 2; fast++)
         for (int kind = 0; kind < KINDS; kind++)
             for (int size = 0; size < SIZES; size++) print(fast, kind, size);
+    return 0;
 }

@@ -64,6 +64,7 @@ _lock = threading.Lock()
 _addresses: dict[tuple[str, ...], int] = {}
 _made: dict[tuple[str, ...], bytes] = {}  # by this process, and not yet loaded
 _place: list[socket.socket] = []  # of this process among those that make code
+os.register_at_fork(after_in_child=_place.clear)  # the parent's
 
 
 def address(module: str, *words: str) -> int:

@@ -18,6 +18,7 @@ import hashlib
 import os
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 
 __all__ = ["first", "place"]
@@ -44,7 +45,7 @@ def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
     name = _name(what)
     until = time.monotonic() + most_seconds
     waited = False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+    with _socket() as own:
         while not _taken(own, name):
             waited = True
             if time.monotonic() > until:
@@ -56,13 +57,35 @@ def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
 
 
 def place(what: str, places: int) -> socket.socket | None:
-    """Take one of so many places on this machine, until the socket is closed; None if all are."""
-    own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    """Take one of so many places on this machine, until the socket is closed; None if all are.
+
+    In a forked child it is closed.
+    """
+    own = _socket()
     for number in range(places):
         if _taken(own, _name(f"{what} {number}")):
             return own
     own.close()
     return None
+
+
+# Those of this process. A child that lived on would keep names that this process has let go of.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _socket() -> socket.socket:
+    own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    _sockets.add(own)
+    return own
+
+
+def _leave_to_parent() -> None:
+    """Let go of all names in a forked child."""
+    for own in list(_sockets):
+        own.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _name(what: str) -> str:

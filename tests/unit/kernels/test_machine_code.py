@@ -271,6 +271,27 @@ def test_nobody_waits_for_longer_than_the_limit():
         assert mine
 
 
+def test_a_forked_child_that_lives_on_keeps_no_turn_and_no_place():
+    here, there = os.pipe()
+    kept = turn.place("a place for one", 1)
+    with turn.first("something") as mine:
+        child = os.fork()
+        if child == 0:
+            os.close(there)
+            os.read(here, 1)  # until the parent is through
+            os._exit(0)
+    kept.close()
+    with turn.first("something", most_seconds=0) as again:
+        pass
+    another = turn.place("a place for one", 1)
+    os.close(there)
+    os.close(here)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (mine, again) == (True, True)
+    assert another is not None
+    another.close()
+
+
 @pytest.mark.parametrize("name", ["sleeps", "allocates"])
 def test_code_that_does_not_stand_alone_is_refused(folder, monkeypatch, name):
     monkeypatch.syspath_prepend(folder)
