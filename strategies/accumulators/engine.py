@@ -19,7 +19,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from strategies.accumulators.sums import Gradient, Part, Sum, checked, form_of
-from strategies.errors import CancelledError, InvalidArgumentError, OpError
+from strategies.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    OpError,
+)
 from strategies.remote.attempt import Attempt, Waiting
 
 __all__ = ["Accumulation", "Apply", "Take"]
@@ -133,6 +138,11 @@ class Accumulation(Waiting):
             if attempt.done or attempt not in self._takes:
                 return
             self._takes.remove(attempt)  # type: ignore[arg-type]
+            if isinstance(error, DeadlineExceededError):
+                error = DeadlineExceededError(
+                    f"{error.message}; {self._count} of {attempt.count} gradients have come "
+                    f"({self._name})"
+                )
             attempt.settle(error)
         attempt.tell()
         self._advance()

@@ -7,15 +7,18 @@ so that nothing is left behind whatever becomes of the job.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import collectives as cc
 from strategies.ranks import Ranks
+from strategies.remote.wire import is_numeric
 from strategies.structures import leaves, map_leaves
 
 __all__ = ["once_per_node"]
@@ -97,7 +100,7 @@ def _made(make: Callable[[], Any]) -> tuple[Any, list[np.ndarray[Any, Any]]]:
     value = make()
     found = [np.asarray(leaf) for leaf in leaves(value)]
     for array in found:
-        if array.dtype.kind not in "biufc":
+        if not is_numeric(array.dtype):
             raise TypeError(
                 f"once_per_node: expected arrays of numbers, got {array.dtype} of shape "
                 f"{array.shape}"
@@ -115,6 +118,13 @@ def _places(found: list[np.ndarray[Any, Any]]) -> list[_Place]:
 
 def _reserved(nbytes: int) -> int:
     """Return a file in memory of this length, all of which is there."""
+    # The system would take pages until it ends processes, and not say that there are too few.
+    free = _available()
+    if free is not None and nbytes > free:
+        raise OSError(
+            errno.ENOMEM,
+            f"once_per_node: not enough memory on this node, expected {nbytes} bytes, got {free}",
+        )
     file = os.memfd_create("unisono")
     try:
         os.posix_fallocate(file, 0, nbytes)
@@ -122,6 +132,16 @@ def _reserved(nbytes: int) -> int:
         os.close(file)
         raise
     return file
+
+
+def _available() -> int | None:
+    """Return how many bytes of memory the node has free, or can free; None where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0][1]) << 10 if found else None
 
 
 def _fill(

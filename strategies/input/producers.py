@@ -22,6 +22,7 @@ from strategies.queues.files import shared_range
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.store import Array
 from strategies.queues.values import dtype_of
+from strategies.ranks import Ranks
 from strategies.remote.service import Service
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def preload(
             rows, in an order of its own.
 
     Raises:
-        ValueError: no rows, different numbers of rows, or `rows` or `num_epochs` below 1.
+        ValueError: no rows, different numbers of rows, `rows` or `num_epochs` below 1, or `seed`
+            below 0; with `comm` on all ranks.
 
     Example:
         >>> read = preload({"x": [1, 2, 3], "y": [10, 20, 30]}, num_epochs=1, shuffle=False)
@@ -126,6 +128,19 @@ def preload(
         >>> preload(["a", "b", "c"], rows=2, shuffle=False)().tolist()
         ['a', 'b']
     """
+
+    def check() -> None:
+        if rows is not None:
+            integer("preload", "rows", rows)
+        if num_epochs is not None:
+            integer("preload", "num_epochs", num_epochs)
+        if seed is not None:
+            integer("preload", "seed", seed, least=0)
+
+    if comm is None:
+        check()
+    else:
+        Ranks(comm).prepared("preload", check)  # else the others would go on without this rank
     parts, form = _taken_apart(values if comm is None else once_per_node(values, comm))
     if comm is None:
         # The caller may go on to change its arrays while another thread reads.
@@ -133,8 +148,6 @@ def preload(
     for part in parts:
         part.setflags(write=False)  # a single row is a view
     count = len(parts[0])
-    if rows is not None:
-        integer("preload", "rows", rows)
     generator = np.random.default_rng(seed)
     lock = threading.Lock()
 
@@ -188,7 +201,8 @@ def input_producer(
 
     Raises:
         ValueError: as for `preload`; `service` without `shared_name` or the other way round.
-        InvalidArgumentError: another task meant another number of rows, or other options.
+        InvalidArgumentError: another task meant another number of rows, rows of other names, dtypes
+            or shapes, or other options.
         UnavailableError: the task cannot be reached.
     """
     parts, form = _taken_apart(values)
@@ -201,7 +215,7 @@ def input_producer(
     else:
         line = shared_range(
             len(parts[0]), service=service, shared_name=shared_name, task=task,
-            num_epochs=num_epochs, shuffle=shuffle, seed=seed,
+            num_epochs=num_epochs, shuffle=shuffle, seed=seed, rows=_words(values, parts),
         )  # fmt: skip
         read = _of_line(line, parts, form, min(_SHARED_ROWS, capacity))
     queue = FIFOQueue(
@@ -212,6 +226,13 @@ def input_producer(
         name=name,
     )
     return Producer(queue, QueueRunner(queue, [lambda: queue.enqueue_many(read())]))
+
+
+def _words(values: Any, parts: list[Array]) -> list[str]:
+    """Return name, dtype and shape of each array's rows."""
+    names = list(values) if isinstance(values, Mapping) else [""] * len(parts)
+    described = zip(names, parts, strict=True)
+    return [f"{name} {part.dtype} {part.shape[1:]}".lstrip() for name, part in described]
 
 
 def _of_line(

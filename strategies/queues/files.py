@@ -72,6 +72,7 @@ def shared_range(
     shuffle: bool = True,
     seed: int | None = None,
     capacity: int = 1024,
+    rows: Sequence[str] = (),
 ) -> FIFOQueue:
     """Offer the int64 numbers from 0 to `limit` - 1 to all tasks, as `shared_files` offers names.
 
@@ -88,9 +89,11 @@ def shared_range(
         shuffle: whether to shuffle the numbers anew in each epoch.
         seed: of the shuffling.
         capacity: of the queue; a `dequeue_many` of more is served as well.
+        rows: what the numbers stand for, in words that all tasks must have alike.
 
     Raises:
-        InvalidArgumentError: another task meant another limit or another way to go through it.
+        InvalidArgumentError: another task meant another limit, other rows, or another way to go
+            through them.
         UnavailableError: the task cannot be reached.
         ValueError: `limit` or `num_epochs` below 1, or neither an end nor a capacity.
 
@@ -106,7 +109,7 @@ def shared_range(
     integer("shared_range", "limit", limit)
     line = _Line(num_epochs, shuffle, seed, capacity)
     line.check("shared_range")
-    described = {"limit": int(limit), **line._asdict()}
+    described = {"limit": int(limit), "rows": list(rows), **line._asdict()}
     return _opened(described, service, shared_name, task, container)
 
 
@@ -120,6 +123,8 @@ class _Line(NamedTuple):
 
     def check(self, operation: str) -> None:
         """Refuse what is of no use."""
+        if self.seed is not None:
+            integer(operation, "seed", self.seed, least=0)
         if self.num_epochs is not None and self.num_epochs < 1:
             raise ValueError(
                 f"{operation}: num_epochs must be at least 1 or None, got {self.num_epochs}"

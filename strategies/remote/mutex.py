@@ -16,7 +16,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from strategies.errors import CancelledError, FailedPreconditionError, OpError
+from strategies.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    OpError,
+)
 from strategies.remote.attempt import Attempt, RemoteAttempts, Waiting, perform, serve
 from strategies.remote.containers import ResourceKind, register
 from strategies.remote.incoming import Work
@@ -32,7 +37,8 @@ class MutexLock:
     It may be used from any thread. Those that wait get it in the order in which they came. It is
     not reentrant: a thread that asks again for what it has waits for itself.
 
-    A task that dies, or closes its service, has it no longer. If the lock is lost otherwise, since
+    A task that dies, or closes its service, has it no longer; one that is stopped has it still, and
+    the error of those whose time is over names it. If the lock is lost otherwise, since
     its task has died or its container was reset, `release`, and the end of a `with` block, say so:
     another thread may have had it meanwhile.
 
@@ -76,7 +82,7 @@ class MutexLock:
             timeout: in seconds; None for `UNISONO_WAIT_LIMIT`, or any time without.
 
         Raises:
-            DeadlineExceededError: others have had it for so long.
+            DeadlineExceededError: others have had it for so long; names the task that has it.
             UnavailableError: its task is gone.
             CancelledError: its container was reset, or the service is closed.
             FailedPreconditionError: this thread has it.
@@ -170,6 +176,9 @@ class _Line(Waiting):
             if line.get(attempt.who) is not attempt:
                 return
             del line[attempt.who]
+            holder = next(iter(self._standing), "").partition(" ")[0]
+            if isinstance(error, DeadlineExceededError) and holder:
+                error = DeadlineExceededError(f"{error.message}; task {holder} has it")
             attempt.settle(error)
         attempt.tell()
         self._advance()
@@ -203,7 +212,7 @@ class _RemoteLine(RemoteAttempts):
 
     def request_of(self, attempt: Attempt) -> tuple[str, dict[str, Any], list[Any]]:
         assert isinstance(attempt, (_Stand, _Front))
-        return "stand" if isinstance(attempt, _Stand) else "front", {"who": attempt.who}, []
+        return "hold" if isinstance(attempt, _Stand) else "acquire", {"who": attempt.who}, []
 
     def answered(self, attempt: Attempt, answer: Answer) -> None:
         pass
@@ -226,7 +235,7 @@ _KIND = register(
         "MutexLock",
         _make,
         lambda line, description: None,
-        {"stand": _stand, "front": _front},
+        {"hold": _stand, "acquire": _front},
         _Line.cancel_pending,
     )
 )

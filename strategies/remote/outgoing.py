@@ -37,9 +37,18 @@ class Answer(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    task: int
+    address: Address
+    operation: str
     began: float
     on_answer: Callable[[Answer], None]
+
+    @property
+    def task(self) -> int:
+        return self.address.task
+
+    def unavailable(self, why: str) -> UnavailableError:
+        """Return the error of a request whose task will not answer it."""
+        return UnavailableError(f"{self.operation}: {why} (object: {self.address})")
 
 
 class Requests:
@@ -78,11 +87,10 @@ class Requests:
         frames = protocol.encode(Kind.REQUEST, number, {**target, "a": arguments}, values)
         with self._lock:
             self.check_open()
+            pending = _Pending(address, operation, time.monotonic(), on_answer)
             if address.task in self._gone:
-                raise UnavailableError(
-                    f"{operation}: {self._gone[address.task]} (object: {address})"
-                )
-            self._pending[number] = _Pending(address.task, time.monotonic(), on_answer)
+                raise pending.unavailable(self._gone[address.task])
+            self._pending[number] = pending
         try:
             self._send(address.task, frames)
         except BaseException:
@@ -136,7 +144,7 @@ class Requests:
     def gone(self, task: int, error: UnavailableError) -> None:
         """Fail what a task owes, now and from now on."""
         self._gone.setdefault(task, str(error))
-        self._fail(task, error)
+        self._fail(task, str(error))
 
     def look_after(self) -> None:
         """Ask silent tasks for a sign of life; give up on those that have been silent too long."""
@@ -152,7 +160,7 @@ class Requests:
             silent = now - max(self._heard[task], began)
             if silent > self._timeout:
                 why = f"task {task} has given no sign of life for {self._timeout:g} s"
-                self._fail(task, UnavailableError(why), before=now - self._timeout)
+                self._fail(task, why, before=now - self._timeout)
             elif min(silent, now - self._asked[task]) > self._timeout / _PINGS:
                 self._asked[task] = now
                 self._send(task, protocol.encode(Kind.PING))
@@ -164,16 +172,16 @@ class Requests:
                 return False
             self._closed = why
             everything, self._pending = self._pending, {}
-        self._end(everything, CancelledError(why))
+        self._end(everything, lambda _: CancelledError(why))
         return True
 
-    def _fail(self, task: int, error: OpError, before: float = float("inf")) -> None:
+    def _fail(self, task: int, why: str, before: float = float("inf")) -> None:
         with self._lock:
             numbers = [n for n, p in self._pending.items() if p.task == task and p.began <= before]
             failed = {number: self._pending.pop(number) for number in numbers}
-        self._end(failed, error)
+        self._end(failed, lambda pending: pending.unavailable(why))
 
-    def _end(self, ended: Mapping[int, _Pending], error: OpError) -> None:
+    def _end(self, ended: Mapping[int, _Pending], error_of: Callable[[_Pending], OpError]) -> None:
         """Let requests that are not pending any more have an error for an answer."""
         try:
             # Other tasks, or one that comes back to life, hear of it before what is asked next.
@@ -181,4 +189,4 @@ class Requests:
                 self._send(pending.task, protocol.encode(Kind.DISOWN, number))
         finally:  # also where nothing can be sent any more
             for pending in ended.values():
-                pending.on_answer(Answer({}, (), error))
+                pending.on_answer(Answer({}, (), error_of(pending)))

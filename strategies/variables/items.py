@@ -218,9 +218,8 @@ def _here(
         return {}
     try:
         things = [service.here(KIND, items[n].address) for n in chosen]
-        names = things[0].name if len(things) == 1 else f"{len(things)} variables"
         ready = AllReady(things)
-        attempt.perform(ready, ready, operation, timeout, f": no initial value (object: {names})")
+        attempt.perform(ready, ready, operation, timeout)
     except OpError as error:
         return dict.fromkeys(chosen, error)
     return {

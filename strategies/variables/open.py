@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from strategies.errors import InvalidArgumentError, UnavailableError
+from strategies.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from strategies.optimizers import Optimizer
 from strategies.remote.service import Service
 from strategies.remote.wire import Array
@@ -123,13 +123,11 @@ def open_variable(
     short = value is not None and value.nbytes <= _SHORT
     if initial_value is None or not (short or is_missing(service, address)):
         return variable
-    made = initial_value if isinstance(initial_value, MadePart) else None
+    part = initial_value if isinstance(initial_value, MadePart) else None
     here = address.task == service.task
-    if made is not None and here:
-        set_first(service.here(KIND, address), made, wanted)
-    elif made is not None and (part := made.as_words()) is not None:
-        service.request(address, "make", {"is": wanted, "part": part})
-    else:
+    if part is not None and here:
+        set_first(service.here(KIND, address), part, wanted)
+    elif part is None or not _made_there(variable, part, wanted):
         if callable(initial_value):
             value = _checked(initial_value(), dtype, shared_name)
             wanted = _properties(value, words, whole)
@@ -139,6 +137,18 @@ def open_variable(
         else:
             service.request(address, "initialize", {"is": wanted}, [value])
     return variable
+
+
+def _made_there(variable: SharedVariable, part: MadePart, wanted: Mapping[str, Any]) -> bool:
+    """Let the task of a variable make its first value; False if it cannot import what makes it."""
+    words = part.as_words()
+    if words is None:
+        return False
+    try:
+        variable.service.request(variable.address, "make", {"is": dict(wanted), "part": words})
+    except NotFoundError:  # such as of another program's `__main__`
+        return False
+    return True
 
 
 def _properties(

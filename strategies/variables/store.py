@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from strategies import optimizers
-from strategies.errors import CancelledError, InvalidArgumentError, OpError
+from strategies.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    OpError,
+)
 from strategies.optimizers import LearningRate, Optimizer
 from strategies.remote.attempt import Attempt, Waiting
 from strategies.remote.names import function_named, name_of
@@ -262,7 +267,10 @@ class AllReady(Attempt, Waiting):
         self._one(None)  # so that it does not end before all were asked
 
     def withdraw(self, attempt: Attempt, error: OpError) -> None:
-        """End the wait with an error."""
+        """End the wait with an error; one of time says for which variables."""
+        if isinstance(error, DeadlineExceededError):
+            missing = " ".join(thing.name for thing in self._things if thing.value is None)
+            error = DeadlineExceededError(f"{error.message}; no initial value yet of {missing}")
         self._end(error)
 
     def abandon(self, attempt: Attempt) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -82,6 +83,28 @@ def test_an_error_of_the_rank_that_reads_is_one_on_all(world):
     world.run(check)
 
 
+def test_more_than_the_memory_of_the_node_is_an_error_on_all(world):
+    def check(comm):
+        huge = np.broadcast_to(np.float64(1), (1 << 50,))  # which takes no memory itself
+        with pytest.raises((OSError, RuntimeError), match="not enough memory on this node, expec"):
+            once_per_node(lambda: huge, comm)
+        assert once_per_node(lambda: np.arange(2), comm).tolist() == [0, 1]
+
+    world.run(check)
+
+
+def test_wrong_options_on_one_rank_are_an_error_on_all(world):
+    def check(comm):
+        for name, bad in (("rows", 0), ("num_epochs", 0), ("seed", -1)):
+            given = bad if comm.rank == comm.size - 1 else 2
+            with pytest.raises((ValueError, RuntimeError), match=f"preload: bad {name}, expected"):
+                preload(lambda: np.arange(3), comm=comm, **{name: given})
+        halves = once_per_node(lambda: np.ones(3, ml_dtypes.bfloat16), comm)
+        assert (halves.dtype, halves.sum()) == (ml_dtypes.bfloat16, 3)
+
+    world.run(check)
+
+
 def test_memory_goes_when_nobody_refers_to_it():
     def mapped():
         gc.collect()
@@ -151,6 +174,11 @@ def test_producers_that_mean_different_rows_are_refused(world):
             comm.barrier()
             with pytest.raises(InvalidArgumentError, match="other limit, expected 5, got 6"):
                 range_input_producer(6, **options)
+            for other in (np.arange(5.0), np.zeros((5, 2), int), {"a": np.arange(5)}):
+                with pytest.raises(InvalidArgumentError, match="other rows, expected .*int64"):
+                    input_producer(other, **options)
+            with pytest.raises(ValueError, match="bad seed, expected an integer >= 0, got -1"):
+                range_input_producer(5, seed=-1, **options)
             with pytest.raises(ValueError, match="rows are shared by a service and a name"):
                 range_input_producer(5, shared_name="rows")
             comm.barrier()

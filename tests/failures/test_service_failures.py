@@ -194,7 +194,8 @@ def test_a_host_that_stops_is_an_error_in_time_and_harmless_when_it_goes_on(tmp_
     )
     assert lines(result) == [
         "rank 1: UnavailableError",
-        "rank 1: UnavailableError: task 0 has given no sign of life for 2 s",
+        "rank 1: UnavailableError: dequeue: task 0 has given no sign of life for 2 s "
+        "(object: 'q' on task 0)",
         "rank 1: [1, 2]",
     ], result
     assert result.status == 0
@@ -251,7 +252,8 @@ def test_a_task_that_leaves_with_an_exception_tells_the_others_why(tmp_path):
     )
     assert lines(result) == [
         "rank 0: KeyError 'the host gave up'",
-        "rank 1: UnavailableError task 0 has left (KeyError: 'the host gave up')",
+        "rank 1: UnavailableError dequeue: task 0 has left (KeyError: 'the host gave up') "
+        "(object: 'q' on task 0)",
     ], result
     assert result.status == 0
 

@@ -120,3 +120,91 @@ def test_a_killed_client_leaves_whole_values_and_others_go_on(tmp_path):
         """,
     )
     assert lines(result) == ["rank 1: whole"], result
+
+
+def test_a_lock_of_a_killed_task_is_free_and_one_on_a_killed_task_is_lost_to_all(tmp_path):
+    result = start(
+        tmp_path,
+        4,
+        """
+        service = strategies.remote.Service(comm)
+        here, there = (strategies.remote.MutexLock(service, "m", task=task) for task in (0, 3))
+        if comm.rank == 3:
+            here.acquire()
+        if comm.rank == 2:
+            there.acquire()
+        comm.barrier()
+        if comm.rank == 3:
+            die()
+        here.acquire(timeout=20)                       # of the dead one, by all others in turn
+        here.release()
+        found = [failure(there.release if comm.rank == 2 else there.acquire)[0]]
+        found += [failure(there.acquire)[0]]
+        for error in found:
+            assert error.startswith("UnavailableError: "), found
+            assert error.endswith(": task 3 died (object: 'm' on task 3)"), found
+        say(there.is_held)
+        time.sleep(0.5)
+        service.close()
+        leave()
+        """,
+    )
+    assert lines(result) == [f"rank {rank}: False" for rank in range(3)], result
+
+
+def test_accumulators_of_and_on_a_killed_task(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        service = strategies.remote.Service(comm)
+        here, there = (
+            strategies.accumulators.shared_accumulator(
+                strategies.accumulators.ConditionalAccumulator, np.float32, (),
+                service=service, shared_name="a", task=task,
+            )
+            for task in (0, 2)
+        )
+        comm.barrier()
+        if comm.rank == 2:
+            here.apply_grad(5.0)
+            threading.Thread(target=lambda: here.take_grad(2), daemon=True).start()
+            until(lambda: here.num_accumulated() == 1)
+            die()
+        error, _ = failure(lambda: there.take_grad(1))
+        assert error == "UnavailableError: take: task 2 died (object: 'a' on task 2)", error
+        if comm.rank == 1:                             # whom the dead one was before in the line
+            here.apply_grad(7.0)
+            say(here.take_grad(2, timeout=20))
+            error, _ = failure(lambda: here.take_grad(1, timeout=0.1))
+            assert "0 of 1 gradients have come" in error, error
+        time.sleep(1)
+        service.close()
+        leave()
+        """,
+    )
+    assert lines(result) == ["rank 1: 6.0"], result
+
+
+def test_who_sets_a_value_is_killed_before_it_does(tmp_path):
+    result = start(
+        tmp_path,
+        3,
+        """
+        service = strategies.remote.Service(comm)
+        v = open_variable(None)
+        comm.barrier()
+        if comm.rank == 2:
+            die()
+        error, _ = failure(lambda: v.read(timeout=0.5))
+        assert error.startswith("DeadlineExceededError: read: not "), error
+        assert error.endswith("; no initial value yet of v"), error
+        if comm.rank == 1:
+            open_variable(np.ones(2))
+        say(v.read(timeout=20).value.tolist())
+        time.sleep(0.5)
+        service.close()
+        leave()
+        """,
+    )
+    assert lines(result) == ["rank 0: [1.0, 1.0]", "rank 1: [1.0, 1.0]"], result

@@ -75,5 +75,5 @@ def test_waits_and_threads_have_the_limits_of_the_environment(tmp_path):
     assert found["call"].startswith("dequeue: not finished after 0.001 s")
     assert found["any time"] == 3
     assert found["filled"] == [0, 1, 2, 3]
-    assert "not finished after 0.2 s: no initial value" in found["variable"]
+    assert "not finished after 0.2 s; no initial value yet of" in found["variable"]
     assert found["at once"] == 2

@@ -64,7 +64,8 @@ def test_one_thread_of_all_tasks_at_a_time_has_it(services, place):
 def test_a_limit_names_the_lock_and_leaves_the_line(services, holder):
     ours, theirs = (MutexLock(services[n], "l", task=0) for n in (holder, 1 - holder))
     with ours:
-        with pytest.raises(DeadlineExceededError, match=r"acquire: not finished .*\(lock: l\)"):
+        message = rf"acquire: not finished .* \(lock: l\); task {holder} has it$"
+        with pytest.raises(DeadlineExceededError, match=message):
             theirs.acquire(timeout=0.05)
         assert not theirs.is_held
     with theirs:
