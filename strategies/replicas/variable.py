@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from strategies import arrays
 from strategies.checks import choice
-from strategies.replicas import context, reductions
+from strategies.replicas import component, context, reductions
 from strategies.replicas.context import Meeting, ReplicaStrategy
 from strategies.variables.partition import check_shape
 
@@ -61,13 +61,13 @@ class Variable:
         aggregation: Aggregation = "none",
         strategy: ReplicaStrategy | None = None,
     ) -> None:
-        value = _copied(initial_value, dtype)
+        value = component.copied(initial_value, dtype)
         self.name = name
         self.strategy = strategy
         kind = _chosen("synchronization", synchronization, Synchronization)
         self.synchronization = "on_write" if kind == "auto" else kind
         self.aggregation = _chosen("aggregation", aggregation, Aggregation)
-        if self.aggregation == "mean" and _is_whole(value):
+        if self.aggregation == "mean" and component.is_whole(value):
             raise ValueError(
                 f"variable: integers have no mean of their dtype, expected another aggregation or "
                 f"a float dtype, got {arrays.dtype_name(value)} (variable: {name})"
@@ -78,9 +78,9 @@ class Variable:
         for array in [value] if strategy is None else strategy.placed(value, shared=shared):
             self._add_replica(array)
         shares = len(self._components) < len(self._place)
-        self._components = [_differentiated(c, initial_value) for c in self._components]
+        self._components = [component.differentiated(c, initial_value) for c in self._components]
         # Where replicas share an array, none of them may change it alone.
-        self._shown = [_view(self._components[i]) for i in self._place] if shares else None
+        self._shown = [component.view(self._components[i]) for i in self._place] if shares else None
 
     def _add_replica(self, array: Any) -> None:
         """Find the array of the next replica: one of its own, or one that is on its device."""
@@ -203,9 +203,9 @@ class Variable:
 
     def _change(self, i: int, change: Change, new: Any) -> None:
         """Change one of the arrays."""
-        component = self._components[i]
-        made = change(_detached(component), _detached(arrays.near(component, new)))
-        if array_api_compat.is_jax_array(component):
+        old = self._components[i]
+        made = change(component.detached(old), component.detached(arrays.near(old, new)))
+        if array_api_compat.is_jax_array(old):
             self._components[i] = made
 
     def _add(self, operation: str, delta: Any) -> None:
@@ -214,7 +214,7 @@ class Variable:
                 f"{operation}: an on_read variable with aggregation 'sum' is changed outside of "
                 f"replicas, expected assign, or a call inside a replica (variable: {self.name})"
             )
-        self._write(operation, delta, _increased)
+        self._write(operation, delta, component.increased)
 
     @property
     def _alone(self) -> bool:
@@ -235,12 +235,12 @@ class Variable:
         """Return a new value as an array of the variable's library and dtype."""
         replica = self._replica()
         mine = self._components[0 if replica is None else self._place[replica.local_id]]
-        array = _detached(value) if _is_foreign(value) else np.asarray(value)
-        if _is_foreign(array) and not _is_foreign(mine):
+        array = component.detached(value) if component.is_foreign(value) else np.asarray(value)
+        if component.is_foreign(array) and not component.is_foreign(mine):
             array = arrays.fetched(array)
         check_shape(operation, array, self.shape, self.name)
         wanted = arrays.dtype_name(mine)
-        if not np.can_cast(_numpy_dtype(array), _numpy_dtype(mine), "same_kind"):
+        if not np.can_cast(component.numpy_dtype(array), component.numpy_dtype(mine), "same_kind"):
             raise TypeError(
                 f"{operation}: the value has the wrong dtype, expected {wanted}, got "
                 f"{arrays.dtype_name(array)} (variable: {self.name})"
@@ -305,7 +305,7 @@ class Variable:
                 f"expected aggregation 'sum', 'mean' or 'only_first_replica' (variable: "
                 f"{self.name})"
             )
-        combined = self._aggregated([_detached(c) for c in self._components])
+        combined = self._aggregated([component.detached(c) for c in self._components])
         return arrays.copy(combined) if combined is self._components[0] else combined
 
     def _aggregated(self, values: list[Any]) -> Any:
@@ -321,69 +321,13 @@ class Variable:
         assert self.strategy is not None
         count = self.strategy.num_replicas_in_sync
         with arrays.at(total):
-            share = total // count if _is_whole(total) else total / count
-            rest = total - share * count if _is_whole(total) else None
+            share = total // count if component.is_whole(total) else total / count
+            rest = total - share * count if component.is_whole(total) else None
         self.fill(share)
         if self.strategy.first_replica_id == 0 and rest is not None:
-            self._change(0, _increased, rest)  # what cannot be divided
+            self._change(0, component.increased, rest)  # what cannot be divided
 
 
 def _chosen(what: str, word: str, words: Any) -> str:
     """Return a word in small letters."""
     return str(choice("variable", what, word.lower() if isinstance(word, str) else word, words))
-
-
-def _is_foreign(value: Any) -> bool:
-    """Whether this is an array of another library than NumPy."""
-    if isinstance(value, (np.ndarray, np.generic)) or not arrays.is_array(value):
-        return False
-    return bool(array_api_compat.is_array_api_obj(value))
-
-
-def _is_whole(value: Any) -> bool:
-    return arrays.dtype_name(value).startswith(("bool", "int", "uint"))
-
-
-def _numpy_dtype(array: Any) -> np.dtype[Any]:
-    return array.dtype if isinstance(array, np.ndarray) else np.dtype(arrays.dtype_name(array))
-
-
-def _detached(array: Any) -> Any:
-    """Return a tensor of PyTorch out of sight of its differentiation, other arrays as they are."""
-    return array.detach() if hasattr(array, "detach") else array
-
-
-def _copied(value: Any, dtype: Any) -> Any:
-    if not _is_foreign(value):
-        return np.array(value, dtype=dtype)
-    array = _detached(value)
-    if dtype is not None:
-        name = str(dtype) if str(dtype).startswith("torch.") else np.dtype(dtype).name
-        array = arrays.astype(array, name.removeprefix("torch."))
-    return array if array_api_compat.is_jax_array(array) else arrays.copy(array)
-
-
-def _differentiated(component: Any, initial_value: Any) -> Any:
-    """Let PyTorch differentiate by a tensor, if it does so by the initial value."""
-    if getattr(initial_value, "requires_grad", False) and hasattr(component, "requires_grad_"):
-        return component.requires_grad_()
-    return component
-
-
-def _view(component: Any) -> Any:
-    """Return a shared array as one replica sees it; None for JAX's, which are replaced."""
-    if isinstance(component, np.ndarray):
-        view = component.view()
-        view.flags.writeable = False
-        return view
-    if array_api_compat.is_jax_array(component) or not hasattr(component, "detach"):
-        return None
-    return component.detach().requires_grad_(component.requires_grad)
-
-
-def _increased(array: Any, delta: Any) -> Any:
-    if array_api_compat.is_jax_array(array):
-        return array + delta
-    with arrays.at(array):
-        array[...] += delta
-    return array

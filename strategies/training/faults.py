@@ -16,6 +16,7 @@ their numbers at the start of the program, also when some have died since.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -70,13 +71,18 @@ def parse(text: str) -> list[Fault]:
 
 def _fault(text: str) -> Fault:
     try:
-        fields = dict(field.strip().split("=", 1) for field in text.split(","))
+        named = [field.strip().split("=", 1) for field in text.split(",")]
+        fields = dict(named)
+        twice = len(fields) < len(named)
         kind, _, seconds = fields.pop("kind").partition(":")
         step, rank = int(fields.pop("step")), int(fields.pop("rank"))
         timed = kind == "slow"
-        if fields or kind not in get_args(FaultKind) or timed != bool(seconds):
+        if fields or twice or kind not in get_args(FaultKind) or timed != bool(seconds):
             raise ValueError(text)
-        return Fault(step, rank, kind, float(seconds) if timed else 0.0)  # type: ignore[arg-type]
+        length = float(seconds) if timed else 0.0
+        if not 0 <= length < math.inf:
+            raise ValueError(text)
+        return Fault(step, rank, kind, length)  # type: ignore[arg-type]
     except (KeyError, ValueError):
         raise ValueError(
             f"{VARIABLE}: not a fault, expected step=12,rank=2,kind=kill, where kind is kill, "

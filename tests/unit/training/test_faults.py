@@ -21,7 +21,9 @@ def test_faults_are_read():
 @pytest.mark.parametrize(
     "text",
     ["kill", "step=1,rank=2", "step=1,rank=2,kind=die", "step=x,rank=0,kind=kill",
-     "step=1,rank=0,kind=slow", "step=1,rank=0,kind=kill:3", "step=1,rank=0,kind=stop,who=me"],
+     "step=1,rank=0,kind=slow", "step=1,rank=0,kind=kill:3", "step=1,rank=0,kind=stop,who=me",
+     "step=1,rank=0,kind=slow:-1", "step=1,rank=0,kind=slow:nan", "step=1,rank=0,kind=slow:inf",
+     "step=1,step=2,rank=0,kind=kill"],
 )  # fmt: skip
 def test_what_is_no_fault_is_an_error_that_says_what_is(text):
     with pytest.raises(
