@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 
 from collectives.channel.buffers import Buffers
@@ -45,4 +46,17 @@ def test_what_was_not_used_for_longest_is_let_go():
     bases = [weakref.ref(array.base) for array in held]
     held.clear()
     assert [base() is None for base in bases] == [True] * 3 + [False] * 4
-    assert buffers.take((1 << 27) + 1).base is None  # longer ones are not kept
+    longer = buffers.take((1 << 27) + 1)
+    base = weakref.ref(longer.base)
+    del longer
+    assert base() is None  # it was not kept
+
+
+def test_frames_begin_with_a_page():
+    buffers = Buffers()
+    lengths = [32_769, 100_000, 8 << 20, 64 << 20, (1 << 27) + 1]  # of the last, nothing is kept
+    for _ in range(2):  # new ones, and the same again
+        taken = [buffers.take(length) for length in lengths]
+        assert [array.size for array in taken] == lengths
+        assert [address(array) % mmap.PAGESIZE for array in taken] == [0] * len(lengths)
+        del taken
