@@ -24,6 +24,9 @@ from collectives.links import DEFAULT, Link
 from collectives.simulation import calls
 from collectives.simulation.cluster import Cluster
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
 SOURCE = Path(__file__).with_name("smpi.c")
 BETA, LATENCY, EAGER = 8e-11, 5e-6, 1 << 30
 NOTHING = 1e-15  # seconds; a link has to cost something
@@ -108,6 +111,8 @@ def simgrid(
     program: Path, platform: Path, ranks: int, case: tuple[str, str, str, int], within: float
 ) -> float | str:
     """Return SMPI's seconds, or why there are none."""
+    import launcher
+
     operation, _, algorithm, nbytes = case
     if ranks * nbytes > MOST_RANK_BYTES:
         return f"SMPI's buffers would take more than {MOST_RANK_BYTES >> 30} GiB"
@@ -116,12 +121,12 @@ def simgrid(
     command += [f"--cfg={option}" for option in configuration]
     command += [str(program), operation, str(nbytes)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=within)
-    except subprocess.TimeoutExpired:
+        done = launcher.run(command, timeout=within)  # ends what the script has started, too
+    except AssertionError:
         return f"SMPI takes more than {within:g} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith("seconds")]
     if not lines:
-        said = done.stderr.splitlines() or [f"status {done.returncode}"]
+        said = done.stderr.splitlines() or [f"status {done.status}"]
         return f"SMPI fails: {said[-1][:200]}"
     return float(lines[0].split()[1])
 
