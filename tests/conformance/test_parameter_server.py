@@ -362,7 +362,7 @@ def test_a_worker_that_a_ps_counts_as_gone_trains_no_more(strategy, server):
         return
     comm.barrier()
     if workers.rank == 0:
-        with pytest.raises(UnavailableError, match=r"given no sign of life for 1 s; start again"):
+        with pytest.raises(UnavailableError, match=r"no sign of life for 1 s \(.*\); start again"):
             push()
     comm.barrier()
     if workers.rank == 0:

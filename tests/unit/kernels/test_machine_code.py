@@ -273,19 +273,22 @@ def test_nobody_waits_for_longer_than_the_limit():
 
 def test_a_forked_child_that_lives_on_keeps_no_turn_and_no_place():
     here, there = os.pipe()
+    is_up, says_so = os.pipe()
     kept = turn.place("a place for one", 1)
     with turn.first("something") as mine:
         child = os.fork()
         if child == 0:
+            os.write(says_so, b"!")
             os.close(there)
             os.read(here, 1)  # until the parent is through
             os._exit(0)
+    assert os.read(is_up, 1) == b"!"
     kept.close()
     with turn.first("something", most_seconds=0) as again:
         pass
     another = turn.place("a place for one", 1)
-    os.close(there)
-    os.close(here)
+    for end in (there, here, is_up, says_so):
+        os.close(end)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert (mine, again) == (True, True)
     assert another is not None
@@ -312,7 +315,7 @@ def test_other_threads_run_meanwhile():
     block[words.SIZE], block[words.SPINS] = 2, 2**62
     block[words.HEADERS], block[words.SLOTS] = address(headers), address(slots)
     block[words.STATE] = address(state)
-    shared = machine_code.function("collectives.node.rounds", "publish")
+    shared = machine_code.function("collectives.node.rounds", "publish", arguments=3)
     block[words.ROUNDS] = 1
     statuses = []
     thread = threading.Thread(target=lambda: statuses.append(shared(address(block))))
