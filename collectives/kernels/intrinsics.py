@@ -21,11 +21,13 @@ __all__ = [
     "pair", "pause", "pointer", "sched_yield", "start_message", "store", "stream",
 ]  # fmt: skip
 
-# Bytes from which on `copy` does without the C library, which takes the processor's instruction for
-# strings there (`rep movsb`). An AMD EPYC (Zen 3) moves 2 GB/s by that where the destination lies 1
-# to 31 bytes behind the source, modulo a page of 4 KiB, as a large array of NumPy lies 16 behind a
-# slot; line by line it moves 13 to 30, and everywhere else both are alike.
-_LEAST_IN_LINES = 1 << 12
+# From so many bytes on the C library copies by the processor's instruction for strings, `rep
+# movsb`. An AMD EPYC (Zen 3) moves 2 GB/s by it where the destination lies 1 to 31 bytes behind the
+# source, modulo a page, as a large array of NumPy lies 16 behind a slot; a loop over lines moves 13
+# to 30 there. Elsewhere both are alike on it (`broadcast` of 1 MiB 44 us by either), and what other
+# processors gain by the instruction is theirs.
+_LEAST_BY_STRINGS = 1 << 12
+_PAGE, _TOO_NEAR = 1 << 12, 32
 
 
 @intrinsic
@@ -100,7 +102,7 @@ _copy_line, _stream_line = _lines(False), _lines(True)
 @register_jitable
 def copy(dest: int, source: int, nbytes: int) -> None:
     """Copy bytes between memory that does not overlap."""
-    if nbytes < _LEAST_IN_LINES:
+    if nbytes < _LEAST_BY_STRINGS or (dest - source) % _PAGE >= _TOO_NEAR:
         _copy_few(dest, source, nbytes)
         return
     head = -dest % 64
