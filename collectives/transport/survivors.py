@@ -11,9 +11,10 @@ Only where the MPI library outlives its ranks: Open MPI >= 5 under `mpirun --wit
 
 MPI's own calls, but the last two lines of which have no limit, are made when all that live have
 come: they wait for nobody who computes. In a world of some processes only, which have no messages
-beside their communicators, they come by an agreement that is given up at the limit. `Ishrink`,
-which could be given up, fails with an internal error in Open MPI 5.0.11. A rank that dies meanwhile
-is left out by the next attempt.
+beside their communicators, they come by an agreement that is given up at the limit, and wait for
+each other at the end of their programs by another one. `Ishrink`, which could be given up, fails
+with an internal error in Open MPI 5.0.11. A rank that dies meanwhile is left out by the next
+attempt.
 
 Cost: P messages of 16 bytes to and from each rank, and three agreements: milliseconds.
 
@@ -23,8 +24,10 @@ rationale", IJHPCA 27(3), 2013; MPIX_Comm_revoke, MPIX_Comm_shrink and MPIX_Comm
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -55,6 +58,10 @@ _MEETING, _LAST_MEETING = 1, 2
 # Communicators of attempts during which a rank has died, and agreements to which not all have come.
 # MPI may still have calls on them.
 _given_up: list[object] = []
+
+# In a world of some processes only: of those with which this one has gone on.
+_parts: list[MPI.Comm] = []
+os.register_at_fork(after_in_child=_parts.clear)  # a forked child is not a rank
 
 
 def is_revoked(comm: MPI.Comm) -> bool:
@@ -200,7 +207,29 @@ def form(comm: MPI.Comm, make: Callable[[MPI.Comm], T]) -> tuple[T, list[int]]:
             numbers = list(own.Translate_ranks(None, before))
             own.Free()
             before.Free()
-            part.Free()
+            if whereabouts.current is None:
+                _parts.append(part)
+            else:
+                part.Free()
             liveness.lift_limit()
             return made, numbers
         _given_up.append((part, made))
+
+
+# Called before what `whereabouts` registers, which waits in a world of all processes.
+@atexit.register
+def _meet_at_end() -> None:
+    """Wait until those with which this process has gone on have ended their programs, or died."""
+    if not _parts:
+        return
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        return
+    liveness.prepare_exit()
+    wait = Wait()
+    for coming in [part.Iagree(np.array([1], np.intc)) for part in _parts]:
+        with contextlib.suppress(MPI.Exception):  # that a rank has died: they have agreed
+            while not coming.Test():
+                wait.pause()
+    liveness.end_soon()

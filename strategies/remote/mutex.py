@@ -39,8 +39,8 @@ class MutexLock:
 
     A task that dies, or closes its service, has it no longer; one that is stopped has it still, and
     the error of those whose time is over names it. If the lock is lost otherwise, since
-    its task has died or its container was reset, `release`, and the end of a `with` block, say so:
-    another thread may have had it meanwhile.
+    its task has died or its container was reset, `release`, and the end of a `with` block, say so
+    where this task has heard of it: another thread may have had it meanwhile.
 
     Args:
         service: open on all tasks.

@@ -142,9 +142,11 @@ class Requests:
         self._heard[task] = time.monotonic()
 
     def gone(self, task: int, error: UnavailableError) -> None:
-        """Fail what a task owes, now and from now on."""
-        self._gone.setdefault(task, str(error))
+        """Fail what a task owes, now and from now on; what was asked before hears of it first."""
         self._fail(task, str(error))
+        with self._lock:
+            self._gone.setdefault(task, str(error))
+        self._fail(task, str(error))  # asked meanwhile
 
     def look_after(self) -> None:
         """Ask silent tasks for a sign of life; give up on those that have been silent too long."""

@@ -138,8 +138,11 @@ def test_a_lock_of_a_killed_task_is_free_and_one_on_a_killed_task_is_lost_to_all
             die()
         here.acquire(timeout=20)                       # of the dead one, by all others in turn
         here.release()
-        found = [failure(there.release if comm.rank == 2 else there.acquire)[0]]
-        found += [failure(there.acquire)[0]]
+        found = []
+        waiting = threading.Thread(target=lambda: found.append(failure(there.acquire)[0]))
+        waiting.start()
+        waiting.join()                                 # by now this task has heard of it
+        found += [failure(there.release if comm.rank == 2 else there.acquire)[0]]
         for error in found:
             assert error.startswith("UnavailableError: "), found
             assert error.endswith(": task 3 died (object: 'm' on task 3)"), found
