@@ -131,8 +131,10 @@ def versions() -> dict[str, str]:
 
 def library_name() -> str:
     """Return the name and version of the MPI library, such as "Open MPI 5.0.11"."""
-    # "Open MPI v5.0.11, package: ...", "MPICH Version:      4.3.2"
-    return re.sub(r"(\s+Version\s*:)?\s+v?(?=\d)", " ", _library().partition(",")[0])
+    # "Open MPI v5.0.11, package: ...", "MPICH Version:      4.3.2", "Intel(R) MPI Library 2021.18
+    # for Linux* OS"
+    named = re.sub(r"(\s+Version\s*:)?\s+v?(?=\d)", " ", _library().partition(",")[0])
+    return re.sub(r"Intel\(R\) MPI Library (\S+).*", r"Intel MPI \1", named)
 
 
 def machine(comm: Communicator) -> str:
