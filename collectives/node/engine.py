@@ -230,13 +230,14 @@ class Engine:
         self._state[words.WAY] = words.STREAMING if stores == "streaming" else words.PLAIN
 
     @property
-    def stores(self) -> tuple[str, float]:
+    def stores(self) -> tuple[str, int]:
         """How this rank hands bytes over: "plain" or "streaming", and what it rests on.
 
-        The second is the rate of its plain stores to another core in GB/s; 0 if not measured.
+        The second is how many nanoseconds a plain store takes into a line of the cache that another
+        rank has read; 0 if not measured.
         """
         way = "plain" if self._state[words.WAY] == words.PLAIN else "streaming"
-        return way, 0.0 if self._state[words.FIXED] else float(self._state[words.RATE]) / 1000
+        return way, 0 if self._state[words.FIXED] else int(self._state[words.LINE])
 
     def agree(self, digest: int, deadline: Deadline) -> bool:
         """Wait for all ranks; tell whether they bring the same digest of their call."""

@@ -6,13 +6,20 @@ readers less than half of the rate, so that it does not pay where they do share 
 to know: each rank chooses for what it stores itself.
 
 What systems say of caches is not true in virtual machines, and processes move. So each rank now and
-then stores a piece in the plain way and takes the time, and changes its way after two pieces in a
-row that speak against it.
+then stores into lines that another rank has read, one line after the other, takes the time, and
+changes its way after two pieces in a row that speak against it. Lines one by one tell near from
+far; the rate of many at once, of which a core has more or fewer under way, does not: on one machine
+it is 7 GB/s where cores share a cache, on another one up to 9 where they do not.
 
-    GB/s between two cores, 512 KiB (of 2026)     they share a cache     they share none
-    plain stores into lines that another has read         7                1.5 to 2.2
-    stores past the caches                             25 to 48             20 to 30
-    reading what was stored plainly, past the caches    70, 30             20 to 30
+    between two cores (of 2026)                      they share a cache   they share none
+    ns of a line, as timed here (Zen 3)                        25 to 51        134 to 184
+    GB/s of 512 KiB, plainly into such lines                          7        1.5 to 2.2
+      (Zen 3)                                                   4 to 15            3 to 5
+    past the caches (Zen 3)                          25 to 48, 17 to 22      20 to 30, 17
+    reading what was stored plainly (Zen 3)                70, 45 to 54      20 to 30, 12
+    reading what was stored past them (Zen 3)              30, 13 to 16      20 to 30, 14
+    us of an all-reduce of 1 MiB (Zen 3), plainly                   120               500
+      past the caches                                               220               220
 """
 
 from __future__ import annotations
@@ -27,9 +34,14 @@ from collectives.node.meeting import header, now, state
 
 __all__ = ["put", "tell"]
 
-# Plain stores at less than this rate, in MB/s, go to a core that shares no cache with this one. The
-# least that has been seen where it does, into slots that nobody had used, is 4600.
-_SLOW = 3000
+# Nanoseconds of a line, from which on the other core shares no cache with this one. A line that no
+# cache has any more takes about as long as that.
+_FAR = 80
+
+# Lines that are timed, in groups of which the fastest counts: in another one a page may be new, or
+# the process interrupted. They are taken out of order, so that nothing is fetched ahead of it.
+_GROUPS, _GROUP, _STRIDE = 4, 8, 13
+_LINE = 64
 
 # How many timings in a row change the way: in one of them the process may have been interrupted.
 _ENOUGH = 2
@@ -42,7 +54,7 @@ _LEAST, _MOST = 1 << 12, w.TILE_BYTES
 
 @njit
 def _timed(block: Any, dest: int, source: int, nbytes: int) -> None:
-    """Store a piece in the plain way, and draw the conclusion.
+    """Store a piece in the plain way, some lines of it one by one, and draw the conclusion.
 
     It ends with all stores in the caches, so that what was streamed before needs no fence where
     `tell` finds that this rank does not stream any more.
@@ -50,12 +62,20 @@ def _timed(block: Any, dest: int, source: int, nbytes: int) -> None:
     own = state(block)
     near = block[w.SCRATCH]
     copy(near, source, nbytes)  # where the bytes come from should not matter
-    drain()
-    began = now(block)
+    head = -dest % _LINE
+    fastest = 1 << 62
+    for group in range(_GROUPS):
+        drain()
+        began = now(block)
+        for line in range(group * _GROUP, (group + 1) * _GROUP):
+            at = head + _LINE * (line * _STRIDE % (_GROUPS * _GROUP))
+            copy(dest + at, near + at, 8)
+            drain()
+        fastest = min(fastest, now(block) - began)
     copy(dest, near, nbytes)
     drain()  # [change]
-    own[w.RATE] = 1000 * nbytes // max(1, now(block) - began)
-    way = w.STREAMING if own[w.RATE] < _SLOW else w.PLAIN
+    own[w.LINE] = max(1, fastest // _GROUP)
+    way = w.STREAMING if own[w.LINE] >= _FAR else w.PLAIN
     own[w.AGAINST] = 0 if way == own[w.WAY] else own[w.AGAINST] + 1
     own[w.LEFT] = 0 if own[w.AGAINST] else _BETWEEN
     if own[w.AGAINST] == _ENOUGH:

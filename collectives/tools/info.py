@@ -94,7 +94,7 @@ def _links(known: links.Links) -> dict[str, dict[str, Any]]:
     }
 
 
-def stores(told: Sequence[tuple[str, float] | None]) -> str | None:
+def stores(told: Sequence[tuple[str, int] | None]) -> str | None:
     """Describe how ranks store for the others of their nodes; None if none does.
 
     Args:
@@ -105,12 +105,12 @@ def stores(told: Sequence[tuple[str, float] | None]) -> str | None:
         return None
     ways = sorted({way for way, _ in found.values()})
     each = [f"{way} on {named([r for r in found if found[r][0] == way])}" for way in ways]
-    rates = [rate for _, rate in found.values()]
-    why = f"plain ones reach {min(rates):.1f} to {max(rates):.1f} GB/s from core to core"
-    return f"{', '.join(each)}; {why if all(rates) else 'not measured'}"
+    times = [time for _, time in found.values()]
+    why = f"a line that another core has takes {min(times)} to {max(times)} ns"
+    return f"{', '.join(each)}; {why if all(times) else 'not measured'}"
 
 
-def _chosen_stores(comm: Communicator) -> list[tuple[str, float] | None]:
+def _chosen_stores(comm: Communicator) -> list[tuple[str, int] | None]:
     """Let each rank choose as it does in a program; *collective*."""
     x = np.ones(1 << 18, np.float32)
     for _ in range(3):
