@@ -33,6 +33,8 @@ class JoinPlan:
 
     Attributes:
         rows: how many each rank has brought in the last call.
+        shape: of the last result.
+        inside: after how many bytes of it this rank's array lies in it.
     """
 
     by_messages = False
@@ -50,10 +52,13 @@ class JoinPlan:
         table = [(rank, 0, each, each * rank) for rank in range(engine.size)]
         self._addresses = address(self._own), address(self._everyones)
         self._tell = NodePlan(call, engine.plan_publish(each, table, call.digest, each))
+        self._tell.ours += 1 if self._takes else 2  # `run`, and the closer look of `again`
         unknown = descriptions.digest({"rows": "unknown", "rank": engine.rank})
         self._move = self._tell.like(0, [], 0, detail=unknown)
         self._told: list[list[int]] = []
         self.rows: list[int] = []
+        self._own_bytes = len(array) * self._row_bytes
+        self._note([])
 
     def first(self, call: Call, flat: Array, out: Rows = NEW) -> Array | None:
         """Carry out the call that has made the plan; returns the rows, None where nobody asks."""
@@ -118,18 +123,15 @@ class JoinPlan:
 
     def _is_free(self, send: int, out: int) -> bool:
         """Whether a result may grow where it shall lie while the array is read."""
-        own, all_of_it = (self._row_bytes * n for n in (int(self._own[0]), sum(self.rows)))
-        return out + self.inside == send or out - send >= own or send - out >= all_of_it
+        before, after = out - send, send - out
+        return after == self.inside or before >= self._own_bytes or after >= self._nbytes
 
-    @property
-    def inside(self) -> int:
-        """After how many bytes of the last result this rank's array lies in it."""
-        return self._row_bytes * sum(self.rows[: self._group.rank])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the last result."""
-        return (sum(self.rows), *self._row)
+    def _note(self, rows: list[int]) -> None:
+        """Note how many rows each rank brings, and what follows."""
+        self.rows = rows
+        self.shape = (sum(rows), *self._row)
+        self.inside = self._row_bytes * sum(rows[: self._group.rank])
+        self._nbytes = self._row_bytes * sum(rows)
 
     def _look(self) -> Exception | None:
         """Plan the move of what each rank has said it brings; or say whose `out` does not fit."""
@@ -147,13 +149,10 @@ class JoinPlan:
                 for rank, (start, stop) in enumerate(itertools.pairwise(bounds))
                 if start < stop and self._takes
             ]
-            own = int(self._own[0]) * self._row_bytes
+            own, longest = self._own_bytes, max(rows) * self._row_bytes
             kept = (0, own) if self._alone else (0, 0)
-            detail, longest = (
-                descriptions.digest({"rows": tuple(rows)}),
-                max(rows) * self._row_bytes,
-            )
+            detail = descriptions.digest({"rows": tuple(rows)})
             self._move = self._tell.like(own, table, longest, kept, detail)
-            self.rows = rows
+            self._note(rows)
         self._told = told
         return None

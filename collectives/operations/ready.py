@@ -152,10 +152,29 @@ class NodePlan(_AddressPlan):
         """After how many bytes of the result this rank's array may begin, of which it is a part."""
         return -self._before
 
-    def repeat(self, timeout: float | None) -> None:
+    def run(
+        self, send: int, out: int, timeout: float | None, then: Callable[[], None] | None = None
+    ) -> None:
+        """As for all plans; `then` does what is left where nothing has moved (`unlike`)."""
+        if self.group.watcher is not self.group.status:  # who wants more than a kernel tells
+            super().run(send, out, timeout, then)
+            return
+        words = self._words
+        words[SEND] = send
+        words[OUT] = out - self._before
+        self.repeat(timeout, self.ours, then)
+
+    def repeat(
+        self, timeout: float | None, ours: int = 3, then: Callable[[], None] | None = None
+    ) -> None:
         """As `run`, with arrays of which the block knows (`arrays`), and told by the kernel itself.
 
         What the recorder and the other ranks of the node are told is the same.
+
+        Args:
+            timeout: seconds, None for the setting.
+            ours: callers that are no user's: this method, `again`, and the operation.
+            then: does the rest of the call if nothing has moved (`unlike`).
         """
         group, operation = self.group, self._operation
         if group.unusable is not None:
@@ -163,13 +182,19 @@ class NodePlan(_AddressPlan):
         record = None
         try:
             group.number = number = group.number + 1
-            record = group.recorder.take(number, operation, self.fields, 3)
+            record = group.recorder.take(number, operation, self.fields, ours)
             board = cast(Board, group.status)  # there is one with the engine
             if record.caller is not board.caller or operation != board.operation:
                 board.write_text(record)
             status = self.kernel(self.block, record.address, number)
             if status:
                 self.go_on(status, timeout)
+            if then is not None and self.unlike:
+                if not status:  # the kernel has told that it is over
+                    record.begin()
+                    board.enter(record)
+                then()
+                status = NOTED
         except BaseException as error:
             self._failed(record, error)
             raise
