@@ -50,6 +50,13 @@ def test_figures_are_those_of_the_files_of_measurements():
     assert [float(x) for x in shown] == [
         round(ratio, len(x.partition(".")[2])) for ratio, x in zip(measured, shown, strict=True)
     ]
+    (shown,) = re.findall(r"share none, .*?, it is (\S+) to (\S+) and (\S+) to (\S+) times", text)
+    apart = json.loads((files / "allreduce-far.json").read_text())["states"]["far"]["rows"]
+    assert [float(x) for x in shown] == [
+        round(edge(row["ratios"][way]["best"] for row in apart), 1)
+        for way in ("plan", "shared")
+        for edge in (min, max)
+    ]
     lines = json.loads((files / "network.json").read_text())["cases"]
     alone = [c for c in lines if c["mbit"] == 1000 and "ring" in c["seconds"]]
     filled = max(case["line_seconds"] / case["seconds"]["ring"] for case in alone)
