@@ -42,7 +42,7 @@ NAMES_OF_OTHERS = {
     "DeprecationWarning", "LD_LIBRARY_PATH", "MPI_Comm_accept", "MPI_Comm_connect", "MPI_Comm_join",
     "MPI_Recv", "MPI_Send", "MPI_THREAD_MULTIPLE",
     "NCCL_DEBUG", "OMPI_MCA_btl_tcp_if_include", "PBS_NODEFILE", "PreemptParameters",
-    "SLURM_NODEID", "SyncReplicasOptimizer", "TPU_VISIBLE_CHIPS",
+    "SLURM_NODEID", "SyncReplicasOptimizer", "THP_MEM_ALLOC_ENABLE", "TPU_VISIBLE_CHIPS",
     "XLA_PYTHON_CLIENT_MEM_FRACTION", "_register_builtin_comm_hook", "apply_indexed_slices_grad",
     "exp_1", "pure_callback", "send_user_signal", "set_per_process_memory_fraction",
     "take_indexed_slices_grad",

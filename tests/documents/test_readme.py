@@ -38,7 +38,7 @@ def test_figures_are_those_of_the_files_of_measurements():
     node = json.loads((files / "allreduce-2-ranks.json").read_text())
     sentence = (
         r"through a plan is (\S+) \(.*?\) to (\S+) times .* `shared_empty` (\S+) to (\S+) times, "
-        r".* GB/s; at .* it is (\S+) to (\S+) and (\S+) to (\S+) times"
+        r".* GB/s; at .*? it is (\S+) to (\S+) and (\S+) to (\S+) times"
     )
     (shown,) = re.findall(sentence, text)
     measured = [
