@@ -508,7 +508,7 @@ def test_a_meeting_that_one_replica_does_not_come_to_does_not_wait_for_ever(worl
         began = time.monotonic()
         with pytest.raises(cc.CollectiveError):
             strategy.run(step)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 18  # on busy cores; without it a wait may take 20
         with pytest.raises(cc.CollectiveError, match="not usable any more"):
             strategy.run(lambda: None)
 

@@ -136,7 +136,8 @@ def test_a_forked_child_writes_nothing(tmp_path):
                 os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     timeline.stop()
-    assert [event["name"] for event in slices(path)] == ["parent"]
+    # It may have been open when the file was written, and have an end of its own.
+    assert [event["name"] for event in slices(path) if event["ph"] != "E"] == ["parent"]
 
 
 def test_a_slice_costs_little(tmp_path, caplog):
