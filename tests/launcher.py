@@ -71,6 +71,17 @@ def mpirun_path(python: str = sys.executable) -> str:
     return found
 
 
+def library_beside(name: str) -> tuple[Path, dict[str, str]] | None:
+    """Another MPI library, "mpich" or "impi", that `make` puts into the environment.
+
+    Its launcher, and the variables by which mpi4py loads it; None where it is not.
+    """
+    home = Path(sys.prefix) / name
+    launcher = home / "bin" / "mpiexec"
+    found_by = {"MPI4PY_LIBMPI": str(home / "lib" / "libmpi.so.12")}
+    return (launcher, found_by) if launcher.exists() else None
+
+
 def run(command: list[str], *, timeout: float, cwd: Path = ROOT, **extra: str) -> Result:
     """Run a command in a process group of its own; past `timeout` seconds all of it is killed."""
     process = subprocess.Popen(

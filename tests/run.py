@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import reports
-from launcher import MPI_ENVIRONMENT, ROOT, STORING, WORLD_SIZES, mpirun_path, run
+from launcher import MPI_ENVIRONMENT, ROOT, STORING, WORLD_SIZES, library_beside, mpirun_path, run
 from requirements import required
 
 OUT = ROOT / "out"
@@ -141,14 +141,12 @@ def second_libraries() -> tuple[list[Library], set[str]]:
     """Those that are there beside the first; which are not, none of which may be required."""
     found, absent = [], set()
     for name in ("mpich", "impi"):
-        home = Path(sys.prefix) / name
-        mpiexec = home / "bin" / "mpiexec"
-        if mpiexec.exists():
-            found_by = {"MPI4PY_LIBMPI": str(home / "lib" / "libmpi.so.12")}
-            found.append(Library(f"-{name}", str(mpiexec), found_by, SECOND_SIZES, SECOND_FILES))
+        if there := library_beside(name):
+            launcher, found_by = there
+            found.append(Library(f"-{name}", str(launcher), found_by, SECOND_SIZES, SECOND_FILES))
             continue
         if required(name):
-            sys.exit(f"UNISONO_REQUIRE names {name}, but there is none in {home}")
+            sys.exit(f"UNISONO_REQUIRE names {name}, but there is none in {sys.prefix}/{name}")
         absent.add(name)
     return found, absent
 

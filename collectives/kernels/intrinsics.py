@@ -124,15 +124,21 @@ def stream(dest: int, source: int, nbytes: int) -> None:
     _copy_few(dest + whole, source + whole, nbytes - whole)
 
 
+def _x86(builder: Any, name: str) -> bool:
+    """Write an instruction of x86 without operands, by LLVM's name; False on other processors."""
+    if not builder.module.triple.startswith(("x86_64", "i686")):
+        return False
+    kind = ir.FunctionType(ir.VoidType(), [])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), [])
+    return True
+
+
 @intrinsic
 def fence(typingctx: Any) -> Any:
     """Order what was streamed before what is stored after (x86-64; ARM64 needs nothing)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if builder.module.triple.startswith(("x86_64", "i686")):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            name = "llvm.x86.sse.sfence"
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+        _x86(builder, "sse.sfence")
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -147,11 +153,7 @@ def drain(typingctx: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if builder.module.triple.startswith(("x86_64", "i686")):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            name = "llvm.x86.sse2.mfence"
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
-        else:
+        if not _x86(builder, "sse2.mfence"):
             builder.fence("seq_cst")
         return context.get_dummy_value()
 
@@ -246,12 +248,7 @@ def pause(typingctx: Any) -> Any:
     """Tell the processor that this is a wait, so that it leaves its resources to others."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        triple = builder.module.triple
-        if triple.startswith(("x86_64", "i686")):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause")
-            builder.call(hint, [])
-        elif triple.startswith("aarch64"):
+        if not _x86(builder, "sse2.pause") and builder.module.triple.startswith("aarch64"):
             kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
             hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
             builder.call(hint, [ir.Constant(ir.IntType(32), 1)])

@@ -237,7 +237,7 @@ class Engine:
         rank has read; 0 if not measured.
         """
         way = "plain" if self._state[words.WAY] == words.PLAIN else "streaming"
-        return way, 0 if self._state[words.FIXED] else int(self._state[words.LINE])
+        return way, 0 if self._state[words.FIXED] else int(self._state[words.LINE_NS])
 
     def agree(self, digest: int, deadline: Deadline) -> bool:
         """Wait for all ranks; tell whether they bring the same digest of their call."""

@@ -44,7 +44,7 @@ class _AddressPlan(ABC):
     # Address of two words that are to have the addresses of the arrays, if `repeat` makes the call.
     arrays = 0
 
-    # Callers that are no user's: `Group.begin`, `run`, `again`, and the operation.
+    # Callers that are no user's: `Group.begin` or `repeat`, `run`, `again`, and the operation.
     ours = 4
 
     def __init__(self, call: Call, shape: tuple[int, ...] | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -505,10 +504,8 @@ def test_a_meeting_that_one_replica_does_not_come_to_does_not_wait_for_ever(worl
 
         if comm.size == 1:
             return
-        began = time.monotonic()
-        with pytest.raises(cc.CollectiveError):
+        with pytest.raises(cc.CollectiveTimeout, match="no answer within 1 s"):
             strategy.run(step)
-        assert time.monotonic() - began < 18  # on busy cores; without it a wait may take 20
         with pytest.raises(cc.CollectiveError, match="not usable any more"):
             strategy.run(lambda: None)
 

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from launcher import mpirun, mpirun_path, run
+from launcher import mpirun, mpirun_path, run, written
 from requirements import require
 
 FAULT_TOLERANT = ("--with-ft", "ulfm")
@@ -73,9 +73,20 @@ def left_in_memory():
     return {name for name in names if not os.path.exists(f"/proc/{name.split('-')[1]}")}
 
 
+# A rank that hears of nothing. In such a job mpirun ends without it.
+COMPUTING = """
+    import os, time
+
+    def compute():
+        launcher = os.getppid()
+        while os.getppid() == launcher:
+            time.sleep(0.1)
+        os._exit(0)
+"""
+
+
 def start(tmp_path, text, size, *arguments, timeout=60, **extra):
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(text))
+    program = written(tmp_path, COMPUTING, text)
     extra = {"UNISONO_RECORDER_DIR": str(tmp_path / "records"), **extra}
     return mpirun(size, program, *arguments, options=FAULT_TOLERANT, timeout=timeout, **extra)
 
@@ -117,11 +128,8 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit(tmp_path):
         comm.barrier()
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if comm.rank == 2:  # computes, and hears of nothing
-            launcher = os.getppid()
-            while os.getppid() == launcher:  # which, in such a job, does not end those that compute
-                time.sleep(0.1)
-            os._exit(0)
+        if comm.rank == 2:
+            compute()
         try:
             comm.barrier()
         except cc.PeerFailure:
@@ -156,7 +164,7 @@ def test_a_rank_that_has_ended_its_program_is_named_as_elsewhere(tmp_path):
 
 # Of four processes three are the world; nobody can ask them where they are.
 SOME = """
-    import os, signal, sys, time
+    import os, signal
     import collectives as cc
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == 3:
@@ -170,11 +178,8 @@ SOME = """
 @pytest.mark.parametrize("operation", ["agreed(True, ", "shrink("])
 def test_in_a_world_of_some_processes_a_meeting_has_its_limit(tmp_path, operation):
     text = f"""{SOME}
-    if comm.rank == 2:  # computes, and hears of nothing
-        launcher = os.getppid()
-        while os.getppid() == launcher:
-            time.sleep(0.1)
-        os._exit(0)
+    if comm.rank == 2:
+        compute()
     comm.{operation}timeout=2)
     """
     result = start(tmp_path, text, 4, timeout=110)

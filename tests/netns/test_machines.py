@@ -14,24 +14,13 @@ from pathlib import Path
 import pytest
 
 from launcher import ROOT
-from namespaces import NamespaceCluster, why_not
-from requirements import needs, require
+from requirements import needs
 
 pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("machines")]
 
 CHECK = Path(__file__).with_name("check_algorithms.py")
 RUN_SECONDS = 60.0
 POLL_SECONDS = 0.02
-
-
-@pytest.fixture(scope="module")
-def two_machines():
-    """Machines m1 and m2."""
-    reason = why_not()
-    if reason is not None:
-        require("netns", reason)
-    with NamespaceCluster(2) as cluster:
-        yield cluster
 
 
 def until(what, true, seconds=RUN_SECONDS):

@@ -9,9 +9,8 @@ import time
 import pytest
 
 from launcher import ROOT
-from namespaces import NamespaceCluster, why_not
 from pairwise import also
-from requirements import needs, require
+from requirements import needs
 
 pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("machines")]
 
@@ -55,16 +54,6 @@ PROGRAMS = {
     "spare replicas": (("spare_replicas.py", "--replicas-to-aggregate", "4"), "worker 5: "),
     "parameter server": (("parameter_server.py", "--coordinator"), ""),
 }
-
-
-@pytest.fixture(scope="module")
-def three_machines():
-    """Machines m1, m2 and m3."""
-    reason = why_not()
-    if reason is not None:
-        require("netns", reason)
-    with NamespaceCluster(3) as cluster:
-        yield cluster
 
 
 def pull_the_cable(cluster, folder, over):

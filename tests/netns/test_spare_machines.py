@@ -7,8 +7,6 @@ import re
 import pytest
 
 from launcher import written
-from namespaces import NamespaceCluster, why_not
-from requirements import require
 from strategies.training import events
 
 pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("machines")]
@@ -37,16 +35,6 @@ def train(state):
 training.run_elastic(train, state, max_ranks=4)
 print("rank", comm.rank, zlib.crc32(weights), *machines, flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def three_machines():
-    """Machines m1, m2 and m3."""
-    reason = why_not()
-    if reason is not None:
-        require("netns", reason)
-    with NamespaceCluster(3) as cluster:
-        yield cluster
 
 
 def started(cluster, folder, faults):
