@@ -218,7 +218,7 @@ static void print(int fast, int kind, int size) {
         if (took[stores] && (least < 0 || took[stores] < took[least])) least = stores;
     if (least < 0) return;
     const Way found = best_way[fast][kind][size][least];
-    printf("%s 25 GB/s  %s %6zu KiB %9.1f us  chunk %zu KiB, ring %zu KiB%s%s;", fast ? "over " : "under", KIND[kind],
+    printf("%s %g GB/s  %s %6zu KiB %9.1f us  chunk %zu KiB, ring %zu KiB%s%s;", fast ? "over " : "under", LIMIT, KIND[kind],
            found.bytes >> 10, 1e6 * took[least], found.chunk >> 10, found.ring >> 10,
            found.ahead ? ", fetched ahead" : "", found.late ? ", own half late" : "");
     for (int stores = 0; stores < STORES; stores++)
