@@ -98,6 +98,24 @@ def test_skips_of_requirements_are_known_and_what_has_passed_is_left_out(outside
     assert cases.keys() - again.keys() == {f"{some}that_passes", f"{some}of_a_group[a@b]"}
 
 
+def test_a_group_of_tests_stays_together(tmp_path):
+    # What needs a machine for itself depends on it; a release of pytest ended it without a word.
+    (tmp_path / "test_some.py").write_text(
+        "import os, pathlib, time, pytest\n"
+        "@pytest.mark.xdist_group('machines')\n"
+        "@pytest.mark.parametrize('number', range(6))\n"
+        "def test_of_a_group(number):\n"
+        "    time.sleep(0.1)  # so that the other worker has nothing to do\n"
+        "    pathlib.Path(f'{number}.worker').write_text(os.environ['PYTEST_XDIST_WORKER'])\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup", "."]
+    done = run(command, timeout=100, cwd=tmp_path, UNISONO_TEST_WORLD="")
+    assert done.status == 0, done
+    workers = [file.read_text() for file in tmp_path.glob("*.worker")]
+    assert len(workers) == 6
+    assert len(set(workers)) == 1, workers
+
+
 def test_a_test_that_is_skipped_everywhere_says_what_it_requires_or_is_a_fault():
     cases = [
         Case("alone", "a::needs_four[2 threads]", "skipped"),
