@@ -121,10 +121,11 @@ def main() -> int:
         named = {"machines": machines, "ranks_per_machine": ranks, "mbit": options.mbit}
         layouts = [old for old in layouts if not named.items() <= old.items()]
         burst = BURST_BYTES if options.mbit > 100 else SLOW_BURST_BYTES
-        layouts.append(named | {"burst": burst} | json.loads(job.stdout))
+        measured = named | {"burst": burst} | json.loads(job.stdout)
+        layouts.append(measured)
         write(options.json, layouts)  # also if what follows fails
-        simulate(layouts[-1])
-        print(table(layouts[-1]), flush=True)
+        simulate(measured)
+        print(table(measured), flush=True)
         write(options.json, layouts)
     print(accuracy(layouts))
     print(choices(layouts))
