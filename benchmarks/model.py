@@ -10,9 +10,13 @@ those of earlier runs that are not made again, at the same rate; with `--layouts
 simulated again. A job of each layout measures the links as `python -m collectives tune` does, goes
 by them, and then times whole calls at all `SIZES`, by "auto" and by every algorithm, in turns, so
 that other work on this machine meets all of them. The kernel lets a line that was idle pass a burst
-at once, of 256 KiB at 1 Gbit/s. Before each call that is timed, ranks send each other what uses it
+at once, of 16 KiB at 1 Gbit/s. Before each call that is timed, ranks send each other what uses it
 up, and calls of small arrays are timed several at a time; what lines save within a call is
 simulated (`Cluster.burst`).
+
+Before the layouts, it is measured how ranks wait that share a core (`shared_host.py`, half a
+minute), and in each job what a byte of a shaped line costs the cores, and what Python takes for
+each algorithm besides its messages (`simulation.instant`): the simulation is told so.
 
 All sizes are gone through `PASSES` times, and what a call takes is the median of its passes; how
 far these are apart is how well a time repeats, and no prediction can be nearer (`repeats`: the
@@ -23,14 +27,14 @@ A row is one layout and one size; "auto" is right there if what it does takes at
 the fastest call. That is timed twice, as "auto" and by its name, and the better time counts, so
 that one disturbance is no wrong choice; what travels with the comparison has no name. A time is the
 slowest rank's, arrays are reduced in place. All of it is simulated, too: whole calls, on the cores
-that the ranks share, over links that two ranks have measured while the others slept, and with what
-Python takes for each algorithm besides its messages (`simulation.instant`). How far off that was is
-printed for each layout and size, and for long arrays by algorithm.
+that the ranks share, over links that two ranks have measured while the others slept. How far off
+that was is printed for each layout and size, and for long arrays by algorithm.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -50,7 +54,7 @@ from collectives.operations import compare
 from collectives.tools import plot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from collectives.algorithms.layout import Layout
     from collectives.communicator import Communicator
@@ -82,6 +86,9 @@ SLOW_BURST_BYTES, BURST_BYTES = 4 << 10, 16 << 10
 MOST_CALLS, CALLS_BYTES = 8, 32 << 10
 LEAST_ROUNDS = 3
 
+# For how long two ranks that exchange arrays are watched, and bytes of such an array.
+COPYING_SECONDS, COPIED_BYTES = 2.0, 4 << 20
+
 # How often each size is measured, and how often more where the cores were not the job's own: others
 # used more than a share of them.
 PASSES, MORE_PASSES, BUSY = 3, 2, 0.1
@@ -98,6 +105,8 @@ def main() -> int:
     if options.rank:
         return rank_main(options.seconds)
 
+    import shared_host
+
     from namespaces import NamespaceCluster, why_not
 
     reason = why_not()
@@ -109,6 +118,7 @@ def main() -> int:
         simulate(layout)
     write(options.json, layouts)
     wanted = [each.split("x") for each in options.layouts.split(",") if each]
+    host = shared_host.measured() if wanted else []
     for machines, ranks in (map(int, each) for each in wanted):
         with NamespaceCluster(machines) as cluster:
             job = cluster.run(
@@ -122,6 +132,7 @@ def main() -> int:
         layouts = [old for old in layouts if not named.items() <= old.items()]
         burst = BURST_BYTES if options.mbit > 100 else SLOW_BURST_BYTES
         measured = named | {"burst": burst} | json.loads(job.stdout)
+        measured["waits"] = shared_host.waits(host, yields=not measured["polls"])
         layouts.append(measured)
         write(options.json, layouts)  # also if what follows fails
         simulate(measured)
@@ -140,7 +151,8 @@ def earlier(file: Path | None) -> list[dict[str, Any]]:
     if file is None or not file.exists():
         return []
     layouts = json.loads(file.read_text())["layouts"]
-    return [each for each in layouts if {*NAMES, "burst", "pairs", "polls"} <= each.keys()]
+    needed = {*NAMES, "burst", "pairs", "waits", "copying", "python"}
+    return [each for each in layouts if needed <= each.keys()]
 
 
 def write(file: Path | None, layouts: list[dict[str, Any]]) -> None:
@@ -154,8 +166,9 @@ def write(file: Path | None, layouts: list[dict[str, Any]]) -> None:
 def spent() -> tuple[float, float]:
     """Return the seconds that all programs of this machine have had cores for, and this one has."""
     with open("/proc/stat") as file:
-        user, nice, system, _, _, _, _, steal = map(int, file.readline().split()[1:9])
-    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK"), time.process_time()
+        user, nice, system, _, _, *interrupts, steal = map(int, file.readline().split()[1:9])
+    ticks = user + nice + system + sum(interrupts) + steal
+    return ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 def table(layout: dict[str, Any]) -> str:
@@ -176,8 +189,9 @@ def table(layout: dict[str, Any]) -> str:
 def simulate(layout: dict[str, Any]) -> None:
     """Simulate what was measured, over the links that were."""
     from collectives.links import Link, Machine
-    from collectives.simulation import calls, instant
+    from collectives.simulation import calls
     from collectives.simulation.cluster import Cluster
+    from collectives.simulation.hosts import Waiting, Waits
 
     machine = Machine(*(Link(*link) for link in layout["pairs"]))
     machines = layout["machines"]
@@ -188,12 +202,11 @@ def simulate(layout: dict[str, Any]) -> None:
         burst=layout["burst"],
         cores=layout["cores"],
         nodes_per_host=machines,
+        waits=Waits(*(Waiting(*each) for each in layout["waits"])),
+        copying=layout["copying"],
     )
     by_nodes = compare.by_nodes(cluster.layout)
-    python = {
-        name: instant.seconds(name, cluster.layout, cluster.leaders())
-        for name in selection.estimate("allreduce", 4, cluster.layout)
-    }
+    python = layout["python"]
     for size in layout["sizes"]:
         how = {"by_nodes": by_nodes, "calls": several(size["bytes"])}
         names = {name for name, _, _ in size["times"]} - {"auto"}
@@ -307,19 +320,77 @@ def by_pairs(comm: Communicator, seconds: float) -> Machine:
     from collectives import links
     from collectives.tools import measure
 
-    first = {node: rank for rank, node in reversed([*enumerate(comm.allgather([comm.node_rank]))])}
     found: dict[str, Link] = {}
-    for two in ((0, first.get(1)), (0, 1 if comm.allgather([comm.node_rank])[1] == 0 else None)):
-        if None in two:
-            continue
-        pair = comm.split(0 if comm.rank in two else None)
-        if pair is not None:
-            with pair:
+    for two in (between_machines(comm), inside_a_machine(comm)):
+        with as_pair(comm, two) as pair:
+            if pair is not None:
                 found |= measure.measure(measure.Clock(pair), seconds)
-        comm.barrier()
     found = comm.broadcast_object(found)
     changes = {name: link._asdict() for name, link in found.items()}
     return links.overridden(links.defaults(), changes, "measured").machine
+
+
+def between_machines(comm: Communicator) -> tuple[int, ...]:
+    """Return rank 0 and the first one of another machine."""
+    return 0, comm.allgather([comm.node_rank]).tolist().index(1)
+
+
+def inside_a_machine(comm: Communicator) -> tuple[int, ...]:
+    """Return rank 0 and the next one of its machine; nobody if there is none."""
+    return (0, 1) if comm.allgather([comm.node_rank])[1] == 0 else ()
+
+
+@contextlib.contextmanager
+def as_pair(comm: Communicator, ranks: Sequence[int]) -> Iterator[Communicator | None]:
+    """Give some ranks a communicator of their own, for whose time the others sleep."""
+    chosen = comm.split(0 if comm.rank in ranks else None)
+    with chosen or contextlib.nullcontext():
+        yield chosen
+    comm.barrier()
+
+
+def copying(comm: Communicator) -> float:
+    """Return the seconds of a core that a byte between machines costs each of its two programs.
+
+    By what all cores do while two ranks exchange arrays, beyond what they do while these sleep. The
+    two look for their messages seldom, so that waiting costs little.
+    """
+    taken, copied = 0.0, 0
+    with as_pair(comm, between_machines(comm)) as pair:
+        if pair is not None:
+            (idle, _), began = spent(), time.perf_counter()
+            time.sleep(COPYING_SECONDS)
+            idle = (spent()[0] - idle) / (time.perf_counter() - began)
+            pair.barrier()
+            (before, _), began = spent(), time.perf_counter()
+            while pair.broadcast(np.array(time.perf_counter() - began)) < COPYING_SECONDS:
+                exchange(pair)
+                copied += 2 * COPIED_BYTES
+            taken = spent()[0] - before - idle * (time.perf_counter() - began)
+    return float(comm.broadcast(np.array(max(0.0, taken) / max(1, 2 * copied))))
+
+
+def exchange(pair: Communicator) -> None:
+    """Send an array to the other rank and receive one, with a look in every millisecond."""
+    transport, other = pair.transport, 1 - pair.rank
+    sent, received = np.zeros(COPIED_BYTES, np.uint8), np.empty(COPIED_BYTES, np.uint8)
+    pending = [transport.start_receive(received, other), transport.start_send(sent, other)]
+    while pending := [message for message in pending if not message.done()]:
+        time.sleep(1e-3)
+
+
+def by_python(comm: Communicator) -> dict[str, list[float]]:
+    """Return what each algorithm takes of each rank's processor, besides its messages."""
+    from collectives.simulation import instant
+    from collectives.simulation.cluster import Cluster
+
+    leaders = Cluster(comm.size, comm.num_nodes).leaders()
+    names = selection.estimate("allreduce", 4, comm.layout)
+    found = {}
+    if comm.rank == 0:
+        found = {name: instant.seconds(name, comm.layout, leaders) for name in names}
+    comm.barrier()
+    return found
 
 
 def rank_main(seconds: float) -> int:
@@ -337,6 +408,7 @@ def rank_main(seconds: float) -> int:
         file = Path(folder) / "links.json"
         found = measure.measure(clock, seconds / 5)
         pairs = by_pairs(world, seconds / 15)
+        costs = {"copying": copying(world), "python": by_python(world)}
         if world.rank == 0:
             tuned.write(file, found, {})
         chosen = replace(settings.from_environment(), tuned=str(file))  # rank 0's counts
@@ -355,7 +427,7 @@ def rank_main(seconds: float) -> int:
         machine = [list(link) for link in comm.settings.links.machine]
         polls = os.environ.get("OMPI_MCA_mpi_yield_when_idle") != "1"  # noqa: SIM112
         facts = {"pairs": pairs, "polls": polls, "cores": len(os.sched_getaffinity(0))}
-        print(json.dumps({"links": links, "machine": machine, **facts, "sizes": sizes}))
+        print(json.dumps({"links": links, "machine": machine, **facts, **costs, "sizes": sizes}))
     return 0
 
 

@@ -31,6 +31,9 @@ from typing import Any
 
 import numpy as np
 
+from collectives.simulation.cluster import POLLING, YIELDING
+from collectives.simulation.hosts import Waiting, Waits
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "netns")]
 
@@ -50,24 +53,50 @@ def main() -> int:
     if options.rank:
         return rank_main()
 
-    from namespaces import NamespaceCluster, why_not
+    from namespaces import why_not
 
     reason = why_not()
     if reason is not None:
         print(f"benchmarks/shared_host.py: {reason}", file=sys.stderr)
         return 1
+    figures = measured()
+    for each in figures:
+        print(json.dumps(each))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def measured() -> list[dict[str, Any]]:
+    """Return the figures of all jobs."""
+    from namespaces import NamespaceCluster
+
     figures = []
     for machines, ranks in ((2, 1), (8, 1), (4, 2)):
         with NamespaceCluster(machines) as cluster:
             job = cluster.run(ranks, __file__, "--rank", timeout=JOB_SECONDS)
         if job.status != 0:
-            print(job.stdout + job.stderr, file=sys.stderr)
-            return 1
+            raise RuntimeError(job.stdout + job.stderr)
         figures.append({"machines": machines, "ranks": ranks, **json.loads(job.stdout)})
-        print(json.dumps(figures[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0
+    return figures
+
+
+def waits(figures: list[dict[str, Any]], *, yields: bool) -> Waits:
+    """Return how ranks wait that share the cores of the machine of these figures.
+
+    Looks are as measured: those of a wait that goes on, or where each of them gives the core away.
+    All else is that of the machine whose waits `simulation.cluster` has, by how much longer ranks
+    poll here.
+    """
+    look = statistics.mean(
+        each["look us"]["first" if each["yields"] else "later"] for each in figures
+    )
+    polls = statistics.mean(each["polls us"]["python"] for each in figures if not each["yields"])
+    slower = 1e-6 * polls / POLLING.python.polls
+    return Waits(*(
+        Waiting(each.polls * slower, 1e-6 * look, each.resume * slower)
+        for each in (YIELDING if yields else POLLING)
+    ))  # fmt: skip
 
 
 def rank_main() -> int:
