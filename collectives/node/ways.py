@@ -21,7 +21,9 @@ __all__ = [
 # Bytes of a slot: large, so that ranks wait for each other seldom, but a rank's two stay in its
 # level 2 cache. Time of a private all-reduce over that of all ranks copying as much, 2 ranks, for
 # slots of 256 KiB, 512 KiB, 1 MiB, 2 MiB: arrays of 1 MiB 1.95 1.91 2.15 2.12, of 2 MiB 1.96 1.78
-# 1.60 2.27, of 4 MiB 2.14 1.82 1.74 1.84, of 16 MiB 1.99 1.93 1.94 2.12.
+# 1.60 2.27, of 4 MiB 2.14 1.82 1.74 1.84, of 16 MiB 1.99 1.93 1.94 2.12. Where that cache has 512
+# KiB (near cores of a Zen 3), over the time with slots of 512 KiB, for 64 KiB, 128 KiB, 256 KiB,
+# 1 MiB: of 1 MiB 1.42 1.24 1.03 1.10, of 4 MiB 1.28 1.13 0.96 1.16, of 16 MiB 0.98 0.94 0.92 1.12.
 SLOT_BYTES = 1 << 19
 
 # Bytes of an array up to which every rank adds everything itself, with one wait instead of two. One
