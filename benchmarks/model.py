@@ -78,7 +78,7 @@ MEDIAN_ERROR, WORST_ERROR = 0.10, 0.25
 SHARES = [1, 1, 1, 1, 1, 2, 4, 6]
 
 # Seconds of a job beyond those that it may measure.
-JOB_SECONDS = 120.0
+JOB_SECONDS = 240.0
 
 # The burst of a line (`namespaces`), up to 100 Mbit/s and beyond; of how many calls, or bytes, a
 # time is the mean; and how often each is timed at least.

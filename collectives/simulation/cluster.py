@@ -29,7 +29,8 @@ YIELDING = Waits(
 )
 
 # Seconds of a core for a byte over TCP, of each program: 0.3 ns where nothing shapes the lines.
-# Over lines of 1 Gbit/s bytes go in smaller parts, and 0.5 to 1 fit the times of whole arrays.
+# Over lines of 1 Gbit/s bytes go in smaller parts, and 0.5 to 1 fit the times of whole arrays; on a
+# Zen 3 2.3 to 2.5 are measured there (`benchmarks/model.py`).
 COPYING = 7e-10
 
 # Standard deviations over a mean for which a gamma distribution can be drawn from.
