@@ -372,10 +372,11 @@ def copying(comm: Communicator) -> float:
 
 def exchange(pair: Communicator) -> None:
     """Send an array to the other rank and receive one, with a look in every millisecond."""
-    transport, other = pair.transport, 1 - pair.rank
+    transport, other, deadline = pair.transport, 1 - pair.rank, pair.deadline("model")
     sent, received = np.zeros(COPIED_BYTES, np.uint8), np.empty(COPIED_BYTES, np.uint8)
     pending = [transport.start_receive(received, other), transport.start_send(sent, other)]
     while pending := [message for message in pending if not message.done()]:
+        deadline.check(transport, pending, transport.culprit)
         time.sleep(1e-3)
 
 
