@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import public_names  # noqa: E402
+import sidebar  # noqa: E402
 from collectives.version import __version__  # noqa: E402
 
 project = "Unisono"
@@ -53,5 +54,6 @@ public_names.write(ROOT / "docs" / "api")
 
 
 def setup(app: Sphinx) -> None:
-    """Read docstrings as we write them, before napoleon does."""
+    """Read docstrings as we write them, before napoleon does; make sidebars before the theme."""
     app.connect("autodoc-process-docstring", public_names.sentences, priority=400)
+    app.connect("html-page-context", sidebar.Sidebar(), priority=400)

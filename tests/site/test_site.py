@@ -15,7 +15,7 @@ import pytest
 from launcher import ROOT
 from requirements import needs, require
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("site")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("site")]
 
 # Of each kind of page one, which is looked at in both colour schemes; the others in one of them.
 IN_BOTH = {"index", "operations", "algorithms", "errors", "benchmarks/README", "api/collectives"}
@@ -39,7 +39,7 @@ def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
     built = subprocess.run(
-        [*command, str(ROOT / "docs"), str(folder)], capture_output=True, text=True, timeout=240
+        [*command, str(ROOT / "docs"), str(folder)], capture_output=True, text=True, timeout=540
     )
     assert built.returncode == 0, built.stderr
     return folder
