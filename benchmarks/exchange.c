@@ -27,7 +27,7 @@ enum { SIZES = 6, MOST_CALLS = 400, HANDED = 1 << 19, LARGEST = 64 << 20 };
 static const char *KIND[] = {"allreduce", "broadcast", "gather", "allgather"};
 static const char *STORED[] = {"plain", "slots streamed", "result streamed", "both streamed"};
 static const size_t BYTES[SIZES] = {64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
-static const size_t CHUNKS[] = {16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10};
+static const size_t CHUNKS[] = {16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10};
 static const size_t RINGS[] = {256 << 10, 512 << 10, 1 << 20, 4 << 20};
 #ifndef LIMIT
 #define LIMIT 25. /* GB/s */
@@ -201,7 +201,7 @@ static int drawn(int below) { return rand() / (RAND_MAX + 1.0) * below; }
 static void try_one(int kind) {
     const int size = drawn(SIZES), c = drawn(sizeof CHUNKS / sizeof *CHUNKS), r = drawn(sizeof RINGS / sizeof *RINGS);
     const int stores = drawn(kind == ALLREDUCE ? RESULT : STORES), joins = kind == GATHER || kind == ALLGATHER;
-    if (CHUNKS[c] > BYTES[size] >> joins || (r && RINGS[r - 1] >= 2 * BYTES[size])) return;
+    if (CHUNKS[c] > RINGS[r] || CHUNKS[c] > BYTES[size] >> joins || (r && RINGS[r - 1] >= 2 * BYTES[size])) return;
     way = (Way){kind, stores, joins && drawn(2), BYTES[size], CHUNKS[c], RINGS[r], drawn(2) * 4096};
     const int fast = is_fast();
     const double took = seconds();

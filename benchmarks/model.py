@@ -109,15 +109,16 @@ def main() -> int:
 
     from namespaces import NamespaceCluster, why_not
 
-    reason = why_not()
-    if reason is not None:
-        print(f"benchmarks/model.py: {reason}", file=sys.stderr)
-        return 1
+    wanted = [each.split("x") for each in options.layouts.split(",") if each]
     layouts = earlier(options.json)
+    if not wanted and not layouts:
+        sys.exit("benchmarks/model.py: expected --layouts, or a --json of an earlier run")
+    reason = why_not() if wanted else None
+    if reason is not None:
+        sys.exit(f"benchmarks/model.py: {reason}")
     for layout in layouts:
         simulate(layout)
     write(options.json, layouts)
-    wanted = [each.split("x") for each in options.layouts.split(",") if each]
     host = shared_host.measured() if wanted else []
     for machines, ranks in (map(int, each) for each in wanted):
         with NamespaceCluster(machines) as cluster:
@@ -147,12 +148,17 @@ NAMES = ("mbit", "machines", "ranks_per_machine")
 
 
 def earlier(file: Path | None) -> list[dict[str, Any]]:
-    """Return the layouts of an earlier run, but for those that say too little to be compared."""
+    """Return the layouts of an earlier run, which are written again: none may be lost."""
     if file is None or not file.exists():
         return []
-    layouts = json.loads(file.read_text())["layouts"]
+    layouts: list[dict[str, Any]] = json.loads(file.read_text())["layouts"]
     needed = {*NAMES, "burst", "pairs", "waits", "copying", "python"}
-    return [each for each in layouts if needed <= each.keys()]
+    if lacks := {name for each in layouts for name in needed - each.keys()}:
+        sys.exit(
+            f"benchmarks/model.py: expected layouts that this version can simulate, but {file} is "
+            f"of an earlier one, which did not measure {', '.join(sorted(lacks))}; name another"
+        )
+    return layouts
 
 
 def write(file: Path | None, layouts: list[dict[str, Any]]) -> None:
