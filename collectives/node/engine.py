@@ -110,7 +110,7 @@ Rows = Sequence[tuple[int, int, int, int]]
 def compile_ahead() -> None:
     """Let another process compile the kinds of calls that were never made on this machine."""
     # First what the first calls of most programs do not need.
-    ahead.compile_ahead(_ROUNDS, "pipelined", "shared", "flow", "publish", "one_shot")
+    ahead.compile_ahead(_ROUNDS, "pipelined", "direct", "shared", "flow", "publish", "one_shot")
 
 
 class Work(NamedTuple):
@@ -262,7 +262,7 @@ class Engine:
         converts = fill is not None or save is not None
         kind = ways.way(send.nbytes, self.size, crowded=self._crowded, converts=converts)
         kind = kind if place is None else "shared"
-        has_behind = kind == "one_shot" and self.size == 2
+        has_behind = kind in ("one_shot", "direct") and self.size == 2
         last = behind_name(send.dtype, op.value) if has_behind else None
         needed = [(_ROUNDS, kind), fill, start, add, save, last]
         machine_code.prepare([name for name in needed if name is not None])

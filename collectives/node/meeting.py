@@ -22,8 +22,8 @@ from collectives.kernels.intrinsics import (
 from collectives.node import words as w
 
 __all__ = [
-    "agreed", "alike", "announce", "begins", "end", "ends", "header", "next_round", "now", "slot",
-    "state", "wait", "wait_for",
+    "agreed", "alike", "all_say", "announce", "begins", "end", "ends", "header", "next_round",
+    "now", "slot", "state", "wait", "wait_for",
 ]  # fmt: skip
 
 _MONOTONIC = 1
@@ -188,6 +188,15 @@ def alike(block: Any) -> bool:
             own = load(header(block, rank) + 8 * (w.DETAILS + block[w.FIRST] % 2))
             block[w.UNLIKE] |= own != block[w.DETAIL]
     return block[w.UNLIKE] == 0
+
+
+@njit
+def all_say(block: Any, detail: int) -> bool:
+    """Look whether that is the detail of all ranks, which have agreed on the call."""
+    for rank in range(block[w.SIZE]):
+        if load(header(block, rank) + 8 * (w.DETAILS + block[w.FIRST] % 2)) != detail:
+            return False
+    return True
 
 
 @njit

@@ -52,20 +52,21 @@ def way(nbytes: float, ranks: int, *, crowded: bool = False, converts: bool = Fa
         crowded: whether they outnumber its cores.
         converts: whether numbers are divided or rounded beside being combined.
     """
-    most = ONE_SHOT_BYTES_CROWDED if crowded else ONE_SHOT_BYTES
     if ranks == 2 and not converts:
-        most = ONE_SHOT_BYTES_OF_TWO
+        return "one_shot" if nbytes <= ONE_SHOT_BYTES_OF_TWO else "direct"
+    most = ONE_SHOT_BYTES_CROWDED if crowded else ONE_SHOT_BYTES
     return "one_shot" if nbytes <= most else "pipelined"
 
 
 def reduce_seconds(nbytes: float, ranks: int, link: Link) -> float:
     """Return how long a reduction should take among ranks of one node.
 
-    One wait and P parts to read; or in slots, of which a rank combines its chunk.
+    One wait and P parts to read; or in slots, of which a rank combines its chunk, or all of two.
     """
-    if way(nbytes, ranks) == "one_shot":
+    kind = way(nbytes, ranks)
+    if kind == "one_shot":
         return link.alpha + nbytes * link.beta + (ranks - 1) * nbytes * link.gamma
-    slots = 2 * nbytes / SLOT_BYTES
+    slots = (1 if kind == "direct" else 2) * nbytes / SLOT_BYTES
     moved = 2 * nbytes * (ranks - 1) / ranks * link.beta
     return (1 + slots) * link.alpha + moved + nbytes * link.gamma
 

@@ -27,9 +27,9 @@ SPINS, YIELDS = 7, 8  # polls that spin, and polls that yield, before a wait giv
 # The call's:
 HASH = 9  # of the call's description
 SEND, OUT = 10, 11  # addresses of the contribution and the result; may be equal
-COUNT = 12  # elements (one_shot), bytes of the stream (publish, flow)
-BOUNDS = 13  # address of P + 1 offsets of the ranks' chunks (pipelined, shared)
-TAKE = 14  # which results this rank wants (pipelined): TAKE_NONE, TAKE_OWN or TAKE_ALL
+COUNT = 12  # elements (one_shot, direct), bytes of the stream (publish, flow)
+BOUNDS = 13  # address of P + 1 offsets of the ranks' chunks (pipelined, direct, shared)
+TAKE = 14  # which results this rank wants (pipelined, direct): TAKE_NONE, TAKE_OWN or TAKE_ALL
 TABLE = 15  # address of rows: what this rank wants (publish, flow), the ranks' arrays (shared)
 ROWS = 16  # rows of the table (publish, flow)
 ROUNDS = 17  # of the call (flow)
@@ -44,13 +44,17 @@ AT = 28  # parts of the round that have been read (flow)
 KEPT, KEPT_TO = 29, 30
 LONGEST = 31  # bytes of the longest stream of all ranks, rounded up (flow)
 STREAMS = 32  # whether all results are stored past the caches (flow)
-DETAIL = 33  # hash of what ranks may know differently without an error (publish, flow); 0: nothing
+# What ranks may know differently without an error; 0: nothing. A hash (publish, flow), or where the
+# result goes, IN_PLACE or ELSEWHERE (direct).
+DETAIL = 33
 UNLIKE = 34  # whether they did in the last call, in which nothing has moved then
-BEHIND = 35  # address of the loop that combines in place, with what comes before (one_shot)
+BEHIND = 35  # address of the loop that combines in place, with what comes before (one_shot, direct)
 NOTE = 36  # the engine's: address of the number and time in this rank's note (operations/status)
-WORDS = 37
+MET = 37  # rounds of the call before those in which arrays are handed over (direct)
+WORDS = 38
 
 TAKE_NONE, TAKE_OWN, TAKE_ALL = 0, 1, 2
+IN_PLACE, ELSEWHERE = 1, 2
 
 # Words of STATE.
 COUNTER = 0  # rounds so far

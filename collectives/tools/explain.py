@@ -30,6 +30,10 @@ _BAR = 30
 # How bytes are handed over on a node, by kind of call and by the setting of stores.
 _WAYS = {
     "one_shot": "one round (each rank combines all arrays)",
+    "direct": (
+        "slots (each rank combines all of both arrays; where one goes elsewhere than in place, a "
+        "chunk, and hands the result on)"
+    ),
     "pipelined": "chunks (each rank combines one and hands the result on)",
 }
 _STORED = {

@@ -91,6 +91,8 @@ def reductions(comm, x, op, root):
     yield comm.allreduce(x, op=op), every
     beside = np.empty(x.size + 2, x.dtype)[1:-1]  # begins in the middle of a line
     yield comm.allreduce(x, op=op, out=beside), every
+    memory = x.copy()
+    yield comm.allreduce(memory, op=op, out=beside if comm.rank else memory), every
     for memory in (np.empty_like(x), comm.shared_empty(x.size, x.dtype)):
         memory[...] = x
         yield comm.plan_allreduce(memory, op=op)(), every
@@ -132,16 +134,18 @@ def test_all_ranks_keep_the_same_nan_in_place_and_elsewhere(world):
     """Of several NaNs the order of operands decides, which a compiler may exchange."""
     if not world.shared:
         pytest.skip("about the node engine")
-    firsts = {"f4": 0x7FC00000, "f8": 0x7FF8 << 48}
-    ops = [cc.SUM, cc.PRODUCT, cc.MIN, cc.MAX]
+    firsts = {"f2": 0x7E00, oracle.BFLOAT16: 0x7FC0, "f4": 0x7FC00000, "f8": 0x7FF8 << 48}
 
     def check(comm):
-        for (dtype, first), op, count in itertools.product(firsts.items(), ops, [1, 15, 2061]):
-            x = np.full(count, first + comm.rank, "u" + dtype[1:]).view(dtype)
-            x = np.copysign(x, 1 - 2 * (comm.rank % 2)).astype(dtype)
+        for (name, first), op, count in itertools.product(firsts.items(), OPS, COUNTS[1::2]):
+            dtype = np.dtype(name)
+            sign = comm.rank % 2 << (8 * dtype.itemsize - 1)
+            x = np.full(count, sign + first + comm.rank, f"u{dtype.itemsize}").view(dtype)
             results = [comm.allreduce(x, op=op), comm.allreduce(x, op=op, out=np.empty_like(x))]
-            in_place = x.copy()
-            results.append(comm.allreduce(in_place, op=op, out=in_place))
+            for elsewhere in ([], [0], [comm.size - 1]):
+                memory = x.copy()
+                out = np.empty_like(x) if comm.rank in elsewhere else memory
+                results.append(comm.allreduce(memory, op=op, out=out))
             found = comm.allgather_object([result.tobytes() for result in results])
             assert len({bits for of_rank in found for bits in of_rank}) == 1, (dtype, op, count)
 
@@ -179,7 +183,8 @@ def test_explain_says_in_which_kind_of_call_arrays_are_reduced(world):
             for op, words in ((cc.SUM, plain), (cc.MEAN, converted or plain)):
                 x = np.zeros(nbytes // 8)
                 kernel = comm.node_engine.plan_allreduce(x, x, op, 1).kernel
-                kind = "one_shot" if "one round" in words else "pipelined"
+                kinds = {"one round": "one_shot", "slots": "direct", "chunks": "pipelined"}
+                kind = next(kind for word, kind in kinds.items() if word in words.partition("(")[0])
                 assert kernel is machine_code.function("collectives.node.rounds", kind), said
 
     world.run(check)

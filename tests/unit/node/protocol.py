@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["ARM64", "KINDS", "X86_64", "Wrong", "explore", "steps_of"]
+__all__ = ["ARM64", "KINDS", "OF_TWO", "X86_64", "Wrong", "explore", "steps_of"]
 
 X86_64, ARM64 = "x86-64", "ARM64"
 
@@ -99,7 +99,7 @@ class Rank:
         self.others = [other for other in self.everybody if other != rank]
         self.steps: list[Step] = []
         self.said: list[str] = []
-        self.number = self.first = self.puts = 0
+        self.number = self.first = self.met = self.puts = 0
         self.kind, self.is_streaming = "", False
 
     def call(self, kind: str) -> None:
@@ -120,37 +120,67 @@ class Rank:
 
     def pipelined(self, take_all: bool = True) -> None:
         self.announce(self.next_round(TURNS))
+        self.by_pieces(take_all)
+
+    def by_pieces(self, take_all: bool = True) -> None:
         self.contribute(0)
         for turn in range(TURNS):
-            self.wait("FILLED", self.first + turn)
+            self.wait("FILLED", self.numbered(turn))
             if turn == 0:
                 self.agreed()
             if turn + 1 < TURNS:
                 self.contribute(turn + 1)
             self.combine_piece(turn, take_all)
-            self.wait("READY", self.first + turn)
+            self.wait("READY", self.numbered(turn))
             if take_all:
                 self.collect(turn)
+
+    def direct(self) -> None:
+        """Let two ranks, both in place, hand over whole slots."""
+        self.meet()
+        for turn in range(TURNS):
+            self.fill(self.numbered(turn))
+            self.tell("FILLED", self.numbered(turn))
+            self.wait("FILLED", self.numbered(turn))
+            for rank in self.others:
+                self.read(rank, self.numbered(turn))
+
+    def elsewhere(self) -> None:
+        """Let two ranks, of which one is not in place, go on as `pipelined`."""
+        self.meet()
+        self.by_pieces()
+
+    def meet(self) -> None:
+        """Meet in a round of its own, before arrays are handed over."""
+        number = self.next_round(1 + TURNS)
+        self.announce(number)
+        self.tell("FILLED", number)
+        self.wait("FILLED", number)
+        self.agreed()
+        self.met = 1
+
+    def numbered(self, turn: int) -> int:
+        return self.first + self.met + turn
 
     def reduce_scatter(self) -> None:
         """Let every rank take its own part: `pipelined` with TAKE_OWN."""
         self.pipelined(take_all=False)
 
     def contribute(self, turn: int) -> None:
-        self.fill(self.first + turn, [False])
-        self.tell("FILLED", self.first + turn)
+        self.fill(self.numbered(turn), [False])
+        self.tell("FILLED", self.numbered(turn))
 
     def combine_piece(self, turn: int, take_all: bool) -> None:
         for rank in self.others:
-            self.read(rank, self.first + turn, [False])
+            self.read(rank, self.numbered(turn), [False])
         if take_all:
-            self.put(self.first + turn, "make", result=True)
-        self.tell("READY", self.first + turn)
+            self.put(self.numbered(turn), "make", result=True)
+        self.tell("READY", self.numbered(turn))
 
     def collect(self, turn: int) -> None:
         for rank in self.others:
             self.said.append("take")
-            self.load_slot(rank, self.first + turn, result=True)
+            self.load_slot(rank, self.numbered(turn), result=True)
         self.said.append("results")  # what that is for is in `shared`
 
     def shared(self) -> None:
@@ -210,6 +240,7 @@ class Rank:
     def next_round(self, rounds: int = 1) -> int:
         self.said.append("number")
         self.first = self.number + 1
+        self.met = 0
         self.number += rounds
         return self.first
 
@@ -287,11 +318,14 @@ class Rank:
 KINDS = {
     "one_shot": Rank.one_shot,
     "pipelined": Rank.pipelined,
+    "direct": Rank.direct,
+    "elsewhere": Rank.elsewhere,
     "reduce_scatter": Rank.reduce_scatter,
     "shared": Rank.shared,
     "publish": Rank.publish,
     "flow": Rank.flow,
 }
+OF_TWO = {"direct", "elsewhere"}
 
 
 def steps_of(kind: str) -> list[str]:
