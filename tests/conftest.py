@@ -23,7 +23,7 @@ import listed
 import pairwise
 import reports
 from collectives.algorithms.selection import ALGORITHMS
-from collectives.arrays.reduction import SUM
+from collectives.arrays.reduction import MEAN, SUM
 from collectives.communicator import from_mpi
 from collectives.settings import Settings, Stores
 from launcher import STORING, WORLD_SIZES
@@ -232,8 +232,8 @@ def pytest_sessionstart(session):
 
 
 def _first_calls(comm):
-    for count in (1, 1 << 20):
-        comm.allreduce(np.ones(count, np.float32), op=SUM)
+    for count, op in ((1, SUM), (1 << 20, SUM), (1 << 20, MEAN)):
+        comm.allreduce(np.ones(count, np.float32), op=op)
     shared = comm.shared_empty(1 << 20, np.float32)
     comm.allreduce(shared, op=SUM, out=shared)
 

@@ -185,5 +185,5 @@ def test_what_every_first_call_needs_is_compiled_before_the_tests(tmp_path):
     )  # fmt: skip
     assert done.status == 0, done
     files = [file.name for file in tmp_path.rglob("*.o")]
-    for kind in ("one_shot", "pipelined", "publish", "shared"):
+    for kind in ("one_shot", "direct", "pipelined", "publish", "shared"):
         assert any(name.startswith(f"rounds.{kind}") for name in files), (kind, files)
