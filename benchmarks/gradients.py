@@ -59,7 +59,7 @@ def main() -> None:
         (row,) = table["rows"]
         print(f"{state}, milliseconds")
         print_table(row)
-        if not options.work and "default" in row["ratios"]:  # all of it may have been elsewhere
+        if not options.work and "default" in row["ratios"]:  # its turns may all be near, or far
             ratio = row["ratios"]["default"]["each"]["grouped"]
             goals.append({"name": f"grouped, {state}: one call for each, Open MPI's default"})
             goals[-1] |= {"measured": ratio, "reach": GOALS[state]}

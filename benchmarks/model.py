@@ -109,18 +109,19 @@ def main() -> int:
 
     from namespaces import NamespaceCluster, why_not
 
-    wanted = [each.split("x") for each in options.layouts.split(",") if each]
-    layouts = earlier(options.json)
+    wanted = [tuple(map(int, each.split("x"))) for each in options.layouts.split(",") if each]
+    layouts = earlier(options.json, [(options.mbit, *each) for each in wanted])
     if not wanted and not layouts:
         sys.exit("benchmarks/model.py: expected --layouts, or a --json of an earlier run")
     reason = why_not() if wanted else None
     if reason is not None:
         sys.exit(f"benchmarks/model.py: {reason}")
     for layout in layouts:
-        simulate(layout)
+        if layout.keys() >= SIMULATED:
+            simulate(layout)
     write(options.json, layouts)
     host = shared_host.measured() if wanted else []
-    for machines, ranks in (map(int, each) for each in wanted):
+    for machines, ranks in wanted:
         with NamespaceCluster(machines) as cluster:
             job = cluster.run(
                 ranks, __file__, "--rank", "--seconds", str(options.seconds),
@@ -146,14 +147,20 @@ def main() -> int:
 
 NAMES = ("mbit", "machines", "ranks_per_machine")
 
+# What has to be known of a layout that is simulated.
+SIMULATED = {*NAMES, "burst", "pairs", "waits", "copying", "python"}
 
-def earlier(file: Path | None) -> list[dict[str, Any]]:
-    """Return the layouts of an earlier run, which are written again: none may be lost."""
+
+def earlier(file: Path | None, again: Sequence[tuple[int, ...]]) -> list[dict[str, Any]]:
+    """Return the layouts of an earlier run, which are written again: none may be lost.
+
+    Those that say too little to be simulated are there until they are measured `again`, by `NAMES`.
+    """
     if file is None or not file.exists():
         return []
     layouts: list[dict[str, Any]] = json.loads(file.read_text())["layouts"]
-    needed = {*NAMES, "burst", "pairs", "waits", "copying", "python"}
-    if lacks := {name for each in layouts for name in needed - each.keys()}:
+    kept = [each for each in layouts if tuple(each[name] for name in NAMES) not in again]
+    if lacks := {name for each in kept for name in SIMULATED - each.keys()}:
         sys.exit(
             f"benchmarks/model.py: expected layouts that this version can simulate, but {file} is "
             f"of an earlier one, which did not measure {', '.join(sorted(lacks))}; name another"

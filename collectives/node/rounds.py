@@ -57,11 +57,12 @@ _STREAMED_BYTES = 1 << 24
 
 # Bytes that two ranks hand over at a time, each adding all that the other brings: a slot, but less
 # of arrays that are longer than what their cores' caches keep of them. How many times as fast as
-# pipelined, in place, two cores of a Zen 3 that share a cache / that share none, by whole slots:
-# 512 KiB 1.19 / 1.0 to 1.5, 1 MiB 1.09 / 1.10, 4 MiB 1.10 to 1.17 / 1.12, 8 MiB 1.07 to 1.15 /
-# 1.00 to 1.18, 16 MiB 0.94 to 0.98 / 1.04; by 128 KiB: 4 MiB 0.87 / 0.97, 12 MiB 1.11 / 0.99,
-# 16 MiB 1.15 / 0.99, 64 MiB 1.04 / 1.00; by 64 KiB: 16 MiB 1.08, 64 MiB 0.96 to 1.07; by 32 KiB:
-# 16 MiB - / 0.92. Elsewhere than in place, 512 KiB to 2 MiB 0.91 / 1.02, 16 MiB 0.72 / 0.78.
+# pipelined, in place, two cores of a Zen 3 that share a cache: by slots of 512 KiB, 512 KiB 1.11 to
+# 1.19, 1 MiB 1.09 to 1.15, 4 MiB 1.08 to 1.17, 8 MiB 1.07 to 1.20, 16 MiB 0.94 to 0.98; by 128 KiB,
+# 4 MiB 0.87, 12 MiB 1.11, 16 MiB 1.15, 64 MiB 1.04; by 64 KiB, 16 MiB 1.08, 64 MiB 0.96 to 1.07.
+# Where they share none: by 512 KiB, 8 MiB 0.97 to 1.00, 16 MiB 1.04; by 256 KiB, 1 MiB 1.10, 4 MiB
+# 1.12, 16 MiB 1.17; by 128 KiB, 16 and 64 MiB 0.99 to 1.01; by 32 KiB, 16 MiB 0.92. Elsewhere than
+# in place, by 512 KiB, sharing: 512 KiB to 2 MiB 0.90 to 0.91, 16 MiB 0.72.
 _LONG_BYTES, _HANDED_OVER_OF_LONG = 1 << 23, 1 << 17
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sys
@@ -46,3 +47,14 @@ def test_neither_layouts_nor_figures_is_an_error(tmp_path):
     result = simulated_again(tmp_path / "none.json")
     assert result.status == 1
     assert "expected --layouts, or a --json of an earlier run" in result.stderr
+
+
+def test_what_is_measured_again_need_not_be_complete(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    model = importlib.import_module("model")
+    file = KEPT / "model.json"
+    layouts = json.loads(file.read_text())["layouts"]
+    again = [tuple(each[name] for name in model.NAMES) for each in layouts]
+    assert model.earlier(file, again) == layouts
+    with pytest.raises(SystemExit, match="did not measure copying, python, waits"):
+        model.earlier(file, again[1:])
