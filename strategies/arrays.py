@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -46,18 +47,37 @@ _SLICE_BYTES = 64 << 20
 
 _CPU, _CPU_PINNED = 1, 3  # DLPack's device types whose memory the processor reads
 
+_taking_apart = threading.Lock()
+
 
 def is_array(thing: Any) -> bool:
     """Whether this is an array, of any library."""
     return hasattr(thing, "shape") and hasattr(thing, "dtype")
 
 
+def on_several_devices(array: Any) -> bool:
+    """Whether this is an array of JAX that several devices have, in parts or whole."""
+    # Its type is asked: to ask the array would take it apart.
+    return hasattr(type(array), "addressable_shards") and len(array.devices()) > 1
+
+
+def shards(array: Any) -> Sequence[Any]:
+    """Return the shards of an array of JAX on the devices of this process.
+
+    Whatever takes such an array apart may come after this alone: when threads do so at once, each
+    adds all parts to the array, which has too many of them from then on (seen under JAX 0.10).
+    """
+    with _taking_apart:
+        return array.addressable_shards  # type: ignore[no-any-return]
+
+
 def host(array: Any) -> npt.NDArray[Any] | None:
     """View an array as a NumPy array, without a copy; None if it is on a device."""
     if isinstance(array, (np.ndarray, np.generic)):
         return np.asarray(array)
-    if hasattr(array, "addressable_shards") and len(array.devices()) > 1:  # JAX, on several devices
-        return np.asarray(array) if next(iter(array.devices())).platform == "cpu" else None
+    if on_several_devices(array):
+        there = shards(array)[0].device.platform == "cpu"
+        return np.asarray(array) if there else None
     device = getattr(array, "__dlpack_device__", None)
     if device is None or device()[0] not in (_CPU, _CPU_PINNED):
         return None

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from strategies.arrays import on_several_devices, shards
 from strategies.cluster.device_spec import DeviceSpec
 
 __all__ = ["CPU", "devices", "finish", "of_jax", "parse_devices", "put", "put_jax", "selected"]
@@ -296,6 +297,10 @@ def _put_jax(jax: Any, array: Any, kind: str, index: int) -> Any:
         raise ValueError(f"put: JAX has no such device, expected {_name(kind, index)}")
     device = found[index % len(found)]
     # An array that is not bound to its device would follow any other one.
+    if on_several_devices(array):
+        whole = [shard.data for shard in shards(array) if shard.device == device]
+        if whole and array.is_fully_replicated:
+            return whole[0]
     there = getattr(array, "committed", False) and array.devices() == {device}
     return array if there else jax.device_put(array, device)
 

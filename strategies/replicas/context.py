@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+from strategies.arrays import on_several_devices
 from strategies.cluster import local_devices as devices
 from strategies.options import CommunicationOptions
 from strategies.ranks import Ranks
@@ -105,7 +106,7 @@ class ReplicaContext:
 
     def read(self, variable: Any, array: Any) -> Any:
         """Return what this replica sees of a variable, given its array in this process."""
-        if hasattr(array, "addressable_shards") and len(array.devices()) > 1:
+        if on_several_devices(array):
             return devices.put(array, self.device)
         return array
 

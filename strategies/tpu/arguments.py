@@ -70,7 +70,7 @@ class Stacked(PerReplica):
     @cached_property
     def values(self) -> tuple[Any, ...]:
         """The value of each replica, on its device."""
-        return tuple(shard.data[0] for shard in self.array.addressable_shards)
+        return tuple(shard.data[0] for shard in arrays.shards(self.array))
 
 
 class Joined(PerReplica):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from strategies.arrays import shards
 from strategies.replicas import context, per_replica
 from strategies.replicas.variable import Variable
 from strategies.structures import leaves, map_leaves
@@ -91,7 +92,7 @@ class Program:
     def _act(self, part: _Part, out: dict[str, Any]) -> None:
         """Do what the function has wanted of variables."""
         for variable, new in zip(part.told["own"], out["own"], strict=True):
-            variable.replace([shard.data[0] for shard in new.addressable_shards])
+            variable.replace([shard.data[0] for shard in shards(new)])
         for effect, values in zip(part.told["effects"], out["effects"], strict=True):
             self._strategy.ranks.agree(f"run: {effect.name}")
             with context.entered(self._strategy, None):

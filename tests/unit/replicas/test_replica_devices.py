@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 import fakecupy
 import strategies
 from requirements import installed, needs
+from strategies.cluster import local_devices
 
 
 @pytest.fixture
@@ -70,6 +73,32 @@ def test_a_function_runs_with_its_device_of_jax_selected():
     assert strategies.OneDeviceStrategy("/cpu:7").run(who) == 7
     assert strategies.DefaultStrategy().run(who) == 0
     assert "/cpu:7" in strategies.devices()
+
+
+def test_threads_take_an_array_of_several_devices_apart_at_once():
+    jax = installed("jax")
+    names = [f"/cpu:{i}" for i in range(4)]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("replica",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    whole = [jax.device_put(np.full((2, 3), i, np.float32), everywhere) for i in range(1500)]
+    together = threading.Barrier(len(names))
+
+    def check(name):
+        for i, array in enumerate(whole):
+            together.wait(20)
+            mine = local_devices.put(array, name)
+            assert mine.devices() == {local_devices.of_jax(name)}
+            assert float(mine[1, 2]) == i
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(names)) as pool:
+            for done in [pool.submit(check, name) for name in names]:
+                done.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert {len(array.addressable_shards) for array in whole} == {len(names)}
 
 
 def test_batches_come_to_the_devices_but_for_text(cupy):
