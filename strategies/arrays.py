@@ -27,9 +27,11 @@ __all__ = [
     "host",
     "is_array",
     "near",
+    "on_several_devices",
     "overwrite",
     "place",
     "put",
+    "shards",
     "take",
     "wide",
 ]

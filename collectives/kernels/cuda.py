@@ -1,8 +1,9 @@
 """Kernels of CUDA devices: 16-bit floats from 32- and 64-bit ones and back, arrays into buckets.
 
 The same numbers, bit for bit, as `collectives.kernels.convert` makes on the host. The text is C++
-without anything of CUDA but two names, `__float_as_uint` and `__uint_as_float`, and CuPy compiles
-it for the device at first use.
+without anything of CUDA but the four names that see a float's bits as an integer and back, and CuPy
+compiles it for the device at first use. A device's arithmetic makes one NaN of all NaNs, so that
+they pass by their bits.
 
 A kernel reads every element once: 4 bytes in and 2 out for a float32, 4 more each way with a
 residual, which is as fast as the device's memory.
@@ -61,6 +62,11 @@ __device__ inline unsigned short round_bfloat16(float x) {
 }
 __device__ inline float single(float x) { return x; }
 __device__ inline float single(double x) {
+    if (x != x) {
+        unsigned long long nan = (unsigned long long)__double_as_longlong(x);
+        unsigned high = (unsigned)(nan >> 32) & 0x80000000u;
+        return __uint_as_float(high | 0x7fc00000u | ((unsigned)(nan >> 29) & 0x003fffffu));
+    }
     float nearest = (float)x;
     double rounded = nearest < 0 ? -(double)nearest : (double)nearest;
     double exact = x < 0 ? -x : x;
@@ -68,6 +74,15 @@ __device__ inline float single(double x) {
     if (rounded > exact) bits = (bits - 1u) | 1u;
     if (rounded < exact) bits |= 1u;
     return __uint_as_float(bits);
+}
+__device__ inline void widen(float x, float &y) { y = x; }
+__device__ inline void widen(float x, double &y) {
+    y = (double)x;
+    if (x != x) {
+        unsigned long long nan = __float_as_uint(x);
+        nan = ((nan & 0x80000000u) << 32) | 0x7ff8000000000000u | ((nan & 0x003fffffu) << 29);
+        y = __longlong_as_double((long long)nan);
+    }
 }
 """
 
@@ -98,12 +113,12 @@ _FIND = """
 """
 
 KERNELS = {
-    "widen": Kernel("uint16 x", "T y", "y = (T)widen_HALF(x);"),
-    "narrow": Kernel("T x, T divisor", "uint16 y", "y = round_HALF(single((T)(x / divisor)));"),
+    "widen": Kernel("uint16 x", "T y", "widen(widen_HALF(x), y);"),
+    "narrow": Kernel("T x, T divisor", "uint16 y", "y = round_HALF(single(x != x ? x : (T)(x / divisor)));"),
     "carry": Kernel(
         "T x, T divisor",
         "uint16 y, T residual",
-        "T total = x / divisor + residual;"
+        "T total = x != x ? x : x / divisor + residual;"
         " y = round_HALF(single(total));"
         " T error = total - (T)widen_HALF(y);"
         " if (error - error == 0) residual = error;",
@@ -117,8 +132,9 @@ KERNELS = {
     "scale16": Kernel(
         "raw uint64 table, int64 rows, float32 scale",
         "uint16 y",
-        _FIND.replace("T *", "uint16 *")
-        + "y = here ? round_HALF(widen_HALF(source[at]) * scale) : (uint16)0;",
+        # Only the parameters have NumPy's names.
+        _FIND.replace("T *", "unsigned short *")
+        + "y = here ? round_HALF(widen_HALF(source[at]) * scale) : (unsigned short)0;",
     ),
 }
 

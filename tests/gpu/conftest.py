@@ -6,10 +6,14 @@ They are skipped on machines without; with UNISONO_REQUIRE=gpu they fail there.
 from __future__ import annotations
 
 import importlib
+import os
 
 import pytest
 
 from requirements import require
+
+# JAX would take three quarters of each GPU, which the other libraries and programs need, too.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 @pytest.fixture

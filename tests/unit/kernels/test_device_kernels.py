@@ -20,14 +20,22 @@ FLOATS = [np.dtype(np.float32), np.dtype(np.float64)]
 PROLOGUE = """
 #include <cstring>
 #define __device__
-typedef unsigned short uint16;
-typedef float float32;
-typedef long long int64;
-typedef unsigned long long uint64;
 static inline unsigned __float_as_uint(float x) { unsigned b; std::memcpy(&b, &x, 4); return b; }
 static inline float __uint_as_float(unsigned b) { float x; std::memcpy(&x, &b, 4); return x; }
+static inline long long __double_as_longlong(double x)
+{ long long b; std::memcpy(&b, &x, 8); return b; }
+static inline double __longlong_as_double(long long b)
+{ double x; std::memcpy(&x, &b, 8); return x; }
 """
 
+# CuPy knows parameters by NumPy's names, which a kernel's text does not have.
+IN_C = {
+    "T": "T",
+    "uint16": "unsigned short",
+    "float32": "float",
+    "int64": "long long",
+    "uint64": "unsigned long long",
+}
 
 SCALARS = ("divisor", "rows", "scale")
 
@@ -36,6 +44,7 @@ def loop(name, half, wide):
     """C++ of one kernel as a function of pointers; scalars are pointers to one number."""
     kernel = cuda.KERNELS[name]
     described = [p.split() for p in f"{kernel.reads}, {kernel.writes}".split(",")]
+    described = [(*raw, IN_C[kind], p) for *raw, kind, p in described]
     parameters = ", ".join(
         f"{kind} *{p}" if raw else f"{kind} *{p}_" for *raw, kind, p in described
     )
