@@ -3,6 +3,8 @@
     mpirun -np 2 python benchmarks/devices.py replicas [--json FILE]
     python benchmarks/devices.py program
     mpirun -np 2 python benchmarks/devices.py servers
+    mpirun -np 2 python benchmarks/devices.py staged          # ranks may share a GPU
+    mpirun -np 2 python benchmarks/devices.py gradients       # likewise
     mpirun -np 2 python benchmarks/devices.py nccl            # a GPU for each rank
 
 `replicas`: a step of a perceptron under PyTorch, by MirroredStrategy with two replicas in one
@@ -10,8 +12,12 @@ process, while the other rank sleeps, and with one replica in each of two ranks,
 `program`: a step of a perceptron under JAX, by TPUStrategy on 8 devices of the host and by
 `jax.shard_map` as one would write it, in turns. `servers`: a push of gradients to a ps, rank 0, and
 a pull of new values, by variables of NumPy and by parameters of PyTorch, in turns, of
-which the fastest of 5 counts. `nccl`: all-reduces of tensors on GPUs, by a communicator as it
-chooses, by its algorithm `nccl`, and by torch.distributed's NCCL, in turns.
+which the fastest of 5 counts. `staged`: all-reduces in place of tensors on GPUs, which pass through
+the host: by a communicator; by a copy to pinned memory, a plan, or MPI, there, and a copy back; and
+by torch.distributed's Gloo. `gradients`: those of ResNet-50 on GPUs, averaged by buckets, which are
+packed there, by a call for all, and packed by PyTorch for one call of Gloo, as its DDP does. `nccl`:
+all-reduces of tensors on GPUs, by a communicator as it chooses, by its algorithm `nccl`, and by
+torch.distributed's NCCL, in turns.
 
 Medians, in milliseconds, and the median of the ratios of all turns: above 1 ours takes longer. With
 `--json` a run is added to the file.
@@ -38,7 +44,14 @@ found: dict[str, dict[str, float]] = {}
 
 def main() -> None:
     """Measure one of them."""
-    measures = {"replicas": replicas, "program": program, "servers": servers, "nccl": nccl}
+    measures = {
+        "replicas": replicas,
+        "program": program,
+        "servers": servers,
+        "staged": staged,
+        "gradients": gradients,
+        "nccl": nccl,
+    }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=measures)
     parser.add_argument("--json", type=Path, help="file to add the figures to")
@@ -257,18 +270,76 @@ def by_kind(server, elements: int, size: str):
     }
 
 
+def staged() -> None:
+    import torch
+    from mpi4py import MPI
+    from torch import distributed
+
+    import collectives as cc
+
+    comm = joined_by("gloo")
+    for size, elements in {"4 MiB": 1 << 20, **SIZES, "256 MiB": 1 << 26}.items():
+        x = torch.zeros(elements, device="cuda")
+        pinned = torch.empty(elements, pin_memory=True)
+        host = pinned.numpy()
+        plan = comm.plan_allreduce(host, op=cc.SUM, out=host)
+
+        def through_host(reduce, x=x, pinned=pinned) -> None:
+            pinned.copy_(x)
+            reduce()
+            x.copy_(pinned)
+
+        calls = {
+            "in slices": lambda x=x: comm.allreduce(x, op=cc.SUM, out=x),
+            "plan": lambda run=plan: through_host(run),
+            "MPI": lambda host=host: through_host(
+                lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, host)
+            ),
+            "Gloo": lambda x=x: distributed.all_reduce(x),
+        }
+        times = in_turns(comm, calls)
+        plan.close()
+        if comm.rank == 0:
+            for other in ("plan", "MPI", "Gloo"):
+                report(f"all-reduce {size} on GPUs, {other}", times, "in slices", other)
+    distributed.destroy_process_group()
+
+
+def gradients() -> None:
+    import torch
+    from torch import distributed
+
+    import shapes
+
+    comm = joined_by("gloo")
+    given = [torch.ones(shape, device="cuda") for shape in shapes.resnet50()]
+    flat = torch.empty(sum(x.numel() for x in given), device="cuda")
+
+    def by_gloo() -> None:
+        torch.cat([x.reshape(-1) for x in given], out=flat)
+        distributed.all_reduce(flat)
+        flat.div_(comm.size)
+
+    with comm.plan_buckets(given) as buckets:
+        calls = {
+            "buckets": lambda: buckets.allreduce(given),
+            "grouped": lambda: comm.grouped_allreduce(given),
+            "Gloo": by_gloo,
+        }
+        times = in_turns(comm, calls)
+    if comm.rank == 0:
+        report("gradients of ResNet-50 on GPUs", times, "buckets", "Gloo")
+        report("gradients of ResNet-50 on GPUs, a call for all", times, "grouped", "Gloo")
+    distributed.destroy_process_group()
+
+
 def nccl() -> None:
     import torch
     from torch import distributed
 
     import collectives as cc
 
-    comm = cc.init()
-    torch.cuda.set_device(comm.local_rank)
-    port = comm.broadcast_object(os.environ.get("MASTER_PORT", "29511"))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ["MASTER_PORT"] = port
-    distributed.init_process_group("nccl", rank=comm.rank, world_size=comm.size)
+    comm = joined_by("nccl")
     for nbytes in (4 << 10, 1 << 20, 64 << 20):
         x = torch.zeros(nbytes // 4, device="cuda")
         calls = {
@@ -276,21 +347,43 @@ def nccl() -> None:
             "nccl": lambda x=x: comm.allreduce(x, op=cc.SUM, out=x, algorithm="nccl"),
             "PyTorch": lambda x=x: distributed.all_reduce(x),
         }
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for number in range(ROUNDS + FIRST):
-            for name, call in calls.items():
-                comm.barrier()
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                for _ in range(STEPS):
-                    call()
-                torch.cuda.synchronize()
-                if number >= FIRST:
-                    times[name].append((time.perf_counter() - began) / STEPS)
+        times = in_turns(comm, calls)
         if comm.rank == 0:
             report(f"all-reduce {nbytes >> 10} KiB", times, "by itself", "PyTorch")
             report(f"all-reduce {nbytes >> 10} KiB by NCCL", times, "nccl", "PyTorch")
     distributed.destroy_process_group()
+
+
+def joined_by(backend: str):
+    import torch
+    from torch import distributed
+
+    import collectives as cc
+
+    comm = cc.init()
+    torch.cuda.set_device(comm.local_rank % torch.cuda.device_count())
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ["MASTER_PORT"] = comm.broadcast_object(os.environ.get("MASTER_PORT", "29511"))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(comm.local_size))  # Gloo's shared memory
+    distributed.init_process_group(backend, rank=comm.rank, world_size=comm.size)
+    return comm
+
+
+def in_turns(comm, calls) -> dict[str, list[float]]:
+    import torch
+
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(ROUNDS + FIRST):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            comm.barrier()
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                call()
+            torch.cuda.synchronize()
+            if number >= FIRST:
+                times[name].append((time.perf_counter() - began) / STEPS)
+    return times
 
 
 def report(what, times, ours, other) -> None:
