@@ -283,7 +283,7 @@ def staged() -> None:
         x = torch.zeros(elements, device="cuda")
         pinned = torch.empty(elements, pin_memory=True)
         host = pinned.numpy()
-        plan = comm.plan_allreduce(host, op=cc.SUM, out=host)
+        plan = comm.plan_allreduce(host, op=cc.SUM)
 
         def through_host(reduce, x=x, pinned=pinned) -> None:
             pinned.copy_(x)

@@ -30,8 +30,33 @@ from collectives.arrays.device import DeviceBuffer, is_half
 
 __all__ = ["KERNELS", "PREAMBLE", "Kernel", "Packing", "narrow", "widen"]
 
+# CuPy compiles with -ftz=true, by which arithmetic of float32 takes subnormal numbers for zero
+# (conversions, and float64, do not): what must not is an instruction of its own.
+_EXACT = "".join(
+    f"""
+__device__ inline float {name}(float x, float y) {{
+#ifdef __CUDA_ARCH__
+    float z;
+    asm("{instruction}.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+#else
+    return x {operator} y;
+#endif
+}}
+__device__ inline double {name}(double x, double y) {{ return x {operator} y; }}
+"""
+    for name, instruction, operator in (
+        ("quotient", "div", "/"),
+        ("product", "mul", "*"),
+        ("total", "add", "+"),
+        ("difference", "sub", "-"),
+    )
+)
+
 # The integer forms of `collectives.kernels.float16`, with the reasons for their constants.
-PREAMBLE = """
+PREAMBLE = (
+    _EXACT
+    + """
 __device__ inline float widen_float16(unsigned short half) {
     unsigned bits = half, magnitude = (bits & 0x7fffu) << 13;
     unsigned result = magnitude + 0x38000000u;
@@ -85,6 +110,7 @@ __device__ inline void widen(float x, double &y) {
     }
 }
 """
+)
 
 
 class Kernel(NamedTuple):
@@ -114,27 +140,29 @@ _FIND = """
 
 KERNELS = {
     "widen": Kernel("uint16 x", "T y", "widen(widen_HALF(x), y);"),
-    "narrow": Kernel("T x, T divisor", "uint16 y", "y = round_HALF(single(x != x ? x : (T)(x / divisor)));"),
+    "narrow": Kernel(
+        "T x, T divisor", "uint16 y", "y = round_HALF(single(x != x ? x : quotient(x, divisor)));"
+    ),
     "carry": Kernel(
         "T x, T divisor",
         "uint16 y, T residual",
-        "T total = x != x ? x : x / divisor + residual;"
-        " y = round_HALF(single(total));"
-        " T error = total - (T)widen_HALF(y);"
+        "T sum = x != x ? x : total(quotient(x, divisor), residual);"
+        " y = round_HALF(single(sum));"
+        " T error = difference(sum, (T)widen_HALF(y));"
         " if (error - error == 0) residual = error;",
     ),
     "pack": Kernel("raw uint64 table, int64 rows", "T y", _FIND + "y = here ? source[at] : (T)0;"),
     "scale": Kernel(
         "raw uint64 table, int64 rows, T scale",
         "T y",
-        _FIND + "y = here ? source[at] * scale : (T)0;",
+        _FIND + "y = here ? product(source[at], scale) : (T)0;",
     ),
     "scale16": Kernel(
         "raw uint64 table, int64 rows, float32 scale",
         "uint16 y",
         # Only the parameters have NumPy's names.
         _FIND.replace("T *", "unsigned short *")
-        + "y = here ? round_HALF(widen_HALF(source[at]) * scale) : (unsigned short)0;",
+        + "y = here ? round_HALF(product(widen_HALF(source[at]), scale)) : (unsigned short)0;",
     ),
 }
 
