@@ -57,7 +57,8 @@ class Resident(NamedTuple):
         shape, dtype: as of NumPy arrays.
         buffer: its elements in order: its own memory, or a copy where its strides need one.
         is_own: whether it is its own memory.
-        new: makes an array of its kind, on its device, and returns it with its memory.
+        new: makes an array of its kind and dtype on its device, of a shape; returns it with its
+            memory.
         write: makes the elements of a buffer the array's; complete when the buffer is settled.
         show: sees the memory of a buffer as an array of its kind, of a shape.
     """
@@ -66,7 +67,7 @@ class Resident(NamedTuple):
     dtype: np.dtype[Any]
     buffer: DeviceBuffer
     is_own: bool
-    new: Callable[[], tuple[Any, DeviceBuffer]]
+    new: Callable[[tuple[int, ...]], tuple[Any, DeviceBuffer]]
     write: Callable[[DeviceBuffer], None]
     show: Callable[[DeviceBuffer, tuple[int, ...]], Any]
 

@@ -66,9 +66,9 @@ class _DeviceMemory(Foreign):
         def show(array: Any) -> DeviceBuffer:
             return DeviceBuffer(device, array.reshape(-1).view(kind), self.dtype)
 
-        def new() -> tuple[Any, DeviceBuffer]:
+        def new(shape: tuple[int, ...]) -> tuple[Any, DeviceBuffer]:
             with self._view.device:
-                array = self._cupy.empty(self.shape, self.dtype)
+                array = self._cupy.empty(shape, self.dtype)
             device.put()  # the pool may give memory that earlier work still uses
             return array, show(array)
 

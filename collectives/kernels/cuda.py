@@ -30,9 +30,29 @@ from collectives.arrays.device import DeviceBuffer, is_half
 
 __all__ = ["KERNELS", "PREAMBLE", "Kernel", "Packing", "narrow", "widen"]
 
-# CuPy compiles with -ftz=true, by which arithmetic of float32 takes subnormal numbers for zero
-# (conversions, and float64, do not): what must not is an instruction of its own.
-_EXACT = "".join(
+# CuPy compiles with -ftz=true, by which float32 has no subnormal numbers: what computes with them,
+# or makes one of a float64, is an instruction of its own, which that leaves alone.
+_CONVERSIONS = """
+__device__ inline float nearest(double x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+    return y;
+#else
+    return (float)x;
+#endif
+}
+__device__ inline double same(float x) {
+#ifdef __CUDA_ARCH__
+    double y;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
+    return y;
+#else
+    return (double)x;
+#endif
+}
+"""
+_ARITHMETIC = "".join(
     f"""
 __device__ inline float {name}(float x, float y) {{
 #ifdef __CUDA_ARCH__
@@ -55,7 +75,8 @@ __device__ inline double {name}(double x, double y) {{ return x {operator} y; }}
 
 # The integer forms of `collectives.kernels.float16`, with the reasons for their constants.
 PREAMBLE = (
-    _EXACT
+    _CONVERSIONS
+    + _ARITHMETIC
     + """
 __device__ inline float widen_float16(unsigned short half) {
     unsigned bits = half, magnitude = (bits & 0x7fffu) << 13;
@@ -92,17 +113,18 @@ __device__ inline float single(double x) {
         unsigned high = (unsigned)(nan >> 32) & 0x80000000u;
         return __uint_as_float(high | 0x7fc00000u | ((unsigned)(nan >> 29) & 0x003fffffu));
     }
-    float nearest = (float)x;
-    double rounded = nearest < 0 ? -(double)nearest : (double)nearest;
+    float close = nearest(x);
+    double rounded = same(close);
     double exact = x < 0 ? -x : x;
-    unsigned bits = __float_as_uint(nearest);
+    unsigned bits = __float_as_uint(close);
+    if (rounded < 0) rounded = -rounded;
     if (rounded > exact) bits = (bits - 1u) | 1u;
     if (rounded < exact) bits |= 1u;
     return __uint_as_float(bits);
 }
 __device__ inline void widen(float x, float &y) { y = x; }
 __device__ inline void widen(float x, double &y) {
-    y = (double)x;
+    y = same(x);
     if (x != x) {
         unsigned long long nan = __float_as_uint(x);
         nan = ((nan & 0x80000000u) << 32) | 0x7ff8000000000000u | ((nan & 0x003fffffu) << 29);
@@ -148,7 +170,8 @@ KERNELS = {
         "uint16 y, T residual",
         "T sum = x != x ? x : total(quotient(x, divisor), residual);"
         " y = round_HALF(single(sum));"
-        " T error = difference(sum, (T)widen_HALF(y));"
+        " T kept; widen(widen_HALF(y), kept);"
+        " T error = difference(sum, kept);"
         " if (error - error == 0) residual = error;",
     ),
     "pack": Kernel("raw uint64 table, int64 rows", "T y", _FIND + "y = here ? source[at] : (T)0;"),

@@ -7,6 +7,7 @@ waits in `MPI_Finalize` for them.
 from __future__ import annotations
 
 import builtins
+import io
 import os
 import signal
 import sys
@@ -60,10 +61,13 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
             return
         marked = "".join(f"[{rank}/{size}] {line}\n" for line in text.splitlines())
         others_follow = await_turn(error)
+        # What is kept in memory would be lost: PyTorch's hook collects there what this one writes.
+        shown = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
+        assert shown is not None
         # One write, so that the lines of several ranks do not mix.
         sys.stdout.flush()
-        sys.stderr.write(marked)
-        sys.stderr.flush()
+        shown.write(marked)
+        shown.flush()
         _end(world, status, error, others_follow)
 
     def abort(

@@ -10,13 +10,14 @@ and goes to main memory once, as if nothing were packed:
                 copy to shared memory -> reduce -> copy, one portion after the other
 
 By messages each dtype is one portion, since few long messages are best, and is reduced where its
-results lie.
+results lie. So it is, too, where all arrays are on one device (`grouped_on_device`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypedDict, overload
 
 import numpy as np
@@ -26,8 +27,10 @@ from collectives.arrays.detour import Detour
 from collectives.arrays.host import Array, Borrowed, address
 from collectives.arrays.reduction import MEAN, Op
 from collectives.compression import NONE, Compression, chosen
-from collectives.operations.call import enter
+from collectives.operations import grouped_on_device
+from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
+from collectives.operations.grouped_on_device import Lent, Packings
 from collectives.operations.groupings import Asked, Groupings, Planned, pack, part, put, unpack
 from collectives.operations.reduce import allreduce
 from collectives.operations.signatures import A, Detachable, Numbers, Unpack
@@ -105,37 +108,71 @@ def grouped_allreduce(
     """
     with enter(group, "grouped_allreduce", timeout) as call:  # step 2 of docs/how-a-call-goes.md
         compression = chosen(compression, call.operation)
-        loans = _borrowed(xs, out, call.operation)  # step 3
-        hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
-        kinds = tuple([(array.shape, array.dtype) for array in hosts])
         scales = detour.scales(prescale, postscale, operation=call.operation)
         asked = Asked(op, compression, scales, algorithm)
-        groupings = group.kept(Groupings)
-        known = groupings.find(kinds, asked, call)  # steps 4 and 5
-        engine = call.engine_for(algorithm)
-        if known.ways:
-            loans = _by_ways(hosts, loans, known.ways)
-            hosts = [loan.host for loan in loans if loan is not None]
-        is_direct = engine is not None and (out is not None or bool(known.ways))
-        direct = _apart(hosts, loans) if is_direct else None
-        results = np.empty(0, np.uint8) if direct else groupings.results(known.nbytes)
-        if engine is not None:
-            for portion, (shared, work) in zip(known.portions, known.work, strict=True):
-                pack(portion, hosts, shared)
-                call.drive(work)  # step 6
-                if direct:
-                    unpack(portion, shared, direct)
-                else:
-                    put(portion, shared, results)
-        groupings.made((asked.key, kinds), known)  # step 7
-    if engine is None:
-        _by_messages(group, hosts, results, known, asked, timeout)
-    if direct:
-        return [loan.give_back(loan.host) for loan in loans if loan is not None]
-    places = zip(hosts, known.starts, strict=True)
-    made = [np.ndarray(array.shape, array.dtype, results, start) for array, start in places]
-    both = zip(made, loans, strict=True)
-    return [array if loan is None else handed(array, loan, out) for array, loan in both]
+        there = grouped_on_device.lent(group, asked, xs, out)
+        if there is None:
+            finish = _on_host(call, xs, out, asked, timeout)
+        else:
+            finish = _on_device(call, there, asked, timeout)
+    return finish()
+
+
+def _on_host(
+    call: Call, xs: Sequence[Any], out: Sequence[Any] | None, asked: Asked, timeout: float | None
+) -> Callable[[], list[Any]]:
+    """Reduce arrays in shared memory, if that is possible; returns what ends the call."""
+    loans = _borrowed(xs, out, call.operation)  # step 3
+    hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
+    kinds = tuple([(array.shape, array.dtype) for array in hosts])
+    groupings = call.group.kept(Groupings)
+    known = groupings.find(kinds, asked, call)  # steps 4 and 5
+    engine = call.engine_for(asked.algorithm)
+    if known.ways:
+        loans = _by_ways(hosts, loans, known.ways)
+        hosts = [loan.host for loan in loans if loan is not None]
+    is_direct = engine is not None and (out is not None or bool(known.ways))
+    direct = _apart(hosts, loans) if is_direct else None
+    results = np.empty(0, np.uint8) if direct else groupings.results(known.nbytes)
+    if engine is not None:
+        for portion, (shared, work) in zip(known.portions, known.work, strict=True):
+            pack(portion, hosts, shared)
+            call.drive(work)  # step 6
+            if direct:
+                unpack(portion, shared, direct)
+            else:
+                put(portion, shared, results)
+    groupings.made(kinds, asked, known)  # step 7
+
+    def finish() -> list[Any]:
+        if engine is None:
+            _by_messages(call.group, hosts, results, known, asked, timeout)
+        if direct:
+            return [loan.give_back(loan.host) for loan in loans if loan is not None]
+        places = zip(hosts, known.starts, strict=True)
+        made = [np.ndarray(array.shape, array.dtype, results, start) for array, start in places]
+        both = zip(made, loans, strict=True)
+        return [array if loan is None else handed(array, loan, out) for array, loan in both]
+
+    return finish
+
+
+def _on_device(
+    call: Call, there: list[Lent], asked: Asked, timeout: float | None
+) -> Callable[[], list[Any]]:
+    """Compare arrays that are on a device; returns what reduces them."""
+    kinds = tuple([(one.own.shape, one.own.dtype) for one in there])
+    groupings = call.group.kept(Groupings)
+    known = groupings.find(kinds, asked, call, on_device=True)  # steps 4 and 5
+    groupings.made(kinds, asked, known, on_device=True)  # step 7
+
+    def reduce(whole: Any) -> None:
+        allreduce(
+            call.group, whole, op=asked.op, out=whole, compression=asked.compression,
+            algorithm=asked.algorithm, timeout=timeout,
+        )  # fmt: skip
+
+    return partial(call.group.kept(Packings).reduced, there, known.portions, reduce)
 
 
 def _by_messages(

@@ -96,16 +96,18 @@ class Groupings:
         self._results = np.empty(0, np.uint8)
         self._holders = 0  # of the results, when nobody else knows them
 
-    def find(self, kinds: tuple[Kind, ...], asked: Asked, call: Call) -> Planned:
+    def find(
+        self, kinds: tuple[Kind, ...], asked: Asked, call: Call, *, on_device: bool = False
+    ) -> Planned:
         """Return how such arrays are reduced, compared among the ranks; planned if it is new."""
-        engine = call.engine_for(asked.algorithm)
-        known = self.known.get((asked.key, kinds))
+        engine = None if on_device else call.engine_for(asked.algorithm)
+        known = self.known.get((asked.key, kinds, on_device))
         if known is not None:
             call.describe(**known.facts)
             if engine is None or not known.portions:
                 call.agree()
             return known
-        new = _described(kinds, asked, call)
+        new = _described(kinds, asked, call, engine, {"memory": "device"} if on_device else {})
         call.agree()
         if engine is not None:
             new.facts["planned"] = True  # what is driven later is not what was agreed by
@@ -113,11 +115,14 @@ class Groupings:
             new.work.extend(self._plan(call, engine, new.portions, new.op))
         return new
 
-    def made(self, key: Key, grouping: Planned) -> None:
+    def made(
+        self, kinds: tuple[Kind, ...], asked: Asked, grouping: Planned, *, on_device: bool = False
+    ) -> None:
         """Remember a call, once the ranks have agreed, and forget the one made longest ago.
 
         All ranks know the same calls: one that knows a call does not meet one that plans it.
         """
+        key = asked.key, kinds, on_device
         self.known[key] = grouping
         self.known.move_to_end(key)
         if len(self.known) > _MOST:
@@ -147,7 +152,13 @@ class Groupings:
         return [(view, engine.plan_allreduce(view, view, op, call.digest)) for view in views]
 
 
-def _described(kinds: Sequence[Kind], asked: Asked, call: Call) -> Planned:
+def _described(
+    kinds: Sequence[Kind],
+    asked: Asked,
+    call: Call,
+    engine: Engine | None,
+    memory: dict[str, object],
+) -> Planned:
     """Check and describe a call with arrays of these shapes and dtypes."""
     op, compression, scales, algorithm = asked
     dtypes = [dtype for _, dtype in kinds]
@@ -163,13 +174,13 @@ def _described(kinds: Sequence[Kind], asked: Asked, call: Call) -> Planned:
         "op": op.value,
         "count": len(kinds),
         "arrays": bucket_layout.shortened([(dtype.name, shape) for shape, dtype in kinds]),
+        **memory,
         "compression": compression,
         **scales,
         "algorithm": algorithm,
     }
     call.describe(**facts)
     counts = [math.prod(shape) for shape, _ in kinds]
-    engine = call.engine_for(algorithm)
     limit = sys.maxsize if engine is None else _portion_bytes(engine)
     work = [way.dtype for way in ways] or dtypes
     by = ways[0].op if ways else op

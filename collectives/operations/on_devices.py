@@ -72,12 +72,13 @@ class OnDevices:
 
     Attributes:
         aware: whether MPI takes device memory.
+        slice_bytes: what is longer than that is not copied whole.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.aware = group.settings.cuda_aware == "on"
-        self._slice = staging.slice_bytes(group.size, by_messages=group.num_nodes > 1)
+        self.slice_bytes = staging.slice_bytes(group.size, by_messages=group.num_nodes > 1)
         self._windows: staging.Windows | None = None
         self._streams: dict[int, staging.CopyStreams] = {}
         self._planned: dict[tuple[int, int, int], Work] = {}  # by call, and part of a window
@@ -88,14 +89,14 @@ class OnDevices:
         anything = algorithm == nccl.NAME
         if type(x) is np.ndarray or (self._group.size == 1 and not anything):
             return None
-        least = 0 if anything else self._slice + 1
+        least = 0 if anything else self.slice_bytes + 1
         try:
             found = libraries.resident(x, least)
             if found is None:
                 return None
             memory, own = found
             if out is None:
-                result, target = own.new()
+                result, target = own.new(own.shape)
                 return BorrowedOnDevice(own.shape, own.dtype, own.buffer, target, result, None)
             other = found if out is x else libraries.resident(out, least)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
@@ -271,9 +272,9 @@ class OnDevices:
         assert like is not None
         cupy, context = like.device.cupy, like.device.context
         if self._windows is None:  # on all ranks at the same call, since all agree on it
-            memory = shared.allocate(call, staging.WINDOWS * self._slice)
+            memory = shared.allocate(call, staging.WINDOWS * self.slice_bytes)
             self._windows = (
-                staging.pinned(cupy, self._slice)
+                staging.pinned(cupy, self.slice_bytes)
                 if memory is None
                 else staging.registered(cupy, memory)
             )

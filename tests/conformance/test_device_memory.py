@@ -272,6 +272,96 @@ def test_arrays_cross_nodes_of_several_ranks(cupy, route, shared, compression):
         np.testing.assert_array_equal(other, results[0])
 
 
+GROUPED = [("float32", (40, 30)), ("int64", (700,)), ("float32", (0, 3)), ("float32", (1,)),
+           ("float64", (900,)), ("int64", ()), ("float32", (600,))]  # fmt: skip
+
+
+def gradients(rank):
+    return [oracle.data(rank, shape, np.dtype(dtype)) for dtype, shape in GROUPED]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("out", ["new", "same", "other"])
+def test_grouped_arrays_are_packed_where_they_are(world, cupy, route, out):
+    def check(comm):
+        on(comm, route)
+        every = [gradients(rank) for rank in range(comm.size)]
+        for step in range(3):  # the later ones by what the first one has planned
+            xs = [late(cupy, x + x.dtype.type(step)) for x in every[comm.rank]]
+            into = {"new": None, "same": xs, "other": [late(cupy, np.zeros_like(x)) for x in
+                                                      every[0]]}[out]  # fmt: skip
+            results = comm.grouped_allreduce(xs, op=cc.SUM, out=into)
+            for i, result in enumerate(results):
+                assert isinstance(result, fakecupy.ndarray)
+                assert into is None or result is into[i]
+                parts = [one[i] + one[i].dtype.type(step) for one in every]
+                assert (result.dtype, result.shape) == (parts[0].dtype, parts[0].shape)
+                expected = np.sum(parts, axis=0, dtype=np.result_type(parts[0].dtype, np.int64))
+                np.testing.assert_allclose(result.memory, expected, atol=2**-20 * comm.size)
+                if out != "same":
+                    np.testing.assert_array_equal(xs[i].memory, parts[comm.rank])
+
+    world.run(check)
+
+
+def test_grouped_arrays_take_one_copy_for_each_dtype(cupy):
+    def check(comm):
+        xs = [late(cupy, np.ones(300, np.float32)) for _ in range(40)]
+        comm.grouped_allreduce(xs)
+        comm.barrier()
+        cupy.log.clear()
+        comm.barrier()
+        comm.grouped_allreduce(xs)
+        comm.barrier()
+        copies = [n for name, n in cupy.log if name == "to host"]
+        assert sum(copies) == 2 * 40 * 300 * 4
+        assert len(copies) == 2 * -(-40 * 300 * 4 // SLICE)
+
+    inprocess.run_ranks(2, check, settings=Settings(timeout=20))
+
+
+@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16, cc.INT8], ids=str)
+def test_grouped_arrays_are_compressed_as_one(world, cupy, compression):
+    def check(comm):
+        on(comm, "staged")
+        xs = [x for x in gradients(comm.rank) if x.dtype == np.float32]
+        flat = np.concatenate([x.reshape(-1) for x in xs])
+        expected = comm.allreduce(late(cupy, flat), compression=compression).memory
+        results = comm.grouped_allreduce([late(cupy, x) for x in xs], compression=compression)
+        found = np.concatenate([x.memory.reshape(-1) for x in results])
+        np.testing.assert_array_equal(found, expected)
+
+    world.run(check)
+
+
+def test_grouped_arrays_of_host_and_device(world, cupy):
+    def check(comm):
+        large, small = np.ones(2000, np.float32), np.ones(3, np.float32)
+        if comm.size > 1:
+            mine = [late(cupy, large), late(cupy, large)] if comm.rank else [large, large]
+            with pytest.raises(cc.MismatchError, match="memory is absent on rank 0, device on"):
+                comm.grouped_allreduce(mine, op=cc.SUM)
+        for xs in (
+            [late(cupy, large), large],  # on one rank, as on all
+            [late(cupy, small), late(cupy, small) if comm.rank else small],  # few bytes: as ever
+        ):
+            for x, result in zip(xs, comm.grouped_allreduce(xs, op=cc.SUM), strict=True):
+                assert type(result) is type(x)
+                assert (np.asarray(getattr(result, "memory", result)) == comm.size).all()
+        hosts = [np.zeros_like(large) for _ in range(2)]
+        there = [late(cupy, large), late(cupy, large)]
+        assert comm.grouped_allreduce(there, op=cc.SUM, out=hosts)[1] is hosts[1]
+        assert (hosts[0] == comm.size).all()
+        with pytest.raises(ValueError, match="out must have an array for each"):
+            comm.grouped_allreduce(there, out=hosts[:1])
+        with pytest.raises(ValueError, match="out has the wrong shape"):
+            comm.grouped_allreduce(there, out=[there[0], late(cupy, small)])
+        halves = comm.grouped_allreduce(there, op=cc.SUM, prescale=0.5)
+        assert (halves[1].memory == comm.size / 2).all()
+
+    world.run(check)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_host_and_device_in_one_call_are_an_error_on_all_ranks(world, cupy, route):
     def check(comm):

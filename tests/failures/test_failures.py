@@ -31,6 +31,25 @@ RAISES_IN_STEP_3 = """
         comm.allreduce(np.ones(1000))
 """
 
+RAISES_UNDER_A_HOOK_THAT_COLLECTS = """
+    import io
+    import sys
+    comm = cc.init()
+    ours = sys.excepthook
+    def hook(*error):  # as PyTorch's, which marks each line with the rank
+        before, sys.stderr = sys.stderr, io.StringIO()
+        try:
+            ours(*error)
+        finally:
+            collected, sys.stderr = sys.stderr, before
+        sys.stderr.write(collected.getvalue())
+    sys.excepthook = hook
+    for step in range(10):
+        if step == 3 and comm.rank == 1:
+            raise KeyError("the third step of rank 1")
+        comm.allreduce(np.ones(1000))
+"""
+
 RAISES_IN_A_THREAD = """
     import threading
     comm = cc.init()
@@ -44,7 +63,11 @@ RAISES_IN_A_THREAD = """
 """
 
 
-@pytest.mark.parametrize("text", [RAISES_IN_STEP_3, RAISES_IN_A_THREAD], ids=["main", "thread"])
+@pytest.mark.parametrize(
+    "text",
+    [RAISES_IN_STEP_3, RAISES_IN_A_THREAD, RAISES_UNDER_A_HOOK_THAT_COLLECTS],
+    ids=["main", "thread", "under a hook"],
+)
 def test_an_exception_on_one_rank_is_shown_once_and_ends_the_job(tmp_path, text):
     began = time.monotonic()
     result = mpirun(2, program(tmp_path, text), timeout=60)
