@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 WINDOWS = 3
 
-# Bytes of a slice. Chosen, not measured: at the 12 to 25 GB/s of a PCIe 3 or 4 link a copy of
-# 2 MiB takes 80 to 170 us, of which its start (about 10 us) and the meeting of the ranks (a few us
-# in shared memory) are the smaller part; and filling and draining the pipeline costs two slices.
+# Bytes of a slice. Two ranks on one NVIDIA H200, where pinned copies run at 54 GB/s, those of 2 MiB
+# at 45; an all-reduce by slices of 1, 2, 4 and 8 MiB took, in ms, of 16 MiB 2.2, 1.9, 1.8, 2.2; of
+# 64 MiB 7.3, 5.2, 4.9, 5.1; of 256 MiB 28, 19, 17, 16. Filling and draining costs two slices.
 # By messages a slice is cut into a chunk for each rank, and a chunk of less than 256 KiB is slow
 # (`ring.SLICE_BYTES`), so that it grows with the ranks, up to 8 MiB: 24 MiB for each rank.
 SLICE_BYTES = 2 << 20
