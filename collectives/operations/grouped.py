@@ -142,7 +142,7 @@ def _on_host(
                 unpack(portion, shared, direct)
             else:
                 put(portion, shared, results)
-    groupings.made(kinds, asked, known)  # step 7
+    groupings.made(asked.key(kinds), known)  # step 7
 
     def finish() -> list[Any]:
         if engine is None:
@@ -164,7 +164,7 @@ def _on_device(
     kinds = tuple([(one.own.shape, one.own.dtype) for one in there])
     groupings = call.group.kept(Groupings)
     known = groupings.find(kinds, asked, call, on_device=True)  # steps 4 and 5
-    groupings.made(kinds, asked, known, on_device=True)  # step 7
+    groupings.made(asked.key(kinds, on_device=True), known)  # step 7
 
     def reduce(whole: Any) -> None:
         allreduce(

@@ -80,10 +80,10 @@ class Asked(NamedTuple):
     scales: dict[str, float]
     algorithm: str
 
-    @property
-    def key(self) -> Key:
-        """By what a call is known, beside its arrays."""
-        return self.op, str(self.compression), *self.scales.items(), self.algorithm
+    def key(self, kinds: tuple[Kind, ...], *, on_device: bool = False) -> Key:
+        """By what a call with arrays of these shapes and dtypes is known."""
+        scales = self.scales.items()
+        return self.op, str(self.compression), *scales, self.algorithm, kinds, on_device
 
 
 class Groupings:
@@ -101,7 +101,7 @@ class Groupings:
     ) -> Planned:
         """Return how such arrays are reduced, compared among the ranks; planned if it is new."""
         engine = None if on_device else call.engine_for(asked.algorithm)
-        known = self.known.get((asked.key, kinds, on_device))
+        known = self.known.get(asked.key(kinds, on_device=on_device))
         if known is not None:
             call.describe(**known.facts)
             if engine is None or not known.portions:
@@ -115,14 +115,11 @@ class Groupings:
             new.work.extend(self._plan(call, engine, new.portions, new.op))
         return new
 
-    def made(
-        self, kinds: tuple[Kind, ...], asked: Asked, grouping: Planned, *, on_device: bool = False
-    ) -> None:
+    def made(self, key: Key, grouping: Planned) -> None:
         """Remember a call, once the ranks have agreed, and forget the one made longest ago.
 
         All ranks know the same calls: one that knows a call does not meet one that plans it.
         """
-        key = asked.key, kinds, on_device
         self.known[key] = grouping
         self.known.move_to_end(key)
         if len(self.known) > _MOST:
