@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,10 @@ int main(void) {{
     return 0;
 }}
 """
+
+ROW = re.compile(
+    r"(over |under) 25 GB/s  (allreduce|broadcast|gather|allgather) +\d+ KiB +\d+\.\d us  chunk "
+)
 
 COMPILE = ["cc", "-std=gnu11", "-Wall", "-Werror", "-mavx512f", "-pthread"]
 
@@ -59,4 +64,7 @@ def test_the_benchmark_compiles_and_measures(tmp_path):
     if "avx512f" in Path("/proc/cpuinfo").read_text().split():
         result = run([program, "2"], timeout=100)
         assert result.status == 0, result
-        assert "allreduce     64 KiB" in result.stdout
+        # A size is missing where all of its turns saw the machine change.
+        rows = result.stdout.splitlines()
+        assert rows
+        assert [row for row in rows if not ROW.match(row)] == []
