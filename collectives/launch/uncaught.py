@@ -62,8 +62,7 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
         marked = "".join(f"[{rank}/{size}] {line}\n" for line in text.splitlines())
         others_follow = await_turn(error)
         # What is kept in memory would be lost: PyTorch's hook collects there what this one writes.
-        shown = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
-        assert shown is not None
+        shown = isinstance(sys.stderr, io.StringIO) and sys.__stderr__ or sys.stderr
         # One write, so that the lines of several ranks do not mix.
         sys.stdout.flush()
         shown.write(marked)

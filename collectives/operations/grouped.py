@@ -96,7 +96,7 @@ def grouped_allreduce(
     Returns:
         The arrays of `out`; or one new array for each of `xs`, of its kind, shape and dtype. Those
         of NumPy and PyTorch are views of one piece of memory, which serves later calls when all of
-        them are gone.
+        them are gone; on a device they are parts of one array for each dtype.
 
     Raises:
         TypeError: the op is not defined for a dtype, or this is not a compression.

@@ -65,15 +65,18 @@ def lent(
             return None
         (memory, own), (into, there) = seen, taken
         kinds.add((type(memory), own.buffer.device.context.id))
-        if to is not None and (
-            into.why_constant() is not None or (there.shape, there.dtype) != (own.shape, own.dtype)
-        ):
+        if to is not None and (into.why_constant() is not None or _form(there) != _form(own)):
             return None
         found.append(Lent(own, to, None if to is None else there))
     nbytes = sum(one.own.buffer.nbytes for one in found)
     if len(kinds) > 1 or nbytes <= group.kept(OnDevices).slice_bytes:
         return None
     return found
+
+
+def _form(array: Resident) -> tuple[object, ...]:
+    """Return what a result has in common with its array."""
+    return array.shape, array.dtype, array.buffer.device.context.id
 
 
 class Packings:

@@ -296,11 +296,11 @@ def _put_jax(jax: Any, array: Any, kind: str, index: int) -> Any:
     if not found:
         raise ValueError(f"put: JAX has no such device, expected {_name(kind, index)}")
     device = found[index % len(found)]
-    # An array that is not bound to its device would follow any other one.
     if on_several_devices(array):
-        whole = [shard.data for shard in shards(array) if shard.device == device]
-        if whole and array.is_fully_replicated:
-            return whole[0]
+        mine = [shard.data for shard in shards(array) if shard.device == device]
+        if mine and array.is_fully_replicated:
+            return mine[0]
+    # An array that is not bound to its device would follow any other one.
     there = getattr(array, "committed", False) and array.devices() == {device}
     return array if there else jax.device_put(array, device)
 
