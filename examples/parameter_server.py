@@ -18,7 +18,7 @@ import numpy as np
 
 import strategies
 from common.digits import Network, accuracy, batches, load
-from strategies.parameter_server import Record
+from strategies.parameter_server import Drop, Record, Scale
 from strategies.training import Preemption, Saver, TrainingSession, hooks
 
 BATCH = 50
@@ -41,7 +41,7 @@ def main() -> None:
             # Workers that do not wait for each other bring a momentum of their own.
             strategies.Momentum(0.1, 0.9) if options.synchronous else strategies.SGD(rate),
             synchronous=options.synchronous,
-            staleness=strategies.parameter_server.Scale() if options.scale else None,
+            staleness=options.staleness,
             warmup_steps=options.warmup_steps,
         )
         for name, value in Network.random(96, seed=1).weights.items():
@@ -126,10 +126,18 @@ def report(strategy: strategies.ParameterServerStrategy, workers: int, seconds: 
     how = "synchronous" if strategy.synchronous else "asynchronous"
     total = sum((sum(r.records.values(), Record()) for r in strategy.reports()), Record())
     print(f"{how}, {workers} workers, {seconds:.2f} s")
-    print(f"mean staleness {total.mean_staleness:.2f}, at most {total.most_staleness}")
+    print(
+        f"mean staleness {total.mean_staleness:.2f}, at most {total.most_staleness}, "
+        f"{total.dropped} dropped"
+    )
     print(
         f"accuracy on the held-out digits: {accuracy(Network(weights).predict(pixels), digits):.4f}"
     )
+
+
+def drop(most: str) -> Drop:
+    """Read the rule of `--drop`."""
+    return Drop(int(most))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -138,7 +146,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ps", type=int, default=1, help="ranks that hold variables")
     parser.add_argument("--synchronous", action="store_true", help="workers wait for each other")
     parser.add_argument("--coordinator", action="store_true", help="worker 0 gives work to others")
-    parser.add_argument("--scale", action="store_true", help="smaller steps for stale gradients")
+    parser.add_argument(
+        "--scale",
+        action="store_const",
+        const=Scale(),
+        dest="staleness",
+        help="smaller steps for stale gradients",
+    )
+    parser.add_argument(
+        "--drop",
+        type=drop,
+        metavar="MOST",
+        dest="staleness",
+        help="leave out gradients that are staler than MOST updates",
+    )
     parser.add_argument(
         "--warmup-steps", type=int, help="of one worker alone; 20 where workers do not wait"
     )
