@@ -78,12 +78,6 @@ _MOST_SLOT_BYTES = 1 << 20
 # cores, slots of 512 KiB / 1 MiB / 4 MiB, in ms: 120 / 84 / 60 (by messages 48, shared arrays 36).
 SLOT_BYTES_OF_PART = 1 << 20
 
-# Bytes of rows from which on they are stored past the caches, of which they would take more than
-# there are. 2 ranks on an AMD EPYC with 32 MiB of level 3 cache, so / by plain stores, in ms:
-# all-gather of 8 MiB 0.60 / 0.34, 16 MiB 1.15 / 0.90, 32 MiB 2.4 / 2.4, 64 MiB 4.6 / 5.0; gather of
-# 8 MiB 0.28 / 0.22, 16 MiB 0.60 / 0.53, 32 MiB 1.2 / 1.6, 64 MiB 2.5 / 3.5.
-_STREAMED_BYTES = 1 << 25
-
 # Bytes for the note of a rank's last call (`collectives.operations.status`).
 NOTE_BYTES = 128
 
@@ -337,9 +331,8 @@ class Engine:
         block[words.ROUNDS] = -(-longest // self._slot)
         block[words.DETAIL] = detail
         block[words.LONGEST] = -(-longest // words.PART_BYTES) * words.PART_BYTES
-        taken = sum(stop - first for _, first, stop, _ in rows)
         kind = "publish" if longest <= words.PART_BYTES else "flow"
-        block[words.STREAMS] = kind == "flow" and taken >= _STREAMED_BYTES  # with its fence
+        block[words.TAKEN] = sum(stop - first for _, first, stop, _ in rows)
         return Work(_kind(kind), block, (table,))
 
     def drive(self, work: Work, deadline: Deadline, status: int | None = None) -> bool:

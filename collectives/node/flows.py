@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from collectives.kernels.intrinsics import copy, fence, load, pointer, store, stream
+from collectives.kernels.intrinsics import fence, load, pointer, store
 from collectives.node import words as w
 from collectives.node.meeting import (
     agreed,
@@ -36,6 +36,7 @@ from collectives.node.meeting import (
     wait,
     wait_for,
 )
+from collectives.node.results import begin_result, end_result, put_result
 from collectives.node.stores import put, tell
 
 __all__ = ["flow", "publish"]
@@ -56,16 +57,12 @@ def _put_own(block: Any, dest: int, first: int, stop: int) -> None:
 
 
 @njit
-def _copy_row(block: Any, row: int, source: int, first: int, stop: int, past_caches: int) -> None:
+def _copy_row(block: Any, row: int, source: int, first: int, stop: int, far: bool) -> None:
     """Copy a part of a stream, which begins at an address, to where this rank wants the row."""
     table = carray(pointer(block[w.TABLE]), (block[w.ROWS], 4), np.int64)
     dest = block[w.OUT] + table[row, DEST] + first - table[row, FROM]
-    if dest == source:  # in its place already
-        return
-    if past_caches:
-        stream(dest, source, stop - first)
-    else:
-        copy(dest, source, stop - first)
+    if dest != source:  # else it is in its place already
+        put_result(block, dest, source, stop - first, far)
 
 
 @njit
@@ -75,7 +72,7 @@ def _copy_own(block: Any, first: int, stop: int) -> None:
     for row in range(block[w.ROWS]):
         start, end = max(table[row, FROM], first), min(table[row, TO], stop)
         if table[row, PEER] == block[w.RANK] and start < end:
-            _copy_row(block, row, block[w.SEND] + start, start, end, block[w.STREAMS])
+            _copy_row(block, row, block[w.SEND] + start, start, end, False)
 
 
 def publish(address: int) -> int:
@@ -156,7 +153,7 @@ def _copy_parts(block: Any, turn: int) -> bool:
                     return False
                 far = load(header(block, peer) + 8 * w.STORED) == w.STREAMING  # [hint]
                 source = _room(block, peer, number) + first - window  # [read]
-                _copy_row(block, row, source, first, last, far or block[w.STREAMS])
+                _copy_row(block, row, source, first, last, far)
         block[w.AT] += 1
     block[w.AT] = 0
     fence()  # [results] that were stored past the caches
@@ -168,6 +165,7 @@ def flow(address: int) -> int:
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
         announce(block, next_round(block))  # [number] [hash]
+        begin_result(block, block[w.TAKEN])
         block[w.PHASE] = 1
     while block[w.DONE_ROUNDS] < block[w.ROUNDS]:
         turn = block[w.DONE_ROUNDS]
@@ -193,4 +191,5 @@ def flow(address: int) -> int:
             return w.WAITING
         block[w.DONE_ROUNDS] = turn + 1
         block[w.PHASE] = 1
+    end_result(block)
     return end(block, w.DONE, block[w.ROUNDS])

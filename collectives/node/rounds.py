@@ -31,7 +31,7 @@ import numpy as np
 from numba import carray, njit
 
 from collectives.kernels import compiling
-from collectives.kernels.intrinsics import call, copy, fence, pair, pointer, stream
+from collectives.kernels.intrinsics import call, copy, fence, pair, pointer
 from collectives.node import words as w
 from collectives.node.flows import flow, publish
 from collectives.node.meeting import (
@@ -45,15 +45,10 @@ from collectives.node.meeting import (
     slot,
     wait,
 )
+from collectives.node.results import begin_result, end_result, put_result
 from collectives.node.stores import put, tell
 
 __all__ = ["direct", "make", "one_shot", "pipelined", "shared"]
-
-# Bytes of an array from which on a result that does not replace it is stored past the caches, of
-# which it would take more than there are. 2 ranks, results read afterwards, so / by plain stores,
-# in ms: 8 MiB 2.4 / 2.2, 16 MiB 5.7 / 6.0, 32 MiB 11.9 / 15.0, 64 MiB 23 / 29; in place, where
-# the lines are in the caches, 16 MiB 7.1 / 3.9.
-_STREAMED_BYTES = 1 << 24
 
 # Bytes that two ranks hand over at a time, each adding all that the other brings: a slot, but less
 # of arrays that are longer than what their cores' caches keep of them. How many times as fast as
@@ -218,19 +213,12 @@ def _contribute(block: Any, turn: int) -> None:
 
 
 @njit
-def _streams(block: Any) -> bool:
-    """Whether the result is stored past the caches."""
-    large = block[w.COUNT] * block[w.WIDTH] >= _STREAMED_BYTES
-    return large and block[w.SEND] != block[w.OUT] and block[w.TAKE] == w.TAKE_ALL
-
-
-@njit
-def _result(block: Any, dest: int, source: int, nbytes: int) -> None:
-    """Copy a part of the result to where the caller wants it."""
-    if _streams(block):
-        stream(dest, source, nbytes)
-    else:
-        copy(dest, source, nbytes)
+def _begin_pieces(block: Any) -> None:
+    """Fill the slot for the first round of pieces, and say how the result is stored."""
+    elsewhere = block[w.SEND] != block[w.OUT] and block[w.TAKE] == w.TAKE_ALL
+    begin_result(block, block[w.COUNT] * block[w.WIDTH] if elsewhere else 0)
+    _contribute(block, 0)
+    block[w.PHASE] = 1
 
 
 @njit
@@ -250,7 +238,7 @@ def _combine_piece(block: Any, turn: int) -> None:
             _accumulate(block, block[w.SCRATCH], source, n, rank)
         result = _saved(block, block[w.SCRATCH], n)
         if block[w.TAKE] != w.TAKE_NONE:
-            _result(block, block[w.OUT] + offset, result, n * width)
+            put_result(block, block[w.OUT] + offset, result, n * width, False)
         if block[w.TAKE] != w.TAKE_OWN:
             dest = slot(block, me, number) + place + at * width
             put(block, dest, result, n * width)  # [make]
@@ -265,9 +253,8 @@ def _collect(block: Any, turn: int) -> None:
         if owner != block[w.RANK]:
             start, n = _span(block, owner, turn)
             source = slot(block, owner, number) + owner * _piece(block)  # [take]
-            _result(block, block[w.OUT] + start * width, source, n * width)
-    if _streams(block):
-        fence()  # [results]
+            put_result(block, block[w.OUT] + start * width, source, n * width, False)
+    fence()  # [results] that were stored past the caches
 
 
 @njit
@@ -291,6 +278,7 @@ def _by_pieces(block: Any) -> int:
             _collect(block, turn)
         block[w.DONE_ROUNDS] = turn + 1
         block[w.PHASE] = 1
+    end_result(block)
     return end(block, w.DONE, block[w.MET] + total)
 
 
@@ -304,8 +292,7 @@ def pipelined(address: int) -> int:
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
         announce(block, next_round(block))  # [number] [hash]
-        _contribute(block, 0)
-        block[w.PHASE] = 1
+        _begin_pieces(block)
     return _by_pieces(block)
 
 
@@ -363,8 +350,7 @@ def direct(address: int) -> int:
         if all_say(block, w.IN_PLACE):  # [hashes]
             block[w.PHASE] = 4
         else:
-            _contribute(block, 0)
-            block[w.PHASE] = 1
+            _begin_pieces(block)
     return _by_pieces(block) if block[w.PHASE] < 3 else _by_slots(block)
 
 

@@ -43,7 +43,7 @@ AT = 28  # parts of the round that have been read (flow)
 # Bytes of the stream that nobody else wants: the first, and the one after the last (publish, flow).
 KEPT, KEPT_TO = 29, 30
 LONGEST = 31  # bytes of the longest stream of all ranks, rounded up (flow)
-STREAMS = 32  # whether all results are stored past the caches (flow)
+TAKEN = 32  # bytes of the result (flow)
 # What ranks may know differently without an error; 0: nothing. A hash (publish, flow), or where the
 # result goes, IN_PLACE or ELSEWHERE (direct).
 DETAIL = 33
@@ -51,7 +51,14 @@ UNLIKE = 34  # whether they did in the last call, in which nothing has moved the
 BEHIND = 35  # address of the loop that combines in place, with what comes before (one_shot, direct)
 NOTE = 36  # the engine's: address of the number and time in this rank's note (operations/status)
 MET = 37  # rounds of the call before those in which arrays are handed over (direct)
-WORDS = 38
+# How the result is stored (`collectives.node.results`):
+RESULTS = 38  # in this call: PLAIN, STREAMING or UNKNOWN
+BETTER = 39  # PLAIN or STREAMING, by the last comparison
+CALLS = 40  # since the last comparison began
+TIMED = 41  # whether this call is a part of it
+COPYING = 42  # ns of its copies
+COPIED = 43  # two words: ns of the copies of a call by either way, of the fastest; 0 for none yet
+WORDS = 45
 
 TAKE_NONE, TAKE_OWN, TAKE_ALL = 0, 1, 2
 IN_PLACE, ELSEWHERE = 1, 2
@@ -68,7 +75,7 @@ CLOCK = 6  # two words, for the time
 TIMES = 8  # address of the words of times, below; 0 where nobody wants to know
 STATE_WORDS = 9
 
-PLAIN, STREAMING = 0, 1
+PLAIN, STREAMING, UNKNOWN = 0, 1, 2
 
 # Words of times: what this rank did when, in ns of the monotonic clock.
 NOTES = 0  # how many notes there are
