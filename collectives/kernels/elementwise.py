@@ -6,19 +6,31 @@ Importing this module loads numba.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import carray, types
+from numba.extending import register_jitable
 
 from collectives.kernels import compiling, float16
 from collectives.kernels.combine import BITWISE, FUNCTIONS
-from collectives.kernels.intrinsics import pointer
+from collectives.kernels.intrinsics import pointer, put_two_halves, two_halves
 
 __all__ = ["make"]
 
 _FUNCTIONS = FUNCTIONS | BITWISE
 
 Loop = Callable[[int, int, int, int], None]
+
+
+def _inlined(loop: Loop) -> Loop:
+    """Let a loop become a part of another one, which is vectorised for the addresses that it has.
+
+    Called as a function it is not where two addresses are the same: 64 KiB of float32 are added in
+    place in 9 us then, and in 2.
+    """
+    inlined: Loop = register_jitable(inline="always")(loop)
+    return inlined
 
 
 def make(symbol: str, kind: str, *words: str) -> bytes:
@@ -42,45 +54,97 @@ def _divide(name: str) -> Loop:
     return divide
 
 
-def _start(name: str, function: str) -> Loop:
-    """Return a loop that combines two arrays into a third."""
-    dtype = np.dtype(name)
-    combined = _FUNCTIONS[function]
+def _both(name: str, function: str) -> Loop:
+    """Return a loop `f(dest, a, b, n)` that combines two arrays; `dest` may be one of them."""
+    if name in float16.CONVERSIONS:
+        return _both_halves(name, function)
+    dtype, parts, combined = np.dtype(name), 1, _FUNCTIONS.get(function)
+    if combined is None:  # the mean, of complex numbers by their parts
+        dtype = np.empty(0, name).real.dtype
+        parts, combined = np.dtype(name).itemsize // dtype.itemsize, _mean_of_two(dtype)
 
-    def start(dest: int, first: int, second: int, n: int) -> None:
-        y = carray(pointer(dest), n, dtype)
-        a = carray(pointer(first), n, dtype)
-        b = carray(pointer(second), n, dtype)
-        for i in range(n):
+    def both(dest: int, first: int, second: int, n: int) -> None:
+        y = carray(pointer(dest), parts * n, dtype)
+        a = carray(pointer(first), parts * n, dtype)
+        b = carray(pointer(second), parts * n, dtype)
+        for i in range(parts * n):
             y[i] = combined(a[i], b[i])
 
-    return start
+    return _inlined(both)
+
+
+def _mean_of_two(dtype: np.dtype[Any]) -> Callable[..., Any]:
+    half = dtype.type(0.5)
+
+    def mean(a: Any, b: Any) -> Any:
+        return a * half + b * half  # where a + b is too large, too
+
+    return float16.jitable(mean)
+
+
+def _both_halves(name: str, function: str) -> Loop:
+    """As `_both`, of 16-bit floats, each rounded once."""
+    widen, narrow = float16.CONVERSIONS[name]
+    combined = _combined_as_float32(function)
+
+    def by_ones(dest: int, first: int, second: int, n: int) -> None:
+        y = carray(pointer(dest), n, np.uint16)
+        a = carray(pointer(first), n, np.uint16)
+        b = carray(pointer(second), n, np.uint16)
+        for i in range(n):
+            y[i] = narrow(combined(widen(a[i]), widen(b[i])))
+
+    ones = _inlined(by_ones)
+    if name not in float16.PAIRS:
+        return ones
+    low, high, narrow_pair = float16.PAIRS[name]
+
+    def by_pairs(dest: int, first: int, second: int, n: int) -> None:
+        for i in range(n // 2):
+            a, b = two_halves(first, i), two_halves(second, i)
+            lower, upper = combined(low(a), low(b)), combined(high(a), high(b))
+            put_two_halves(dest, i, narrow_pair(lower, upper))
+        done = n // 2 * 2
+        ones(dest + 2 * done, first + 2 * done, second + 2 * done, n - done)
+
+    return _inlined(by_pairs)
+
+
+def _combined_as_float32(function: str) -> Callable[..., Any]:
+    exact = FUNCTIONS["add" if function == "mean" else function]
+    half = np.float32(0.5)
+
+    def mean(a: Any, b: Any) -> Any:
+        return np.float32(exact(a, b) * half)
+
+    def one_of_them(a: Any, b: Any) -> Any:
+        return float16.quiet(exact(a, b))
+
+    known = {"mean": mean, "minimum": one_of_them, "maximum": one_of_them}
+    return float16.jitable(known[function]) if function in known else exact
+
+
+def _start(name: str, function: str) -> Loop:
+    """Return a loop that combines two arrays into a third."""
+    return _both(name, function)
 
 
 def _add(name: str, function: str) -> Loop:
-    """Return a loop that combines two arrays of one type."""
-    dtype = np.dtype(name)
-    combined = _FUNCTIONS[function]
+    """Return a loop that combines two arrays of one type, the first in place."""
+    both = _both(name, function)
 
     def add(dest: int, source: int, n: int, size: int) -> None:
-        a = carray(pointer(dest), n, dtype)
-        x = carray(pointer(source), n, dtype)
-        for i in range(n):
-            a[i] = combined(a[i], x[i])
+        both(dest, dest, source, n)
 
     return add
 
 
 def _behind(name: str, function: str) -> Loop:
-    """Return a loop that combines two arrays of one type, the second operand in place."""
-    dtype = np.dtype(name)
-    combined = _FUNCTIONS[function]
+    """Return a loop that combines two arrays of one type, the second in place."""
+    both = _both(name, function)
 
     def behind(dest: int, source: int, n: int, size: int) -> None:
-        b = carray(pointer(dest), n, dtype)
-        x = carray(pointer(source), n, dtype)
-        for i in range(n):
-            b[i] = combined(x[i], b[i])
+        both(dest, source, dest, n)
 
     return behind
 

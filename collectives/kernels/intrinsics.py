@@ -18,7 +18,8 @@ from numba.extending import intrinsic, register_jitable
 
 __all__ = [
     "call", "clock_gettime", "copy", "drain", "fence", "load", "look_at_message", "on_stack",
-    "pair", "pause", "pointer", "sched_yield", "start_message", "store", "stream",
+    "pair", "pause", "pointer", "put_two_halves", "sched_yield", "start_message", "store", "stream",
+    "two_halves",
 ]  # fmt: skip
 
 # From so many bytes on the C library copies by the processor's instruction for strings, `rep
@@ -61,6 +62,29 @@ def store(typingctx: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def two_halves(typingctx: Any, array: Any, i: Any) -> Any:
+    """Return elements 2 i and 2 i + 1 of an array of 16 bits, by its address, as one uint32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
+        return builder.load(builder.gep(first, [args[1]]), align=2)
+
+    return types.uint32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def put_two_halves(typingctx: Any, array: Any, i: Any, halves: Any) -> Any:
+    """Store elements 2 i and 2 i + 1, as `two_halves` returns them."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
+        builder.store(args[2], builder.gep(first, [args[1]]), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.uint32), codegen
 
 
 @intrinsic

@@ -34,7 +34,7 @@ class Loops(NamedTuple):
 
 
 @functools.cache
-def loops(dtype: np.dtype[Any], op: str) -> Loops:
+def loops(dtype: np.dtype[Any], op: str, *, of_two: bool = False) -> Loops:
     """Return the loops for arrays of a dtype.
 
     16-bit floats are added as 32-bit ones and rounded once, at the end; MEAN divides them there,
@@ -43,38 +43,51 @@ def loops(dtype: np.dtype[Any], op: str) -> Loops:
     Args:
         dtype: of the arrays.
         op: the name of one that needs no detour, such as "SUM", defined for the dtype.
+        of_two: whether no more than two arrays are combined: `start` and `add` then do all of
+            that at once, with the same bits, and nothing is left to `fill` and `save`.
     """
-    found = names(dtype, op)
+    found = names(dtype, op, of_two=of_two)
     machine_code.prepare([name for name in found if name is not None])
     return Loops(*(0 if name is None else machine_code.address(*name) for name in found))
 
 
-def names(dtype: np.dtype[Any], op: str) -> tuple[tuple[str, ...] | None, ...]:
+def names(
+    dtype: np.dtype[Any], op: str, *, of_two: bool = False
+) -> tuple[tuple[str, ...] | None, ...]:
     """Return what `machine_code` knows the loops by, in the order of `Loops`; None for a copy."""
+    if of_two:
+        return None, _loop("start", *_of_two(dtype, op)), _loop("add", *_of_two(dtype, op)), None
     function = RULES[Op(op)].function
     mean = op == "MEAN"
     if is_half(dtype):
         half = dtype.name
         save = _loop("mean" if mean else "round", half)
         return None, _loop("start_half", half, function), _loop("add_half", half, function), save
-    storage = "uint8" if dtype.kind == "b" else dtype.name
+    storage = _storage(dtype)
     fill = _loop("divide", storage) if mean else None
     return fill, _loop("start", storage, function), _loop("add", storage, function), None
 
 
 def behind(dtype: np.dtype[Any], op: str) -> int:
-    """Return the loop that puts other arrays before its own: as `add`, with operands exchanged.
+    """Return the loop of two arrays that puts the other one before its own.
 
-    0 for 16-bit floats, which are combined in float32 and not in place; arguments as `loops`.
+    As `add`, with operands exchanged; arguments as `loops`.
     """
-    name = behind_name(dtype, op)
-    return 0 if name is None else machine_code.address(*name)
+    return machine_code.address(*behind_name(dtype, op))
 
 
-def behind_name(dtype: np.dtype[Any], op: str) -> tuple[str, ...] | None:
-    """Return what `machine_code` knows it by; None for 16-bit floats."""
-    storage = "uint8" if dtype.kind == "b" else dtype.name
-    return None if is_half(dtype) else _loop("behind", storage, RULES[Op(op)].function)
+def behind_name(dtype: np.dtype[Any], op: str) -> tuple[str, ...]:
+    """Return what `machine_code` knows it by."""
+    return _loop("behind", *_of_two(dtype, op))
+
+
+def _of_two(dtype: np.dtype[Any], op: str) -> tuple[str, str]:
+    """Return how two arrays are combined at once, as `collectives.kernels.elementwise` knows it."""
+    return _storage(dtype), "mean" if op == "MEAN" else RULES[Op(op)].function
+
+
+def _storage(dtype: np.dtype[Any]) -> str:
+    return "uint8" if dtype.kind == "b" else dtype.name
 
 
 def _loop(kind: str, *words: str) -> tuple[str, ...]:

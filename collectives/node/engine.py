@@ -17,9 +17,9 @@ filled, and up to which round its result is ready. Everything else follows from 
     arrays from `shared_empty`: rank 0 adds chunk a of both arrays and writes it to both, rank 1
     chunk b; nothing is copied.
 
-Small is what has at most 8 KiB, or 64 KiB where ranks outnumber the cores; of two ranks 256 KiB,
-but for means and 16-bit floats. More than two ranks read their own array in their slot, too: the
-sum, in place, would replace it before its turn.
+Small is what has at most 8 KiB, or 64 KiB where ranks outnumber the cores; of two ranks 256 KiB.
+More than two ranks read their own array in their slot, too: the sum, in place, would replace it
+before its turn.
 
 Every call carries a hash of its description, compared by all ranks as they meet, for free.
 
@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from collectives import topology
+from collectives.arrays.device import is_half
 from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
 from collectives.errors import PeerFailure
@@ -252,13 +253,12 @@ class Engine:
         """
         place = self.shared.place_of(send, out)
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
-        fill, start, add, save = loop_names(send.dtype, op.value)
-        converts = fill is not None or save is not None
-        kind = ways.way(send.nbytes, self.size, crowded=self._crowded, converts=converts)
+        halves = is_half(send.dtype)
+        kind = ways.way(send.nbytes, self.size, crowded=self._crowded, halves=halves)
         kind = kind if place is None else "shared"
         has_behind = kind in ("one_shot", "direct") and self.size == 2
         last = behind_name(send.dtype, op.value) if has_behind else None
-        needed = [(_ROUNDS, kind), fill, start, add, save, last]
+        needed = [(_ROUNDS, kind), *loop_names(send.dtype, op.value, of_two=self.size == 2), last]
         machine_code.prepare([name for name in needed if name is not None])
         block = self._block(digest, send, out, op)
         block[words.COUNT] = send.size
@@ -431,5 +431,5 @@ class Engine:
         if op is not None and send is not None:
             block[words.WIDTH] = send.itemsize
             first = words.FILL
-            block[first : first + 4] = loops(send.dtype, op.value)
+            block[first : first + 4] = loops(send.dtype, op.value, of_two=self.size == 2)
         return block

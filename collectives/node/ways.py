@@ -33,27 +33,29 @@ SLOT_BYTES = 1 << 19
 ONE_SHOT_BYTES, ONE_SHOT_BYTES_CROWDED = 1 << 13, 1 << 16
 
 # Of two ranks, each of which reads its own array where it is, so that as many bytes pass from core
-# to core as by halves; of what need not be divided or rounded, which one shot does twice. How many
-# times as fast as pipelined, two near cores of an AMD EPYC, arrays written anew before each call,
-# in place / elsewhere, in two hours between which the host has halved the rate of both:
-# 16 KiB 1.42 1.33 / 1.23 1.23, 64 KiB 1.19 1.28 / 1.00 1.17, 256 KiB 1.14 1.27 / 0.93 1.14, 512 KiB
-# 0.99 1.22 / 0.94 1.21; MEAN 16 KiB 1.12 / 1.01, 64 KiB 0.95 / 0.89; float16 1.12 / 1.05, 1.03 /
-# 0.97. Stored past the caches, though near: 64 KiB 1.19 / 1.03, 256 KiB 1.04 to 1.08 / 0.88 to
-# 0.90; by parts, each read while the next is put, no size is faster.
+# to core as by halves; both add, divide and round it, in one loop. How many times as fast as
+# pipelined, two near cores of an AMD EPYC, arrays written anew before each call, in place /
+# elsewhere, in two hours between which the host has halved the rate of both: 16 KiB 1.42 1.33 /
+# 1.23 1.23, 64 KiB 1.19 1.28 / 1.00 1.17, 256 KiB 1.14 1.27 / 0.93 1.14, 512 KiB 0.99 1.22 / 0.94
+# 1.21; float16 and bfloat16 in place 64 KiB 1.10, 256 KiB 0.96 to 1.12, 512 KiB to 1 MiB 0.92 to
+# 1.00, 4 MiB 0.95 to 1.02, 16 MiB 0.82 to 0.91 (`direct`). Stored past the caches, though near: 64
+# KiB 1.19 / 1.03, 256 KiB 1.04 to 1.08 / 0.88 to 0.90; by parts, each read while the next is put,
+# no size is faster.
 ONE_SHOT_BYTES_OF_TWO = 1 << 18
 
 
-def way(nbytes: float, ranks: int, *, crowded: bool = False, converts: bool = False) -> str:
+def way(nbytes: float, ranks: int, *, crowded: bool = False, halves: bool = False) -> str:
     """Return which kind of call reduces private arrays for all, by what all ranks know.
 
     Args:
         nbytes: of the array.
         ranks: of the node.
         crowded: whether they outnumber its cores.
-        converts: whether numbers are divided or rounded beside being combined.
+        halves: whether the numbers are 16-bit floats, whose sums take longer than their bytes.
     """
-    if ranks == 2 and not converts:
-        return "one_shot" if nbytes <= ONE_SHOT_BYTES_OF_TWO else "direct"
+    if ranks == 2:
+        longer = "pipelined" if halves else "direct"
+        return "one_shot" if nbytes <= ONE_SHOT_BYTES_OF_TWO else longer
     most = ONE_SHOT_BYTES_CROWDED if crowded else ONE_SHOT_BYTES
     return "one_shot" if nbytes <= most else "pipelined"
 

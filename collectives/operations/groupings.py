@@ -36,7 +36,8 @@ __all__ = ["Asked", "Groupings", "Planned", "pack", "part", "put", "unpack"]
 PORTION_BYTES, PORTION_BYTES_CROWDED = 2 << 20, 8 << 20
 
 # Bytes of new results from which on they are stored past the caches, of which they would take more
-# than there are, as those of an all-reduce (`collectives.node.rounds`).
+# than there are. New arrays lie in new pages, so that no earlier call says which way is faster, as
+# `collectives.node.results` would ask.
 STREAMED_BYTES = 1 << 24
 
 # How many lists of shapes and dtypes are remembered.

@@ -96,11 +96,9 @@ def _handed_over(question: Question, ranks: int) -> list[str]:
     """Say in which kind of call private arrays are reduced for all ranks of a node."""
     if question.operation != "allreduce":
         return []
-    kinds = [ways.way(question.nbytes, ranks, converts=converts) for converts in (False, True)]
+    kinds = [ways.way(question.nbytes, ranks, halves=halves) for halves in (False, True)]
     said = f"Private arrays go in {_WAYS[kinds[0]]}"
-    return [
-        said + ("." if kinds[0] == kinds[1] else f", means and 16-bit floats in {_WAYS[kinds[1]]}.")
-    ]
+    return [said + ("." if kinds[0] == kinds[1] else f", 16-bit floats in {_WAYS[kinds[1]]}.")]
 
 
 def rests_on(configuration: Settings, known: links.Links) -> str:

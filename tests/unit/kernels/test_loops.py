@@ -1,0 +1,106 @@
+"""Loops over two arrays at once: the bits of those that begin, go on and save, and vectorised."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import ml_dtypes
+import numba
+import numpy as np
+import pytest
+
+import collectives as cc
+import oracle
+from collectives.arrays.host import address
+from collectives.kernels import elementwise, loops
+
+HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
+COUNTS = [0, 1, 2, 7, 64, 333]
+
+# Zeros, subnormal, small, large and infinite ones and both kinds of NaN, of either type of 16 bits.
+KINDS = [
+    *(0, 0x8000, 1, 0x8001, 0x3FF, 0x400, 0x7F, 0x80, 0x3C00, 0xBF80, 0x7BFF, 0x7F7F),
+    *(0x7C00, 0xFC00, 0x7F80, 0xFF80, 0x7E01, 0x7D01, 0xFD01, 0x7FC1, 0x7F81),
+]
+
+_LOOP = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
+
+
+def call(loop, dest, *others):
+    """Call a loop of two or three arrays."""
+    words = [x if isinstance(x, int) else address(x) for x in (dest, *others)]
+    _LOOP(loop)(*words)
+
+
+def operands(dtype, count):
+    """Return two arrays, for 16 bits of every kind of number, each beside every other."""
+    if dtype not in HALVES:
+        return [oracle.data(rank, (count,), dtype) for rank in range(2)]
+    rng = np.random.default_rng(count)
+    some = [rng.integers(0, 1 << 16, count, np.uint16) for _ in range(2)]
+    if count > 100:
+        kinds = np.array(KINDS, np.uint16)
+        beside = np.repeat(kinds, len(kinds)), np.tile(kinds, len(kinds))
+        some = [np.concatenate(both) for both in zip(beside, some, strict=True)]
+    return [bits.view(dtype) for bits in some]
+
+
+def by_steps(found, a, b):
+    """Combine two arrays as several are combined: fill, begin, save."""
+    count = a.size
+    parts = []
+    for array in (a, b):
+        part = array.copy()
+        if found.fill:
+            call(found.fill, part, array, count, 2)
+        parts.append(part)
+    total = np.empty(count, np.float32 if a.dtype in HALVES else a.dtype)
+    call(found.start, total, *parts, count)
+    if not found.save:
+        return total
+    result = np.empty_like(a)
+    call(found.save, result, total, count, 2)
+    return result
+
+
+def moved(array):
+    """Return a copy that begins at no multiple of its items' size times two."""
+    memory = np.empty(array.nbytes + array.itemsize, np.uint8)[array.itemsize :].view(array.dtype)
+    memory[...] = array
+    return memory
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
+@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
+def test_two_at_once_have_the_bits_of_two_by_steps(dtype, op):
+    dtype = np.dtype(dtype)
+    if not oracle.is_defined(op, dtype):
+        pytest.skip("not defined")
+    whole = loops.loops(dtype, op.value, of_two=True)
+    assert whole.fill == whole.save == 0
+    for count in COUNTS:
+        a, b = operands(dtype, count)
+        count = a.size
+        with np.errstate(all="ignore"):
+            expected = by_steps(loops.loops(dtype, op.value), a, b).tobytes()
+        for place in (np.copy, moved):
+            result = place(np.zeros_like(a))
+            call(whole.start, result, place(a), place(b), count)
+            assert result.tobytes() == expected
+            result = place(a)
+            call(whole.add, result, place(b), count, 2)
+            assert result.tobytes() == expected
+            result = place(b)
+            call(loops.behind(dtype, op.value), result, place(a), count, 2)
+            assert result.tobytes() == expected
+
+
+@pytest.mark.parametrize("function", ["add", "mean"])
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "complex64"])
+@pytest.mark.parametrize("kind", ["start", "add", "behind"])
+def test_they_are_vectorised_in_place_and_elsewhere(kind, name, function):
+    loop = numba.njit(numba.void(*[numba.int64] * 4))(elementwise._KINDS[kind](name, function))
+    (code,) = loop.inspect_llvm().values()
+    assert re.search(r"store <\d+ x (i16|i32|half|float)>", code)
