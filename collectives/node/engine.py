@@ -193,6 +193,7 @@ class Engine:
         self._memory = memory
         self._slot = slot
         self._state = np.zeros(words.STATE_WORDS, np.int64)
+        self.choose_stores("auto")
         self._times = np.zeros(words.FIRST_NOTE, np.int64)
         self._notes = self._times.data
         self._scratch = np.empty(4 * words.TILE_BYTES, np.uint8)
@@ -223,6 +224,7 @@ class Engine:
         """
         self._state[words.FIXED] = stores != "auto"
         self._state[words.WAY] = words.STREAMING if stores == "streaming" else words.PLAIN
+        self._state[words.NEAR_WAY], self._state[words.FAR_WAY] = words.PLAIN, words.STREAMING
 
     @property
     def stores(self) -> tuple[str, int]:

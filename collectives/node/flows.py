@@ -37,7 +37,7 @@ from collectives.node.meeting import (
     wait_for,
 )
 from collectives.node.results import begin_result, end_result, put_result
-from collectives.node.stores import put, tell
+from collectives.node.stores import begin_stores, put, tell
 
 __all__ = ["flow", "publish"]
 
@@ -85,6 +85,7 @@ def publish(address: int) -> int:
     if block[w.PHASE] == 0:
         number = next_round(block)  # [number]
         announce(block, number)  # [hash]
+        begin_stores(block, 0)
         _put_own(block, slot(block, block[w.RANK], number), 0, block[w.COUNT])
         tell(block, w.FILLED, number)  # [filled]
         block[w.PHASE] = 1
@@ -165,6 +166,7 @@ def flow(address: int) -> int:
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
         announce(block, next_round(block))  # [number] [hash]
+        begin_stores(block, 0)
         begin_result(block, block[w.TAKEN])
         block[w.PHASE] = 1
     while block[w.DONE_ROUNDS] < block[w.ROUNDS]:

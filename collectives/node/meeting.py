@@ -116,10 +116,25 @@ def _polls(block: Any, word: int, rank: int, target: int) -> int:
 
 
 @njit
+def _stop(block: Any) -> None:
+    """Stop the clock of a call that is timed but for its waits; it may stand still already."""
+    if block[w.TRIED] and block[w.RUNNING]:
+        block[w.SPENT] += now(block) - block[w.RUNNING]
+        block[w.RUNNING] = 0
+
+
+@njit
+def _go_on(block: Any) -> None:
+    if block[w.TRIED]:
+        block[w.RUNNING] = now(block)
+
+
+@njit
 def wait(block: Any, word: int, target: int) -> bool:
     """Wait until a word of all headers has reached the target; False after too many polls."""
     noting = state(block)[w.TIMES]
     late = -1
+    _stop(block)
     if noting:
         _wait_begins(block)
     for rank in range(block[w.SIZE]):
@@ -130,6 +145,7 @@ def wait(block: Any, word: int, target: int) -> bool:
             late = rank  # in the end the last to come: those before it had come by then
     if noting:
         _wait_ends(block, word, late)
+    _go_on(block)
     return True
 
 

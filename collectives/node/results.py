@@ -43,8 +43,8 @@ def begin_result(block: Any, nbytes: int) -> None:
     """Begin a call that brings so many bytes: say how they are stored."""
     block[w.TIMED] = False
     block[w.RESULTS] = w.STREAMING if nbytes >= _STREAMED_BYTES else w.UNKNOWN
-    if nbytes < _COMPARED_BYTES or state(block)[w.FIXED]:
-        return
+    if nbytes < _COMPARED_BYTES or state(block)[w.FIXED] or block[w.TRIED]:
+        return  # one comparison after the other: how slots were filled tells on who reads them
     call = block[w.CALLS]
     block[w.CALLS] = call % _PERIOD + 1
     if call == 0:  # the result may lie in new pages

@@ -46,7 +46,7 @@ from collectives.node.meeting import (
     wait,
 )
 from collectives.node.results import begin_result, end_result, put_result
-from collectives.node.stores import put, tell
+from collectives.node.stores import begin_stores, end_stores, put, tell
 
 __all__ = ["direct", "make", "one_shot", "pipelined", "shared"]
 
@@ -151,6 +151,7 @@ def one_shot(address: int) -> int:
     count = block[w.COUNT]
     if block[w.PHASE] == 0:
         number = next_round(block)  # [number]
+        begin_stores(block, count * block[w.WIDTH])
         _fill(block, slot(block, block[w.RANK], number), block[w.SEND], count)
         announce(block, number)  # [hash]
         tell(block, w.FILLED, number)  # [filled]
@@ -165,6 +166,7 @@ def one_shot(address: int) -> int:
             _combine_two(block, block[w.FIRST], 0, at, n)
         else:
             _combine_all(block, at, n)
+    end_stores(block)
     return end(block, w.DONE, 1)
 
 
@@ -279,6 +281,7 @@ def _by_pieces(block: Any) -> int:
         block[w.DONE_ROUNDS] = turn + 1
         block[w.PHASE] = 1
     end_result(block)
+    end_stores(block)
     return end(block, w.DONE, block[w.MET] + total)
 
 
@@ -292,6 +295,7 @@ def pipelined(address: int) -> int:
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
         announce(block, next_round(block))  # [number] [hash]
+        begin_stores(block, block[w.COUNT] * block[w.WIDTH])
         _begin_pieces(block)
     return _by_pieces(block)
 
@@ -324,6 +328,7 @@ def _by_slots(block: Any) -> int:
             _combine_two(block, number, start, at, min(w.TILE, count - at))
         block[w.DONE_ROUNDS] = turn + 1
         block[w.PHASE] = 4
+    end_stores(block)
     return end(block, w.DONE, block[w.MET] + total)
 
 
@@ -347,6 +352,7 @@ def direct(address: int) -> int:
             return w.WAITING
         if not agreed(block):  # [hashes]
             return end(block, w.MISMATCH, 1)
+        begin_stores(block, block[w.COUNT] * block[w.WIDTH])
         if all_say(block, w.IN_PLACE):  # [hashes]
             block[w.PHASE] = 4
         else:

@@ -1,15 +1,15 @@
 """How a rank hands bytes to the others: stores into the caches, or past them.
 
 A plain store takes the line from the cache of the core that has read it last. Where the two cores
-share no cache that is the slowest way there is; then each rank stores past the caches, which leaves
-readers less than half of the rate, so that it does not pay where they do share one. Nobody else has
-to know: each rank chooses for what it stores itself.
+share no cache that may be the slowest way there is; then a rank stores past the caches, which
+leaves readers less than half of the rate, so that it does not pay where they do share one. Nobody
+else has to know: each rank chooses for what it stores itself.
 
 What systems say of caches is not true in virtual machines, and processes move. So each rank now and
-then stores into lines that another rank has read, one line after the other, takes the time, and
-changes its way after two pieces in a row that speak against it. Lines one by one tell near from
-far; the rate of many at once, of which a core has more or fewer under way, does not: on one machine
-it is 7 GB/s where cores share a cache, on another one up to 9 where they do not.
+then stores into lines that another rank has read, one line after the other, and takes the time,
+which tells near from far; after two pieces in a row that speak against it, it takes itself to have
+moved. (The rate of many lines at once, of which a core has more or fewer under way, does not: on
+one machine it is 7 GB/s where cores share a cache, on another one up to 9 where they do not.)
 
     between two cores (of 2026)                      they share a cache   they share none
     ns of a line, as timed here (Zen 3)                        25 to 51        134 to 184
@@ -20,6 +20,15 @@ it is 7 GB/s where cores share a cache, on another one up to 9 where they do not
     reading what was stored past them (Zen 3)              30, 13 to 16      20 to 30, 14
     us of an all-reduce of 1 MiB (Zen 3), plainly                   120               500
       past the caches                                               220               220
+
+What is better there is found out: a reduction that is made again and again is timed but for its
+waits, some calls by either way, on all ranks the same ones, since who reads pays for how others
+have stored. On another machine, whose host halves at times what its cores hand over, a line takes
+150 ns then, and yet the plain way is the better one, us plainly / past the caches:
+
+                     64 KiB      256 KiB        1 MiB        4 MiB         16 MiB
+    all-reduce    4.3 / 4.9  13.9 / 16.4  55.8 / 64.9  222 / 253  1009 / 1125
+    broadcast     4.9 / 6.3  10.7 / 13.3  35.2 / 43.5  131 / 165   524 /  650
 """
 
 from __future__ import annotations
@@ -32,7 +41,7 @@ from collectives.kernels.intrinsics import copy, drain, fence, store, stream
 from collectives.node import words as w
 from collectives.node.meeting import header, now, state
 
-__all__ = ["put", "tell"]
+__all__ = ["begin_stores", "end_stores", "put", "tell"]
 
 # Nanoseconds of a line, from which on the other core shares no cache with this one: 51 at most near
 # and 134 at least far, in 2,700 calls in turns, but while cores were moved.
@@ -43,13 +52,82 @@ _FAR = 80
 _GROUPS, _GROUP, _STRIDE = 4, 8, 13
 _LINE = 64
 
-# How many timings in a row change the way: in one of them the process may have been interrupted.
+# How many timings in a row change the place: in one of them the process may have been interrupted.
 _ENOUGH = 2
 
 # Bytes that are stored between two timings; after a change, which a moment may have caused, fewer.
-_BETWEEN, _SOON = 1 << 22, 1 << 18
+_BETWEEN, _SOON = 1 << 25, 1 << 18
 # Of a piece that is worth a timing.
 _LEAST, _MOST = 1 << 12, w.TILE_BYTES
+
+# Bytes of an array that is worth a comparison. Calls in a row by either way, of which the fastest
+# counts; the first of all, which may touch new pages, is none of them. Calls from one comparison to
+# the next, so that the slower way costs less than 1 %, and where nothing is known of the place.
+_COMPARED_BYTES = 1 << 16
+_TRIALS, _PERIOD, _SOONER = 3, 512, 32
+
+
+@njit
+def _found(block: Any) -> int:
+    """Return the way that is better here, as far as is known."""
+    own = state(block)
+    found = block[w.FOUND + own[w.PLACE]]
+    return found - 1 if found else own[w.NEAR_WAY + own[w.PLACE]]
+
+
+@njit
+def begin_stores(block: Any, nbytes: int) -> None:
+    """Begin a call that reduces so many bytes, or none: say how slots are filled from now on.
+
+    Nothing is under way that was stored otherwise: after what it puts, each call tells so.
+    """
+    own = state(block)
+    block[w.TRIED] = False
+    if own[w.FIXED]:
+        return
+    if nbytes >= _COMPARED_BYTES:
+        block[w.TRIES] = (block[w.TRIES] + 1) % _PERIOD
+        turn = block[w.TRIES] % _SOONER
+        if turn == 1:
+            block[w.TRYING] = block[w.TRIES] == 1 or not block[w.FOUND + own[w.PLACE]]
+        if block[w.TRYING] and 2 <= turn <= 1 + 2 * _TRIALS:
+            _try(block, turn)
+            return
+        if block[w.TRYING] and turn == 2 + 2 * _TRIALS:
+            _conclude(block)
+    own[w.WAY] = _found(block)
+
+
+@njit
+def _try(block: Any, turn: int) -> None:
+    """Begin a call of a comparison, which counts only where this rank does not move in it."""
+    own = state(block)
+    if turn == 2 or block[w.TRIED_IN] != own[w.PLACE]:
+        block[w.TRIED_IN] = own[w.PLACE]
+        block[w.FASTEST + w.PLAIN] = block[w.FASTEST + w.STREAMING] = 0
+    block[w.TRIED] = True
+    block[w.SPENT], block[w.RUNNING] = 0, now(block)
+    own[w.WAY] = w.PLAIN if turn <= 1 + _TRIALS else w.STREAMING
+
+
+@njit
+def end_stores(block: Any) -> None:
+    """End the call."""
+    if block[w.TRIED]:
+        at = w.FASTEST + state(block)[w.WAY]
+        spent = block[w.SPENT] + now(block) - block[w.RUNNING]
+        block[at] = min(block[at] or spent, spent)
+
+
+@njit
+def _conclude(block: Any) -> None:
+    """Draw the conclusion of a comparison, if all of it was made here."""
+    own = state(block)
+    plain, streamed = block[w.FASTEST + w.PLAIN], block[w.FASTEST + w.STREAMING]
+    if plain and streamed and block[w.TRIED_IN] == own[w.PLACE]:
+        way = w.STREAMING if streamed < plain else w.PLAIN
+        block[w.FOUND + own[w.PLACE]] = 1 + way
+        own[w.NEAR_WAY + own[w.PLACE]] = way
 
 
 @njit
@@ -75,13 +153,15 @@ def _timed(block: Any, dest: int, source: int, nbytes: int) -> None:
     copy(dest, near, nbytes)
     drain()  # [change]
     own[w.LINE_NS] = max(1, fastest // _GROUP)
-    way = w.STREAMING if own[w.LINE_NS] >= _FAR else w.PLAIN
-    own[w.AGAINST] = 0 if way == own[w.WAY] else own[w.AGAINST] + 1
+    place = w.FAR if own[w.LINE_NS] >= _FAR else w.NEAR
+    own[w.AGAINST] = 0 if place == own[w.PLACE] else own[w.AGAINST] + 1
     own[w.LEFT] = 0 if own[w.AGAINST] else _BETWEEN
     if own[w.AGAINST] == _ENOUGH:
-        own[w.WAY] = way
+        own[w.PLACE] = place
         own[w.AGAINST] = 0
         own[w.LEFT] = _SOON
+        if not block[w.TRIED]:
+            own[w.WAY] = _found(block)
 
 
 @njit

@@ -58,7 +58,15 @@ CALLS = 40  # since the last comparison began
 TIMED = 41  # whether this call is a part of it
 COPYING = 42  # ns of its copies
 COPIED = 43  # two words: ns of the copies of a call by either way, of the fastest; 0 for none yet
-WORDS = 45
+# How slots are filled (`collectives.node.stores`):
+TRIES = 45  # calls so far, counted in a circle
+TRYING = 46  # whether a comparison is under way
+TRIED_IN = 47  # NEAR or FAR: where it has begun
+TRIED = 48  # whether this call is a part of it
+SPENT, RUNNING = 49, 50  # ns of this call but for its waits, and since when it runs; 0 in a wait
+FASTEST = 51  # two words: ns of a call by either way, of the fastest; 0 for none yet
+FOUND = 53  # two words, for NEAR and FAR: 1 + the way that was faster; 0 for none yet
+WORDS = 55
 
 TAKE_NONE, TAKE_OWN, TAKE_ALL = 0, 1, 2
 IN_PLACE, ELSEWHERE = 1, 2
@@ -69,13 +77,16 @@ COUNTER = 0  # rounds so far
 WAY = 1  # PLAIN or STREAMING
 FIXED = 2  # whether that is a setting, and nothing is measured
 LEFT = 3  # bytes to store before the next timing
-AGAINST = 4  # timings in a row that speak against the way
+AGAINST = 4  # timings in a row that speak against the place
 LINE_NS = 5  # of a plain store into a line that others had, the last time
 CLOCK = 6  # two words, for the time
 TIMES = 8  # address of the words of times, below; 0 where nobody wants to know
-STATE_WORDS = 9
+PLACE = 9  # NEAR or FAR
+NEAR_WAY, FAR_WAY = 10, 11  # in either, where a call has not compared both
+STATE_WORDS = 12
 
 PLAIN, STREAMING, UNKNOWN = 0, 1, 2
+NEAR, FAR = 0, 1
 
 # Words of times: what this rank did when, in ns of the monotonic clock.
 NOTES = 0  # how many notes there are

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
 
 import collectives as cc
 import oracle
+from collectives.node import words
+from collectives.transport.waiting import Deadline
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -61,5 +64,31 @@ def test_the_way_of_storing_is_a_setting_and_is_told(world):
             way, time = part.node_engine.stores
             assert time > 0
             assert way in ("plain", "streaming")
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("kibibytes", [64, 1024])
+def test_who_comes_late_changes_nothing_in_a_comparison(world, kibibytes):
+    """A call is timed but for its waits, also where a rank waits for longer than a kernel does."""
+    if world.kind != "shared":
+        pytest.skip("about the node engine")
+    late = 0.2
+
+    def check(comm):
+        part = comm.split(0)
+        part.barrier()
+        engine, x = part.node_engine, np.ones(kibibytes << 8, np.float32)
+        work = engine.plan_allreduce(x, x, cc.MAX, 1)
+        compared = []
+        for _ in range(2 + 2 * 3):
+            if comm.rank == comm.size - 1:
+                time.sleep(late)
+            assert engine.drive(work, Deadline("allreduce", 60.0))
+            compared.append(work.block[words.FASTEST : words.FASTEST + 2].tolist())
+        assert compared[0] == [0, 0]
+        assert 0 < max(compared[-2]) < late * 1e9 / 2, compared
+        assert min(compared[-2]) > 0
+        assert (x == 1).all()
 
     world.run(check)

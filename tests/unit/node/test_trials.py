@@ -1,0 +1,96 @@
+"""How a rank fills slots: by the place that single lines tell, and what calls there have shown."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from collectives.arrays.host import address
+from collectives.node import stores, words
+
+LARGE, SMALL = 1 << 20, 1 << 12
+TRIALS = stores._TRIALS
+PLAIN, STREAMING = words.PLAIN, words.STREAMING
+IN_TURNS = [PLAIN] * TRIALS + [STREAMING] * TRIALS
+
+
+class Rank:
+    """The words of a rank's state, and of a call that it makes again and again."""
+
+    def __init__(self, state=None):
+        if state is None:
+            state = np.zeros(words.STATE_WORDS, np.int64)
+            state[words.NEAR_WAY], state[words.FAR_WAY] = PLAIN, STREAMING
+        self.state = state
+        self.block = np.zeros(words.WORDS, np.int64)
+        self.block[words.STATE] = address(self.state)
+
+    def calls(self, count, nbytes=LARGE, spent=(0, 0)):
+        """Make calls, of which those of a comparison take so long; return their ways."""
+        ways = []
+        for _ in range(count):
+            stores.begin_stores(self.block, nbytes)
+            ways.append(int(self.state[words.WAY]))
+            if self.block[words.TRIED]:
+                # So long that what the clock adds changes nothing.
+                self.block[words.SPENT] = spent[ways[-1]] * 10**12
+            stores.end_stores(self.block)
+        return ways
+
+    def moves(self, place):
+        self.state[words.PLACE] = place
+
+
+@pytest.fixture(name="rank")
+def _rank():
+    return Rank()
+
+
+@pytest.mark.parametrize(("spent", "better"), [((9, 8), STREAMING), ((8, 9), PLAIN)])
+@pytest.mark.parametrize("place", [words.NEAR, words.FAR])
+def test_the_faster_way_is_taken_after_some_calls_of_each(rank, place, spent, better):
+    rank.moves(place)
+    usual = PLAIN if place == words.NEAR else STREAMING
+    assert rank.calls(1) == [usual]
+    assert rank.calls(2 * TRIALS, spent=spent) == IN_TURNS
+    kept = stores._PERIOD - 2 * TRIALS
+    assert rank.calls(kept) == [better] * kept
+    assert rank.calls(2 * TRIALS, spent=spent[::-1]) == IN_TURNS
+    assert rank.calls(1) == [PLAIN + STREAMING - better]
+
+
+def test_what_a_call_has_found_holds_for_others_that_compare_nothing(rank):
+    rank.moves(words.FAR)
+    rank.calls(2 + 2 * TRIALS, spent=(8, 9))
+    broadcast = Rank(rank.state)
+    assert broadcast.calls(20, SMALL) == [PLAIN] * 20
+    rank.moves(words.NEAR)
+    assert broadcast.calls(1, 0) == [PLAIN]
+
+
+def test_each_place_has_a_way_of_its_own_and_is_compared_soon(rank):
+    rank.calls(2 + 2 * TRIALS, spent=(8, 9))
+    rank.moves(words.FAR)
+    first = rank.calls(stores._SOONER - 1 - 2 * TRIALS)
+    assert first == [STREAMING] * len(first)
+    assert rank.calls(2 * TRIALS, spent=(8, 9)) == IN_TURNS
+    assert rank.calls(10) == [PLAIN] * 10
+    rank.moves(words.NEAR)
+    assert rank.calls(40) == [PLAIN] * 40  # known there: no comparison before its time
+
+
+def test_a_rank_that_moves_meanwhile_draws_no_conclusion(rank):
+    rank.calls(1)
+    rank.calls(TRIALS, spent=(9, 8))
+    rank.moves(words.FAR)
+    rank.calls(TRIALS, spent=(9, 8))
+    assert rank.calls(1) == [STREAMING]  # as ever in that place
+    assert not rank.block[words.FOUND :][:2].any()
+    rank.moves(words.NEAR)
+    assert rank.calls(1) == [PLAIN]
+
+
+@pytest.mark.parametrize("way", [PLAIN, STREAMING])
+def test_nothing_is_compared_where_the_way_is_a_setting(rank, way):
+    rank.state[words.FIXED], rank.state[words.WAY] = True, way
+    assert rank.calls(20, spent=(9, 8)) == [way] * 20
