@@ -90,6 +90,14 @@ def test_a_rank_that_moves_meanwhile_draws_no_conclusion(rank):
     assert rank.calls(1) == [PLAIN]
 
 
+@pytest.mark.parametrize("place", [words.NEAR, words.FAR])
+def test_where_both_take_as_long_the_usual_way_is_kept(rank, place):
+    rank.moves(place)
+    usual = PLAIN if place == words.NEAR else STREAMING
+    spent = (100, 98) if place == words.NEAR else (98, 100)
+    assert rank.calls(2 + 2 * TRIALS, spent=spent)[-1] == usual
+
+
 @pytest.mark.parametrize("way", [PLAIN, STREAMING])
 def test_nothing_is_compared_where_the_way_is_a_setting(rank, way):
     rank.state[words.FIXED], rank.state[words.WAY] = True, way
