@@ -234,6 +234,7 @@ def pytest_sessionstart(session):
 def _first_calls(comm):
     for count, op in ((1, SUM), (1 << 20, SUM), (1 << 20, MEAN)):
         comm.allreduce(np.ones(count, np.float32), op=op)
+    comm.reduce_scatter(np.ones(1 << 20, np.float32), op=SUM)
     shared = comm.shared_empty(1 << 20, np.float32)
     comm.allreduce(shared, op=SUM, out=shared)
 
