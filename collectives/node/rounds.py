@@ -122,24 +122,21 @@ def _combine_two(block: Any, number: int, start: int, at: int, n: int) -> None:
     """Combine so many elements of two ranks; this one's are read where they are.
 
     The slot of a round begins with an element `start`, and these are `at` elements behind it.
+    The loops of two arrays do all at once: divide, add and round.
 
     Two slots, whose addresses differ by a power of two, drive each other's lines out of the level 1
     cache of some processors.
     """
     me, offset = block[w.RANK], (start + at) * block[w.WIDTH]
     dest = block[w.OUT] + offset
-    own = _own(block, block[w.SEND] + offset, n, me)
+    own = block[w.SEND] + offset
     theirs = slot(block, 1 - me, number) + at * block[w.WIDTH]  # [read]
-    first, second = (own, theirs) if me == 0 else (theirs, own)
-    if block[w.SAVE]:
-        pair(block[w.START], block[w.SCRATCH], first, second, n)
-        call(block[w.SAVE], dest, block[w.SCRATCH], n, 2)
-    elif own != dest:
-        pair(block[w.START], dest, first, second, n)
+    if own == dest:
+        call(block[w.ADD] if me == 0 else block[w.BEHIND], dest, theirs, n, 2)
     elif me == 0:
-        call(block[w.ADD], dest, theirs, n, 2)
+        pair(block[w.START], dest, own, theirs, n)
     else:
-        call(block[w.BEHIND], dest, theirs, n, 2)
+        pair(block[w.START], dest, theirs, own, n)
 
 
 def one_shot(address: int) -> int:
