@@ -76,9 +76,12 @@ def test_who_comes_late_changes_nothing_in_a_comparison(world, kibibytes):
     late = 0.2
 
     def check(comm):
+        if comm.size == 1:
+            return
         part = comm.split(0)
         part.barrier()
         engine, x = part.node_engine, np.ones(kibibytes << 8, np.float32)
+        engine.choose_stores("auto")
         work = engine.plan_allreduce(x, x, cc.MAX, 1)
         compared = []
         for _ in range(2 + 2 * 3):
