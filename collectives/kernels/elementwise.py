@@ -16,26 +16,31 @@ from collectives.kernels import compiling, float16
 from collectives.kernels.combine import BITWISE, FUNCTIONS
 from collectives.kernels.intrinsics import pointer, put_two_halves, two_halves
 
-__all__ = ["make"]
+__all__ = ["loop", "make"]
 
 _FUNCTIONS = FUNCTIONS | BITWISE
 
 Loop = Callable[[int, int, int, int], None]
 
 
-def _inlined(loop: Loop) -> Loop:
+def _inlined(function: Loop) -> Loop:
     """Let a loop become a part of another one, which is vectorised for the addresses that it has.
 
     Called as a function it is not where two addresses are the same: 64 KiB of float32 are added in
     place in 9 us then, and in 2.
     """
-    inlined: Loop = register_jitable(inline="always")(loop)
+    inlined: Loop = register_jitable(inline="always")(function)
     return inlined
 
 
 def make(symbol: str, kind: str, *words: str) -> bytes:
     """Return an object file with a loop; arguments as `machine_code.address`."""
-    return compiling.object_code(_KINDS[kind](*words), types.void(*[types.int64] * 4), symbol)
+    return compiling.object_code(loop(kind, *words), types.void(*[types.int64] * 4), symbol)
+
+
+def loop(kind: str, *words: str) -> Loop:
+    """Return a loop that numba can compile; `collectives.kernels.loops` knows the words."""
+    return _KINDS[kind](*words)
 
 
 def _divide(name: str) -> Loop:

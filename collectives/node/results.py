@@ -26,7 +26,7 @@ from collectives.kernels.intrinsics import copy, stream
 from collectives.node import words as w
 from collectives.node.meeting import now, state
 
-__all__ = ["begin_result", "end_result", "put_result"]
+__all__ = ["PERIOD", "TRIALS", "begin_result", "end_result", "put_result"]
 
 # Bytes of a result from which on a comparison is worth it, and from which on it is stored past the
 # caches where none has been made, or the ways of storing are set.
@@ -35,7 +35,7 @@ _COMPARED_BYTES, _STREAMED_BYTES = 1 << 22, 1 << 25
 # Calls in a row by either way, of which the fastest counts: after the first the caches hold what
 # they hold in a row of such calls, and the process may have been interrupted in another one. And
 # calls from one comparison to the next, so that the slower way costs less than 1 %.
-_TRIALS, _PERIOD = 3, 1024
+TRIALS, PERIOD = 3, 1024
 
 
 @njit
@@ -46,15 +46,15 @@ def begin_result(block: Any, nbytes: int) -> None:
     if nbytes < _COMPARED_BYTES or state(block)[w.FIXED] or block[w.TRIED]:
         return  # one comparison after the other: how slots were filled tells on who reads them
     call = block[w.CALLS]
-    block[w.CALLS] = call % _PERIOD + 1
+    block[w.CALLS] = call % PERIOD + 1
     if call == 0:  # the result may lie in new pages
         return
-    if call <= 2 * _TRIALS:
+    if call <= 2 * TRIALS:
         block[w.TIMED] = True
         block[w.COPYING] = 0
-        block[w.RESULTS] = w.PLAIN if call <= _TRIALS else w.STREAMING
+        block[w.RESULTS] = w.PLAIN if call <= TRIALS else w.STREAMING
         return
-    if call == 2 * _TRIALS + 1:
+    if call == 2 * TRIALS + 1:
         faster = block[w.COPIED + w.STREAMING] < block[w.COPIED + w.PLAIN]
         block[w.BETTER] = w.STREAMING if faster else w.PLAIN
         block[w.COPIED + w.STREAMING] = block[w.COPIED + w.PLAIN] = 0

@@ -41,7 +41,7 @@ from collectives.kernels.intrinsics import copy, drain, fence, store, stream
 from collectives.node import words as w
 from collectives.node.meeting import header, now, state
 
-__all__ = ["begin_stores", "end_stores", "put", "tell"]
+__all__ = ["PERIOD", "SOONER", "TRIALS", "begin_stores", "end_stores", "put", "tell"]
 
 # Nanoseconds of a line, from which on the other core shares no cache with this one: 51 at most near
 # and 134 at least far, in 2,700 calls in turns, but while cores were moved.
@@ -64,7 +64,7 @@ _LEAST, _MOST = 1 << 12, w.TILE_BYTES
 # counts; the first of all, which may touch new pages, is none of them. Calls from one comparison to
 # the next, so that the slower way costs less than 1 %, and where nothing is known of the place.
 _COMPARED_BYTES = 1 << 16
-_TRIALS, _PERIOD, _SOONER = 3, 512, 32
+TRIALS, PERIOD, SOONER = 3, 512, 32
 
 # What the other way must take of the time of the usual one: where ranks share cores, some process
 # is interrupted in every call.
@@ -90,14 +90,14 @@ def begin_stores(block: Any, nbytes: int) -> None:
     if own[w.FIXED]:
         return
     if nbytes >= _COMPARED_BYTES:
-        block[w.TRIES] = (block[w.TRIES] + 1) % _PERIOD
-        turn = block[w.TRIES] % _SOONER
+        block[w.TRIES] = (block[w.TRIES] + 1) % PERIOD
+        turn = block[w.TRIES] % SOONER
         if turn == 1:
             block[w.TRYING] = block[w.TRIES] == 1 or not block[w.FOUND + own[w.PLACE]]
-        if block[w.TRYING] and 2 <= turn <= 1 + 2 * _TRIALS:
+        if block[w.TRYING] and 2 <= turn <= 1 + 2 * TRIALS:
             _try(block, turn)
             return
-        if block[w.TRYING] and turn == 2 + 2 * _TRIALS:
+        if block[w.TRYING] and turn == 2 + 2 * TRIALS:
             _conclude(block)
     own[w.WAY] = _found(block)
 
@@ -111,7 +111,7 @@ def _try(block: Any, turn: int) -> None:
         block[w.FASTEST + w.PLAIN] = block[w.FASTEST + w.STREAMING] = 0
     block[w.TRIED] = True
     block[w.SPENT], block[w.RUNNING] = 0, now(block)
-    own[w.WAY] = w.PLAIN if turn <= 1 + _TRIALS else w.STREAMING
+    own[w.WAY] = w.PLAIN if turn <= 1 + TRIALS else w.STREAMING
 
 
 @njit

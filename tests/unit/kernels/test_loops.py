@@ -101,6 +101,6 @@ def test_two_at_once_have_the_bits_of_two_by_steps(dtype, op):
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "complex64"])
 @pytest.mark.parametrize("kind", ["start", "add", "behind"])
 def test_they_are_vectorised_in_place_and_elsewhere(kind, name, function):
-    loop = numba.njit(numba.void(*[numba.int64] * 4))(elementwise._KINDS[kind](name, function))
+    loop = numba.njit(numba.void(*[numba.int64] * 4))(elementwise.loop(kind, name, function))
     (code,) = loop.inspect_llvm().values()
     assert re.search(r"store <\d+ x (i16|i32|half|float)>", code)

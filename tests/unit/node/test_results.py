@@ -9,7 +9,7 @@ from collectives.arrays.host import address
 from collectives.node import results, words
 
 LARGE, SMALL = 1 << 25, 1 << 20
-TRIALS = results._TRIALS
+TRIALS = results.TRIALS
 FIRST_OF_ALL = 1
 
 WAYS = {"plain": words.PLAIN, "streaming": words.STREAMING}
@@ -41,7 +41,7 @@ def test_the_faster_way_is_taken_after_some_calls_of_each(block, took, better):
     assert calls(block, FIRST_OF_ALL) == [words.STREAMING]  # large, and nothing known
     trials = [words.PLAIN] * TRIALS + [words.STREAMING] * TRIALS
     assert calls(block, 2 * TRIALS, took=took) == trials
-    kept = results._PERIOD - 2 * TRIALS
+    kept = results.PERIOD - 2 * TRIALS
     assert calls(block, kept) == [WAYS[better]] * kept
     assert calls(block, 2 * TRIALS, took=took[::-1]) == trials  # whatever was, is compared again
     assert calls(block, 1) == [words.PLAIN + words.STREAMING - WAYS[better]]

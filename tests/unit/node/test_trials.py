@@ -9,7 +9,7 @@ from collectives.arrays.host import address
 from collectives.node import stores, words
 
 LARGE, SMALL = 1 << 20, 1 << 12
-TRIALS = stores._TRIALS
+TRIALS = stores.TRIALS
 PLAIN, STREAMING = words.PLAIN, words.STREAMING
 IN_TURNS = [PLAIN] * TRIALS + [STREAMING] * TRIALS
 
@@ -53,7 +53,7 @@ def test_the_faster_way_is_taken_after_some_calls_of_each(rank, place, spent, be
     usual = PLAIN if place == words.NEAR else STREAMING
     assert rank.calls(1) == [usual]
     assert rank.calls(2 * TRIALS, spent=spent) == IN_TURNS
-    kept = stores._PERIOD - 2 * TRIALS
+    kept = stores.PERIOD - 2 * TRIALS
     assert rank.calls(kept) == [better] * kept
     assert rank.calls(2 * TRIALS, spent=spent[::-1]) == IN_TURNS
     assert rank.calls(1) == [PLAIN + STREAMING - better]
@@ -71,7 +71,7 @@ def test_what_a_call_has_found_holds_for_others_that_compare_nothing(rank):
 def test_each_place_has_a_way_of_its_own_and_is_compared_soon(rank):
     rank.calls(2 + 2 * TRIALS, spent=(8, 9))
     rank.moves(words.FAR)
-    first = rank.calls(stores._SOONER - 1 - 2 * TRIALS)
+    first = rank.calls(stores.SOONER - 1 - 2 * TRIALS)
     assert first == [STREAMING] * len(first)
     assert rank.calls(2 * TRIALS, spent=(8, 9)) == IN_TURNS
     assert rank.calls(10) == [PLAIN] * 10
