@@ -5,7 +5,7 @@ result is at hand afterwards. Of a result that is larger than what they keep fro
 line comes from memory to be overwritten, which a store past the caches spares. How much they keep
 depends on the processor, on what else the ranks do between two calls, and in a virtual machine on
 its neighbours. So each rank times its own copies where a call is made again and again, some calls
-by either way, and goes on by the better one. Nobody else has to know, and the bits are the same.
+by either way, and goes on by the faster one. Nobody else has to know, and the bits are the same.
 
     two near cores of a Zen 5, 32 MiB of cache, us of a call, plainly / past the caches
                      4 MiB        8 MiB       16 MiB         32 MiB         64 MiB
@@ -55,8 +55,8 @@ def begin_result(block: Any, nbytes: int) -> None:
         block[w.RESULTS] = w.PLAIN if call <= TRIALS else w.STREAMING
         return
     if call == 2 * TRIALS + 1:
-        faster = block[w.COPIED + w.STREAMING] < block[w.COPIED + w.PLAIN]
-        block[w.BETTER] = w.STREAMING if faster else w.PLAIN
+        plain, streamed = block[w.COPIED + w.PLAIN], block[w.COPIED + w.STREAMING]
+        block[w.BETTER] = w.STREAMING if 0 < streamed < plain else w.PLAIN
         block[w.COPIED + w.STREAMING] = block[w.COPIED + w.PLAIN] = 0
     block[w.RESULTS] = block[w.BETTER]
 

@@ -79,6 +79,14 @@ def test_a_call_that_has_failed_is_no_trial(block):
     assert block[words.COPIED : words.COPIED + 2].tolist() == [0, 0]
 
 
+def test_a_way_that_was_never_seen_to_the_end_is_not_taken(block):
+    """As where the ranks do not bring what a plan knows, and nothing moves."""
+    calls(block, FIRST_OF_ALL + TRIALS, took=(800, 0))
+    for _ in range(TRIALS):
+        results.begin_result(block, LARGE)
+    assert calls(block, 1) == [words.PLAIN]
+
+
 def test_nothing_is_compared_where_the_way_is_a_setting(block):
     state = np.zeros(words.STATE_WORDS, np.int64)
     state[words.FIXED] = True
