@@ -43,6 +43,7 @@ def main() -> None:
             synchronous=options.synchronous,
             staleness=options.staleness,
             warmup_steps=options.warmup_steps,
+            rate_scale=rate_scale(workers, options),
         )
         for name, value in Network.random(96, seed=1).weights.items():
             strategy.variable(value, name=name)
@@ -61,6 +62,13 @@ def main() -> None:
             cluster.workers.barrier()
         if strategy.is_chief:
             report(strategy, workers, time.perf_counter() - began)
+
+
+def rate_scale(workers: int, options: argparse.Namespace) -> float:
+    """Return how much smaller steps are to be where a gradient is `workers` - 1 updates late."""
+    if options.synchronous or isinstance(options.staleness, Scale):  # not late, or seen to
+        return 1.0
+    return 2 / (1 + workers)
 
 
 def train(strategy, workers, preemption, options) -> None:

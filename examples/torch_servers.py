@@ -39,7 +39,12 @@ def with_servers(model, optimizer, options) -> None:
     """Let workers push their gradients to rank 0 and take new parameters from there."""
     spec = strategies.cluster.ClusterSpec.from_ranks(ps=1)
     with strategies.Cluster(spec) as cluster, strategies.Server(cluster) as server:
-        strategy = strategies.ParameterServerStrategy(server, synchronous=options.synchronous)
+        strategy = strategies.ParameterServerStrategy(
+            server,
+            synchronous=options.synchronous,
+            # Of n workers that take turns, a gradient is n - 1 updates late: smaller steps.
+            rate_scale=1.0 if options.synchronous else 2 / cluster.comm.size,
+        )
         optimizer = strategies.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), strategy=strategy
         )

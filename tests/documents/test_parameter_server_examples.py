@@ -17,6 +17,8 @@ PROGRAM = ROOT / "examples" / "parameter_server.py"
     ("size", "options"),
     [
         (2, []),
+        (9, []),  # 8 workers: each gradient is 7 updates late
+        (9, ["--coordinator"]),
         (4, ["--scale", "--epochs", "15"]),
         (5, ["--ps", "2", "--synchronous", "--epochs", "15"]),
         (4, ["--coordinator", "--epochs", "15"]),
