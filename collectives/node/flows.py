@@ -37,7 +37,7 @@ from collectives.node.meeting import (
     wait_for,
 )
 from collectives.node.results import begin_result, end_result, put_result
-from collectives.node.stores import begin_stores, put, tell
+from collectives.node.stores import begin_stores, count_waits, end_stores, put, tell
 
 __all__ = ["flow", "publish"]
 
@@ -166,7 +166,7 @@ def flow(address: int) -> int:
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
         announce(block, next_round(block))  # [number] [hash]
-        begin_stores(block, 0)
+        begin_stores(block, block[w.LONGEST])
         begin_result(block, block[w.TAKEN])
         block[w.PHASE] = 1
     while block[w.DONE_ROUNDS] < block[w.ROUNDS]:
@@ -183,6 +183,7 @@ def flow(address: int) -> int:
                 return end(block, w.MISMATCH, 1)
             if not alike(block):  # [hashes]
                 return end(block, w.DONE, 1)
+            count_waits(block)
         if block[w.PHASE] == 2:
             block[w.PHASE] = 3
         if block[w.PHASE] == 3:
@@ -194,4 +195,5 @@ def flow(address: int) -> int:
         block[w.DONE_ROUNDS] = turn + 1
         block[w.PHASE] = 1
     end_result(block)
+    end_stores(block)
     return end(block, w.DONE, block[w.ROUNDS])

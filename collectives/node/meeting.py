@@ -117,15 +117,15 @@ def _polls(block: Any, word: int, rank: int, target: int) -> int:
 
 @njit
 def _stop(block: Any) -> None:
-    """Stop the clock of a call that is timed but for its waits; it may stand still already."""
-    if block[w.TRIED] and block[w.RUNNING]:
+    """Stop the clock of a call that is timed but for waits; it may stand still already."""
+    if block[w.TRIED] == w.BUT_FOR_WAITS and block[w.RUNNING]:
         block[w.SPENT] += now(block) - block[w.RUNNING]
         block[w.RUNNING] = 0
 
 
 @njit
 def _go_on(block: Any) -> None:
-    if block[w.TRIED]:
+    if block[w.TRIED] == w.BUT_FOR_WAITS:
         block[w.RUNNING] = now(block)
 
 

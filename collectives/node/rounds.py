@@ -349,8 +349,9 @@ def direct(address: int) -> int:
             return w.WAITING
         if not agreed(block):  # [hashes]
             return end(block, w.MISMATCH, 1)
+        in_place = all_say(block, w.IN_PLACE)  # [hashes]
         begin_stores(block, block[w.COUNT] * block[w.WIDTH])
-        if all_say(block, w.IN_PLACE):  # [hashes]
+        if in_place:
             block[w.PHASE] = 4
         else:
             _begin_pieces(block)

@@ -37,11 +37,13 @@ from typing import Any
 
 from numba import njit
 
-from collectives.kernels.intrinsics import copy, drain, fence, store, stream
+from collectives.kernels.intrinsics import copy, drain, fence, load, store, stream
 from collectives.node import words as w
 from collectives.node.meeting import header, now, state
 
-__all__ = ["PERIOD", "SOONER", "TRIALS", "begin_stores", "end_stores", "put", "tell"]
+__all__ = [
+    "PERIOD", "SOONER", "TRIALS", "begin_stores", "count_waits", "end_stores", "put", "tell",
+]  # fmt: skip
 
 # Nanoseconds of a line, from which on the other core shares no cache with this one: 51 at most near
 # and 134 at least far, in 2,700 calls in turns, but while cores were moved.
@@ -81,12 +83,14 @@ def _found(block: Any) -> int:
 
 @njit
 def begin_stores(block: Any, nbytes: int) -> None:
-    """Begin a call that reduces so many bytes, or none: say how slots are filled from now on.
+    """Begin a call that is worth a comparison by so many bytes: say how slots are filled now.
+
+    0 bytes are never worth one. All ranks say the same, if perhaps in different places.
 
     Nothing is under way that was stored otherwise: after what it puts, each call tells so.
     """
     own = state(block)
-    block[w.TRIED] = False
+    block[w.TRIED] = 0
     if own[w.FIXED]:
         return
     if nbytes >= _COMPARED_BYTES:
@@ -97,7 +101,7 @@ def begin_stores(block: Any, nbytes: int) -> None:
         if block[w.TRYING] and 2 <= turn <= 1 + 2 * TRIALS:
             _try(block, turn)
             return
-        if block[w.TRYING] and turn == 2 + 2 * TRIALS:
+        if block[w.TRYING] and turn == 3 + 2 * TRIALS:  # after all ranks have ended the last one
             _conclude(block)
     own[w.WAY] = _found(block)
 
@@ -109,18 +113,51 @@ def _try(block: Any, turn: int) -> None:
     if turn == 2 or block[w.TRIED_IN] != own[w.PLACE]:
         block[w.TRIED_IN] = own[w.PLACE]
         block[w.FASTEST + w.PLAIN] = block[w.FASTEST + w.STREAMING] = 0
-    block[w.TRIED] = True
+    block[w.TRIED] = w.BUT_FOR_WAITS
     block[w.SPENT], block[w.RUNNING] = 0, now(block)
     own[w.WAY] = w.PLAIN if turn <= 1 + TRIALS else w.STREAMING
 
 
 @njit
-def end_stores(block: Any) -> None:
-    """End the call."""
+def count_waits(block: Any) -> None:
+    """Let all further waits of the call count, after those for ranks that enter it late.
+
+    Who reads what moves part by part waits for it, and the one who puts it is no faster.
+    """
     if block[w.TRIED]:
-        at = w.FASTEST + state(block)[w.WAY]
-        spent = block[w.SPENT] + now(block) - block[w.RUNNING]
-        block[at] = min(block[at] or spent, spent)
+        block[w.TRIED] = w.AFTER_THE_FIRST
+
+
+@njit
+def _row(block: Any) -> int:
+    """Return where in a header there are the times of calls like this one."""
+    return 8 * (w.TOOK + w.TOOK_WORDS * (block[w.HASH] % w.TOOK_ROWS))
+
+
+@njit
+def end_stores(block: Any) -> None:
+    """End the call; the others see how long this rank took before they conclude."""
+    if not block[w.TRIED]:
+        return
+    at = w.FASTEST + state(block)[w.WAY]
+    spent = block[w.SPENT] + now(block) - block[w.RUNNING]
+    block[at] = min(block[at] or spent, spent)
+    row = header(block, block[w.RANK]) + _row(block)
+    store(row, 0)  # while it changes; whoever calls something else meanwhile finds nothing
+    store(row + 8, block[w.FASTEST + w.PLAIN])
+    store(row + 16, block[w.FASTEST + w.STREAMING])
+    store(row, block[w.HASH])
+
+
+@njit
+def _slowest(block: Any, way: int) -> int:
+    """Return how long a call took by one way, of the rank that was slowest; 0 if not known here."""
+    slowest = block[w.FASTEST + way]
+    for rank in range(block[w.SIZE]):
+        row = header(block, rank) + _row(block)  # [times]
+        if slowest and load(row) == block[w.HASH]:
+            slowest = max(slowest, load(row + 8 * (1 + way)))
+    return slowest
 
 
 @njit
@@ -129,7 +166,7 @@ def _conclude(block: Any) -> None:
     own = state(block)
     usual = w.PLAIN if own[w.PLACE] == w.NEAR else w.STREAMING
     other = w.PLAIN + w.STREAMING - usual
-    took, instead = block[w.FASTEST + usual], block[w.FASTEST + other]
+    took, instead = _slowest(block, usual), _slowest(block, other)
     if took and instead and block[w.TRIED_IN] == own[w.PLACE]:
         way = other if instead < _CLEARLY * took else usual
         block[w.FOUND + own[w.PLACE]] = 1 + way

@@ -62,8 +62,8 @@ COPIED = 43  # two words: ns of the copies of a call by either way, of the faste
 TRIES = 45  # calls so far, counted in a circle
 TRYING = 46  # whether a comparison is under way
 TRIED_IN = 47  # NEAR or FAR: where it has begun
-TRIED = 48  # whether this call is a part of it
-SPENT, RUNNING = 49, 50  # ns of this call but for its waits, and since when it runs; 0 in a wait
+TRIED = 48  # whether this call is a part of it, and which of its waits do not count
+SPENT, RUNNING = 49, 50  # ns of this call but for those waits, and since when it runs; 0 in a wait
 FASTEST = 51  # two words: ns of a call by either way, of the fastest; 0 for none yet
 FOUND = 53  # two words, for NEAR and FAR: 1 + the way that was faster; 0 for none yet
 WORDS = 55
@@ -87,6 +87,7 @@ STATE_WORDS = 12
 
 PLAIN, STREAMING, UNKNOWN = 0, 1, 2
 NEAR, FAR = 0, 1
+BUT_FOR_WAITS, AFTER_THE_FIRST = 1, 2  # TRIED: no wait counts, or the first does not
 
 # Words of times: what this rank did when, in ns of the monotonic clock.
 NOTES = 0  # how many notes there are
@@ -103,12 +104,17 @@ MOVES, REDUCES, END = 10, 11, 12
 MOST_NOTES = 2048
 TIMES_WORDS = FIRST_NOTE + NOTE_WORDS * MOST_NOTES
 
-# Words of a header; one cache line with its neighbour, which processors fetch in pairs.
+# Words of a header; all but the last in one cache line and its neighbour, which processors fetch in
+# pairs.
 FILLED, READY, HASHES = 0, 1, 2
 PARTS = 4  # parts of its stream that a rank has put into its slots, in all calls
 DETAILS = 5  # two words, as those of HASHES
 STORED = 7  # how the last part was stored: PLAIN or STREAMING
-HEADER_BYTES = 128
+TOOK = 16  # a table of what calls took that are compared (stores), by their hashes
+HEADER_BYTES = 384
+
+# Rows of that table, as many as a hash tells apart there. A row is the hash and two times, in ns.
+TOOK_ROWS, TOOK_WORDS = 8, 4
 
 # Elements that are combined at a time, so that they stay in the level 1 cache.
 TILE = 2048

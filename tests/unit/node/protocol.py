@@ -32,6 +32,8 @@ What a rank does for others has a name, by which the code cites it, in brackets:
     read, take                 load what others bring, what they have made
     read arrays, write arrays  load and store arrays that all ranks reach
     hint                       store, load how a part was stored: whatever is found will do
+    times                      load how long calls took by a way of storing, which is told at the
+                               end of some: whatever is found will do
     results                    fence behind results that were streamed to the caller's memory
 """
 
@@ -109,6 +111,7 @@ class Rank:
 
     def one_shot(self) -> None:
         number = self.next_round()
+        self.begin_stores()
         self.fill(number)
         self.announce(number)
         self.tell("FILLED", number)
@@ -120,6 +123,7 @@ class Rank:
 
     def pipelined(self, take_all: bool = True) -> None:
         self.announce(self.next_round(TURNS))
+        self.begin_stores()
         self.by_pieces(take_all)
 
     def by_pieces(self, take_all: bool = True) -> None:
@@ -157,6 +161,7 @@ class Rank:
         self.tell("FILLED", number)
         self.wait("FILLED", number)
         self.agreed()
+        self.begin_stores()
         self.met = 1
 
     def numbered(self, turn: int) -> int:
@@ -211,6 +216,7 @@ class Rank:
     def publish(self) -> None:
         number = self.next_round()
         self.announce(number)
+        self.begin_stores()
         self.fill(number)
         self.tell("FILLED", number)
         self.wait("FILLED", number)
@@ -220,6 +226,7 @@ class Rank:
 
     def flow(self) -> None:
         self.announce(self.next_round(TURNS))
+        self.begin_stores()
         for number in range(self.first, self.first + TURNS):
             self.tell("FILLED", number)
             for part, halves in enumerate(self.parts):
@@ -252,6 +259,9 @@ class Rank:
         self.said.append("hashes")
         for rank in self.others:
             self._load(("hash", rank, self._half("hash", self.first)), self.first)
+
+    def begin_stores(self) -> None:
+        self.said.append("times")
 
     def fill(self, number: int, halves: Sequence[bool] = WHOLE[0]) -> None:
         for result in halves:

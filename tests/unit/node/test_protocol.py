@@ -186,7 +186,7 @@ def test_two_ranks_that_meet_before_take_the_steps_of_the_model():
     """In the text: the meeting, what they do where not both are in place, and where they are."""
     written = once(follow(rounds, ast.parse("direct(0)", mode="eval").body))
     direct, elsewhere = once(steps_of("direct")), once(steps_of("elsewhere"))
-    met = direct.index("hashes") + 1
+    met = direct.index("times") + 1
     turn = direct[met : direct.index("read") + 1]
     assert written[-len(turn) :] == turn
     assert written[: -len(turn)] == elsewhere[: len(written) - len(turn)]
