@@ -335,7 +335,7 @@ def by_pairs(comm: Communicator, seconds: float) -> Machine:
 
     found: dict[str, Link] = {}
     for two in (between_machines(comm), inside_a_machine(comm)):
-        with as_pair(comm, two) as pair:
+        with as_part(comm, two) as pair:
             if pair is not None:
                 found |= measure.measure(measure.Clock(pair), seconds)
     found = comm.broadcast_object(found)
@@ -354,7 +354,7 @@ def inside_a_machine(comm: Communicator) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def as_pair(comm: Communicator, ranks: Sequence[int]) -> Iterator[Communicator | None]:
+def as_part(comm: Communicator, ranks: Sequence[int]) -> Iterator[Communicator | None]:
     """Give some ranks a communicator of their own, for whose time the others sleep."""
     chosen = comm.split(0 if comm.rank in ranks else None)
     with chosen or contextlib.nullcontext():
@@ -365,29 +365,35 @@ def as_pair(comm: Communicator, ranks: Sequence[int]) -> Iterator[Communicator |
 def copying(comm: Communicator) -> float:
     """Return the seconds of a core that a byte between machines costs each of its two programs.
 
-    By what all cores do while two ranks exchange arrays, beyond what they do while these sleep. The
-    two look for their messages seldom, so that waiting costs little.
+    By what all cores do while every machine exchanges arrays with another one, beyond what they do
+    while all sleep: where many lines are in use at once, a byte costs up to twice of what it does
+    on one. A rank looks for its messages seldom, so that waiting costs little.
     """
-    taken, copied = 0.0, 0
-    with as_pair(comm, between_machines(comm)) as pair:
-        if pair is not None:
+    size, machines = comm.size, comm.num_nodes
+    taken = copied = 0.0
+    with as_part(comm, range(0, size, size // machines)) as leaders:
+        if leaders is not None:
             (idle, _), began = spent(), time.perf_counter()
             time.sleep(COPYING_SECONDS)
             idle = (spent()[0] - idle) / (time.perf_counter() - began)
-            pair.barrier()
+            began = time.perf_counter()
+            exchange(leaders)
+            most = leaders.allreduce(np.array(time.perf_counter() - began), op=MAX)
             (before, _), began = spent(), time.perf_counter()
-            while pair.broadcast(np.array(time.perf_counter() - began)) < COPYING_SECONDS:
-                exchange(pair)
-                copied += 2 * COPIED_BYTES
+            for _ in range(exchanges := 1 + int(COPYING_SECONDS / most)):
+                exchange(leaders)
+            leaders.barrier()
             taken = spent()[0] - before - idle * (time.perf_counter() - began)
-    return float(comm.broadcast(np.array(max(0.0, taken) / max(1, 2 * copied))))
+            copied = float(exchanges * machines * COPIED_BYTES)
+    return float(comm.broadcast(np.array(max(0.0, taken) / max(1.0, 2 * copied))))
 
 
-def exchange(pair: Communicator) -> None:
-    """Send an array to the other rank and receive one, with a look in every millisecond."""
-    transport, other, deadline = pair.transport, 1 - pair.rank, pair.deadline("model")
+def exchange(leaders: Communicator) -> None:
+    """Send an array to a neighbour and receive one, with a look in every millisecond."""
+    transport, deadline = leaders.transport, leaders.deadline("model")
+    neighbour = leaders.rank ^ 1
     sent, received = np.zeros(COPIED_BYTES, np.uint8), np.empty(COPIED_BYTES, np.uint8)
-    pending = [transport.start_receive(received, other), transport.start_send(sent, other)]
+    pending = [transport.start_receive(received, neighbour), transport.start_send(sent, neighbour)]
     while pending := [message for message in pending if not message.done()]:
         deadline.check(transport, pending, transport.culprit)
         time.sleep(1e-3)

@@ -21,10 +21,10 @@ one machine it is 7 GB/s where cores share a cache, on another one up to 9 where
     us of an all-reduce of 1 MiB (Zen 3), plainly                   120               500
       past the caches                                               220               220
 
-What is better there is found out: a reduction that is made again and again is timed but for its
-waits, some calls by either way, on all ranks the same ones, since who reads pays for how others
-have stored. On another machine, whose host halves at times what its cores hand over, a line takes
-150 ns then, and yet the plain way is the better one, us plainly / past the caches:
+What is better there is found out: a call that is made again and again is timed, some calls by
+either way, on all ranks the same ones, and the slowest rank decides, since who reads pays for how
+others have stored. On another machine, whose host halves at times what its cores hand over, a line
+takes 150 ns then, and yet the plain way is the better one, us plainly / past the caches:
 
                      64 KiB      256 KiB        1 MiB        4 MiB         16 MiB
     all-reduce    4.3 / 4.9  13.9 / 16.4  55.8 / 64.9  222 / 253  1009 / 1125
