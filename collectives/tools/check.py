@@ -11,8 +11,11 @@ limit, and past the limit of the whole the process ends with the stacks of its t
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -35,6 +38,10 @@ __all__ = ["run"]
 # times what a healthy machine needs, little enough to be watched.
 OPERATION_SECONDS = 20.0
 WHOLE_SECONDS = 600.0
+
+# How much later a process is ended that is in a call which lets no thread of Python run. Its stacks
+# are read while they change, by which it may crash, too.
+_STUCK_SECONDS = 5.0
 
 # Elements of small inputs (more and less than there are ranks), and bytes of a large one.
 SMALL_COUNTS = (0, 1, 37)
@@ -65,7 +72,32 @@ def run(limit: float = OPERATION_SECONDS, whole: float = WHOLE_SECONDS) -> int:
     Returns:
         The exit status, the same on all ranks: 0, or 1 if something failed.
     """
-    faulthandler.dump_traceback_later(whole, exit=True)
+    with _ended_after(whole):
+        return _run(limit)
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """End the process with the stacks of its threads if what is within takes longer."""
+
+    def end() -> None:
+        print(f"check: Timeout: it is not done after {seconds:g} s", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback()  # no other thread runs meanwhile
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + _STUCK_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+
+
+def _run(limit: float) -> int:
+    """Check everything; see `run`."""
     comm = world.init()
     mpi_world = processes.start_mpi(settings.from_environment())
     # Ranks that met a time limit come to the exchange later than the others by that limit.
@@ -86,7 +118,6 @@ def run(limit: float = OPERATION_SECONDS, whole: float = WHOLE_SECONDS) -> int:
         mpi_world.Abort(1)
     if comm.rank == 0:
         print("FAILED" if failed else "all well", flush=True)
-    faulthandler.cancel_dump_traceback_later()
     return int(failed)
 
 

@@ -131,8 +131,24 @@ def test_check_goes_on_after_a_rank_that_fails_alone(tmp_path):
 def test_check_ends_past_its_limit():
     # Alone: mpirun itself may crash where a rank ends while it starts.
     result = run([sys.executable, *COMMAND, "check", "--whole", "0.05"], timeout=60)
-    assert result.status == 1
-    assert "Timeout" in result.stderr
+    assert result.status == 1, result
+    assert "check: Timeout: it is not done after 0.05 s" in result.stderr
+    assert "most recent call first" in result.stderr
+
+
+KEEPS_THE_LOCK = """
+import ctypes
+from collectives.tools import check
+check._STUCK_SECONDS = 0.2
+check.world.init = lambda: ctypes.PyDLL(None).sleep(30)  # lets no other thread run
+check.run(whole=0.2)
+"""
+
+
+def test_check_ends_past_its_limit_where_no_thread_can_run():
+    result = run([sys.executable, "-c", KEEPS_THE_LOCK], timeout=25)
+    assert result.status == 1, result
+    assert "Timeout (0:00:00.4" in result.stderr
 
 
 def test_info_as_json():
