@@ -365,7 +365,7 @@ def as_part(comm: Communicator, ranks: Sequence[int]) -> Iterator[Communicator |
 def copying(comm: Communicator) -> float:
     """Return the seconds of a core that a byte between machines costs each of its two programs.
 
-    By what all cores do while every machine exchanges arrays with another one, beyond what they do
+    By what all cores do while every machine sends an array and receives one, beyond what they do
     while all sleep: where many lines are in use at once, a byte costs up to twice of what it does
     on one. A rank looks for its messages seldom, so that waiting costs little.
     """
@@ -389,11 +389,11 @@ def copying(comm: Communicator) -> float:
 
 
 def exchange(leaders: Communicator) -> None:
-    """Send an array to a neighbour and receive one, with a look in every millisecond."""
+    """Send an array to the next and receive one from the last, with a look in every millisecond."""
     transport, deadline = leaders.transport, leaders.deadline("model")
-    neighbour = leaders.rank ^ 1
+    after, before = ((leaders.rank + step) % leaders.size for step in (1, -1))
     sent, received = np.zeros(COPIED_BYTES, np.uint8), np.empty(COPIED_BYTES, np.uint8)
-    pending = [transport.start_receive(received, neighbour), transport.start_send(sent, neighbour)]
+    pending = [transport.start_receive(received, before), transport.start_send(sent, after)]
     while pending := [message for message in pending if not message.done()]:
         deadline.check(transport, pending, transport.culprit)
         time.sleep(1e-3)

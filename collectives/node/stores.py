@@ -83,11 +83,11 @@ def _found(block: Any) -> int:
 
 @njit
 def begin_stores(block: Any, nbytes: int) -> None:
-    """Begin a call that is worth a comparison by so many bytes: say how slots are filled now.
+    """Begin a call: say how slots are filled from now on.
 
-    0 bytes are never worth one. All ranks say the same, if perhaps in different places.
-
-    Nothing is under way that was stored otherwise: after what it puts, each call tells so.
+    `nbytes` are those that decide whether it is worth a comparison, the same on all ranks; a call
+    of 0 never is. Nothing is under way that was stored otherwise: after what it puts, each call
+    tells so.
     """
     own = state(block)
     block[w.TRIED] = 0

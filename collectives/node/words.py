@@ -110,10 +110,10 @@ FILLED, READY, HASHES = 0, 1, 2
 PARTS = 4  # parts of its stream that a rank has put into its slots, in all calls
 DETAILS = 5  # two words, as those of HASHES
 STORED = 7  # how the last part was stored: PLAIN or STREAMING
-TOOK = 16  # a table of what calls took that are compared (stores), by their hashes
+TOOK = 16  # a table, by hashes: how long calls took by either way (`collectives.node.stores`)
 HEADER_BYTES = 384
 
-# Rows of that table, as many as a hash tells apart there. A row is the hash and two times, in ns.
+# Rows of that table, and words of a row: the hash, and ns by PLAIN and by STREAMING.
 TOOK_ROWS, TOOK_WORDS = 8, 4
 
 # Elements that are combined at a time, so that they stay in the level 1 cache.

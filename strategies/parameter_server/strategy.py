@@ -68,8 +68,9 @@ class ParameterServerStrategy(Strategy):
             ps judges its part of a gradient by the number of its own updates.
         warmup_steps: updates that the chief makes alone at first. Others wait with their first
             gradient, which is dropped, until then or until the chief has left.
-        rate_scale: what the learning rate is multiplied by after the warm-up; such as 1 / workers
-            for asynchronous training, or workers for synchronous training with larger batches.
+        rate_scale: what the learning rate is multiplied by after the warm-up; such as
+            2 / (1 + workers) for asynchronous training, or workers for synchronous training with
+            larger batches.
         partitioner: shape and dtype -> number of parts along each axis, 1 but for the first.
         choice: `Placeable` -> index of the ps for a part; `RoundRobin` if None.
         devices: of each worker, a replica on each; "/cpu:0" if None.
