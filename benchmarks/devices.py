@@ -279,7 +279,7 @@ def staged() -> None:
     import collectives as cc
 
     comm = joined_by("gloo")
-    for size, elements in {**SIZES, "256 MiB": 1 << 26}.items():
+    for size, elements in {"4 KiB": 1 << 10, **SIZES, "256 MiB": 1 << 26}.items():
         x = torch.zeros(elements, device="cuda")
         pinned = torch.empty(elements, pin_memory=True)
         host = pinned.numpy()

@@ -22,12 +22,14 @@ class Foreign(ABC):
         dtype: as NumPy names it.
         shared: what is written into `elements` is written into the array.
         private: `elements` is memory of its own, free for any use. Some kinds say neither.
+        pinnable: it is private, and a device copies it to and from pinned memory by itself.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     shared: bool = False
     private: bool = False
+    pinnable: bool = False
 
     @abstractmethod
     def why_constant(self) -> str | None:
@@ -44,6 +46,14 @@ class Foreign(ABC):
     @abstractmethod
     def write(self, result: npt.NDArray[Any]) -> None:
         """Make `result` the array's elements; if `shared`, they have been written already."""
+
+    def pinned(self, nbytes: int) -> npt.NDArray[Any]:
+        """Allocate pinned memory, shape (nbytes,), uint8; of what is `pinnable`."""
+        raise NotImplementedError
+
+    def fetch(self, into: npt.NDArray[Any]) -> None:
+        """Copy the elements into host memory of their shape and dtype; of what is `pinnable`."""
+        raise NotImplementedError
 
     def resident(self) -> Resident | None:
         """Show an array on a CUDA device where it is; None for others."""

@@ -22,7 +22,7 @@ def device_memory(view: Any, cupy: Any, read_only: bool) -> Foreign:
 class _DeviceMemory(Foreign):
     """Memory of a CUDA device, as CuPy sees it."""
 
-    private = True
+    private = pinnable = True
 
     def __init__(self, view: Any, cupy: Any, read_only: bool) -> None:
         self._cupy = cupy
@@ -37,11 +37,18 @@ class _DeviceMemory(Foreign):
         return why_repeated(self.shape, self._view.strides)
 
     def elements(self) -> npt.NDArray[Any]:
-        with self._view.device:
-            pinned = self._cupy.cuda.alloc_pinned_memory(max(1, self._view.nbytes))
-            host: npt.NDArray[Any] = np.ndarray(self.shape, self.dtype, buffer=pinned)
-            self._view.get(out=host)  # waits for the current stream
+        host = self.pinned(self._view.nbytes).view(self.dtype).reshape(self.shape)
+        self.fetch(host)
         return host
+
+    def pinned(self, nbytes: int) -> npt.NDArray[Any]:
+        with self._view.device:
+            pinned = self._cupy.cuda.alloc_pinned_memory(max(1, nbytes))
+        return np.frombuffer(pinned, np.uint8)[:nbytes]
+
+    def fetch(self, into: npt.NDArray[Any]) -> None:
+        with self._view.device:
+            self._view.get(out=into)  # waits for the current stream
 
     def wrap(self, result: npt.NDArray[Any]) -> Any:
         with self._view.device:

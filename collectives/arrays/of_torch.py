@@ -32,6 +32,7 @@ class _Tensor(Foreign):
         # A tensor that is conjugated or negated when it is read has other bits in memory.
         self.shared = x.is_cpu and not (x.is_conj() or x.is_neg())
         self.private = not self.shared
+        self.pinnable = x.is_cuda
 
     def why_constant(self) -> str | None:
         return why_repeated(self.shape, self._x.stride())
@@ -39,22 +40,35 @@ class _Tensor(Foreign):
     def elements(self) -> npt.NDArray[Any]:
         if not self._x.is_cuda:
             return _tensor_elements(self._x, self._torch)
+        nbytes = self._x.numel() * self.dtype.itemsize
+        host = self.pinned(nbytes).view(self.dtype).reshape(self.shape)
+        self.fetch(host)
+        return host
+
+    def pinned(self, nbytes: int) -> npt.NDArray[Any]:
+        pinned = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
+        host: npt.NDArray[Any] = pinned.numpy()
+        return host
+
+    def fetch(self, into: npt.NDArray[Any]) -> None:
         # Not asynchronous: returns when the stream that is current here has done the copy.
-        pinned = self._torch.empty(self.shape, dtype=self._x.dtype, pin_memory=True)
-        return _tensor_elements(pinned.copy_(self._x.detach()), self._torch)
+        self._shown(into).copy_(self._x.detach())
 
     def wrap(self, result: npt.NDArray[Any]) -> Any:
-        if result.dtype == BFLOAT16:
-            bits = self._torch.from_numpy(result.view(np.int16))
-            return bits.view(self._torch.bfloat16).to(self._x.device)
-        return self._torch.from_numpy(result).to(self._x.device)
+        return self._shown(result).to(self._x.device)
 
     def write(self, result: npt.NDArray[Any]) -> None:
         if self.shared:
             # Lets autograd refuse a backward pass that needs the old elements.
             self._torch.autograd.graph.increment_version(self._x)
         else:
-            self._x.detach().copy_(self.wrap(result))
+            self._x.detach().copy_(self._shown(result))
+
+    def _shown(self, host: npt.NDArray[Any]) -> Any:
+        """Show host memory as a tensor."""
+        if host.dtype == BFLOAT16:
+            return self._torch.from_numpy(host.view(np.int16)).view(self._torch.bfloat16)
+        return self._torch.from_numpy(host)
 
     def resident(self) -> Resident | None:
         if not self._x.is_cuda or not has_cupy():

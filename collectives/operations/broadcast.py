@@ -13,7 +13,7 @@ import numpy as np
 from collectives.arrays import host
 from collectives.arrays.host import Array, Borrowed
 from collectives.arrays.reduction import MAX
-from collectives.operations import messages
+from collectives.operations import messages, repeats
 from collectives.operations import plan as plans
 from collectives.operations.call import enter
 from collectives.operations.group import Group
@@ -73,13 +73,9 @@ def broadcast(
     """
     own = group.rank == root
     key = ("broadcast", root, algorithm)
-    later = plans.LATER if own and out is None else out
-    if (known := plans.again(group, key, x, later, timeout)) is not None:  # step 1
-        if known is plans.LATER:
-            return x.copy()
-        if own and known is not x:
-            np.copyto(known, x)
-        return known
+    later = repeats.LATER if own and out is None else out
+    if (known := repeats.again(group, key, x, later, timeout)) is not None:  # step 1
+        return _copied(x, out) if own and known is not x else known
     with enter(group, "broadcast", timeout) as call:  # step 2
         if x is None:  # what users of mpi4py pass on the other ranks
             raise TypeError(
@@ -107,9 +103,22 @@ def broadcast(
             buffer = host.flat(loan.host) if own else host.flat_target(loan.target)
         plan = plans.broadcast(call, buffer, root, algorithm)  # step 5
         plan.first(call, buffer, buffer)  # step 6
-        plans.keep(group, key, x, loan.target, plan)  # step 7
+        repeats.keep(group, key, loan.host, loan.target, plan)  # step 7
     result = buffer.reshape(array.shape) if loan.target is None else loan.target
     return loan.give_back(host.store(buffer, result))
+
+
+def _copied(x: Any, out: Any) -> Any:
+    """Return the root's array as its result, in `out` if there is one, which fits."""
+    if type(x) is np.ndarray and out is None:
+        return x.copy()
+    if type(x) is np.ndarray and type(out) is np.ndarray:
+        np.copyto(out, x)
+        return out
+    loan = host.borrow(x, out, operation="broadcast")
+    target = np.empty(loan.host.shape, loan.host.dtype) if loan.target is None else loan.target
+    np.copyto(target, loan.host)
+    return loan.give_back(target)
 
 
 def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = None) -> None:

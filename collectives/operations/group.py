@@ -67,7 +67,7 @@ class Group:
         levels: the same, in shared memory inside this rank's node where the ranks meet there.
         node_engine: where the ranks of this node meet; None before the first call, and where they
             share no memory.
-        plans: what calls need that are like earlier ones (`collectives.operations.plan`).
+        plans: what calls need that are like earlier ones (`collectives.operations.repeats`).
         look: how the arrays of such calls are looked at.
         number: of the last call.
         splits_made: how many groups were made of this one.

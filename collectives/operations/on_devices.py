@@ -6,8 +6,9 @@
 | kernels combine what arrives | as arrays of the host, in shared memory on one node |
 
 Small arrays, and operations that are not here, go the way of all foreign arrays: copied to the host
-as a whole, and back. From one slice on (`staging.slice_bytes`, equal on all ranks) an array that is
-on a device is part of what ranks compare: all bring one, or none does.
+as a whole, and back; calls like earlier ones through pinned memory that is kept
+(`operations.repeats`). From one slice on (`staging.slice_bytes`, equal on all ranks) an array that
+is on a device is part of what ranks compare: all bring one, or none does.
 
 Compressed arrays are packed on the device, and pass through the host as 16 bits, in either case;
 in shared memory, too, where the host's arrays stay as they are: here the way to the host is narrow.
@@ -18,6 +19,7 @@ With feedback, between nodes only, or in blocks of 8 bits, they are packed where
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ import numpy as np
 from collectives.algorithms import compressed
 from collectives.arrays import host, libraries, reduction, staging
 from collectives.arrays.device import DeviceBuffer, is_half
-from collectives.arrays.foreign import Resident
+from collectives.arrays.foreign import Foreign, Resident
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
 from collectives.compression import Codec
@@ -83,6 +85,7 @@ class OnDevices:
         self._streams: dict[int, staging.CopyStreams] = {}
         self._planned: dict[tuple[int, int, int], Work] = {}  # by call, and part of a window
         self._nccl: nccl.Nccl | None = None
+        self._pinned = np.empty(0, np.uint8)
 
     def borrow(self, x: Any, out: Any, algorithm: str) -> BorrowedOnDevice | None:
         """Borrow an array that these operations are for; None for every other one."""
@@ -114,6 +117,18 @@ class OnDevices:
         if not there.is_own or _overlap(source, target):
             target = source.empty(source.size)
         return BorrowedOnDevice(own.shape, own.dtype, source, target, out, there)
+
+    def pinned(self, memory: Foreign) -> Array | None:
+        """Return pinned memory for the elements of a small array, the same in every call.
+
+        None for arrays that pass in slices, and those without elements.
+        """
+        nbytes = math.prod(memory.shape) * memory.dtype.itemsize
+        if not 0 < nbytes <= self.slice_bytes:
+            return None
+        if not self._pinned.size:
+            self._pinned = memory.pinned(self.slice_bytes)
+        return self._pinned[:nbytes].view(memory.dtype).reshape(memory.shape)
 
     def chosen(
         self, algorithm: str, there: BorrowedOnDevice, op: Op | None, codec: Codec | None, name: str
@@ -192,6 +207,7 @@ class OnDevices:
             self._windows.release()
             self._windows = None
             self._planned.clear()
+        self._pinned = np.empty(0, np.uint8)
 
     def _joined(self, call: Call, there: BorrowedOnDevice) -> nccl.Nccl:
         """Return the ranks as NCCL knows them; the first call lets all of them join."""

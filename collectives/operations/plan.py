@@ -2,26 +2,20 @@
 
 What a call needs follows from its operation, op, dtype, shape, root and algorithm, its *key*. The
 first call looks at its arguments, describes itself, makes a plan of what it found
-(`collectives.operations.ready`), and runs that; the group keeps it. Later calls with contiguous
-NumPy arrays find it by the key, and run it.
-
-Cost: 1 to 2 us of Python per call in shared memory; at most 256 plans, without arrays.
+(`collectives.operations.ready`), and runs that; the group keeps it. Later calls find it by the key
+(`collectives.operations.repeats`), and run it. At most 256 are kept, without arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple
-
-import numpy as np
+from typing import Generic, NamedTuple
 
 from collectives.algorithms.letters import Block
 from collectives.arrays import reduction
 from collectives.arrays.host import Array
 from collectives.errors import MismatchError
-from collectives.kernels import addresses
-from collectives.node.shared_arrays import Place
 from collectives.node.words import NOTED
 from collectives.operations import compare, messages
 from collectives.operations.call import Call
@@ -31,141 +25,18 @@ from collectives.operations.ready import AnyPlan, LetterPlan, MessagePlan, NodeP
 from collectives.operations.signatures import A
 
 __all__ = [
-    "LATER",
     "MOST",
     "Plan",
     "Steps",
-    "again",
     "allreduce",
     "broadcast",
     "broadcast_part",
     "by_letter",
-    "into",
-    "keep",
     "reduce_scatter",
 ]
 
-Key = tuple[object, ...]
-
 # How many plans a group keeps; a training step makes a few dozen different calls.
 MOST = 256
-
-# In place of an array: the caller finds one for the result, perhaps as the ranks meet.
-LATER: Any = object()
-
-# What goes wrong in a look-up and is for the long way, which tells the other ranks of it: an
-# unknown call, arguments that cannot be looked for or compared, no memory for the result.
-_NOT_FOUND = (KeyError, TypeError, ValueError, MemoryError)
-
-
-def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
-    """Make a call that is like an earlier one, by the plan of that one.
-
-    Args as the caller's; plans are found for contiguous arrays of NumPy. `out` may be `LATER`.
-
-    Returns:
-        Where the result is: `out`, or a new array; `LATER` if that was given and the plan makes
-        none. None where no plan is known, or something needs a closer look: nothing has happened
-        then.
-
-    Raises:
-        As `NodePlan.run`.
-    """
-    if type(x) is not np.ndarray:
-        return None
-    try:
-        dtype, shape = x.dtype, x.shape
-        plan = group.plans[key, dtype, shape, _place(group, x) if out is x else None]
-        result = np.empty(shape, dtype) if out is None else out
-        if (
-            not group.look.bind(plan.arrays, x, result)
-            or group.watcher is not group.status  # who wants to know more than a kernel tells
-            or not (timeout is None or timeout > 0)
-        ):
-            return _by_addresses(group, key, x, out, timeout)
-    except _NOT_FOUND:
-        return _by_addresses(group, key, x, out, timeout)
-    plan.repeat(timeout)
-    return result
-
-
-def _place(group: Group, x: Array) -> Place | None:
-    """Say where an array that is reduced in place lies in shared memory, for its plan's key."""
-    engine = group.node_engine
-    if engine is None or not engine.shared:
-        return None
-    return engine.shared.place_at(group.look.readable(x), x.nbytes)
-
-
-def _by_addresses(group: Group, key: Key, x: Array, out: Any, timeout: float | None) -> Any:
-    """As `again`, for plans of any kind, and arrays that are only then known to share memory."""
-    try:
-        readable, writable, _ = group.look
-        send: Any = readable(x)
-        if not send or not (timeout is None or timeout > 0):
-            return None
-        target: Any = 0
-        place = None
-        if out is not None and out is not LATER:
-            target = writable(x, out)
-            if not target:
-                return None
-            if target == send:
-                engine = group.node_engine  # its place in shared memory is a part of the key
-                place = None if engine is None else engine.shared.place_at(send, x.nbytes)
-            elif -x.nbytes < target - send < x.nbytes:  # what is written would be read again
-                return None
-        plan = group.plans[key, x.dtype, x.shape, place]
-        if out is None:
-            out = np.empty(x.shape if plan.shape is None else plan.shape, x.dtype)
-            target = readable(out)
-        if plan.by_messages:
-            send, target = x.reshape(-1), None if out is LATER else out.reshape(-1)
-    except _NOT_FOUND:
-        return None
-    made = plan.run(send, target, timeout)
-    return out if made is None else made
-
-
-def into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
-    """As `again`, for a call whose result has another shape than `x`, and goes into `out`.
-
-    Either of them may be a part of the other one, in its place.
-
-    Returns:
-        `out`; None where no plan is known, or something needs a closer look.
-    """
-    if type(x) is not np.ndarray or type(out) is not np.ndarray:
-        return None
-    try:
-        plan = group.plans[key, x.dtype, x.shape, None]
-        readable = group.look.readable
-        send: Any = readable(x)
-        target: Any = readable(out)
-        fits = out.shape == plan.shape and out.dtype == x.dtype and out.flags.writeable
-        apart = target - send >= x.nbytes or send - target >= out.nbytes
-        apart = apart or (plan.inside is not None and target + plan.inside == send)
-        if not (send and target and fits and apart and (timeout is None or timeout > 0)):
-            return None
-        if plan.by_messages:
-            send, target = x.reshape(-1), out.reshape(-1)
-    except _NOT_FOUND:
-        return None
-    plan.run(send, target, timeout)
-    return out
-
-
-def keep(group: Group, key: Key, x: Any, result: Any, plan: object) -> None:
-    """Keep the plan of a call with `x` and its result, if later ones can find it."""
-    if type(x) is np.ndarray and x.flags.c_contiguous and x.dtype.isnative:
-        engine, place = group.node_engine, None
-        if engine is not None and isinstance(result, np.ndarray):
-            place = engine.shared.place_of(x, result)
-        if group.size > 1:  # nothing is compiled for a rank alone
-            group.look = addresses.look()
-        if len(group.plans) >= MOST:
-            group.plans.clear()
-        group.plans[key, x.dtype, x.shape, place] = plan
 
 
 def allreduce(call: Call, send: Array, out: Array, how: Reduction) -> AnyPlan:

@@ -17,7 +17,7 @@ from collectives.arrays import detour, host
 from collectives.arrays.host import Array, Borrowed
 from collectives.arrays.reduction import BY_WAY, LOCATING, MEAN, Op
 from collectives.compression import NONE, Compression, chosen
-from collectives.operations import located, messages, row_counts
+from collectives.operations import located, messages, repeats, row_counts
 from collectives.operations import plan as plans
 from collectives.operations.call import enter
 from collectives.operations.group import Group
@@ -111,7 +111,7 @@ def allreduce(
     """
     key = ("allreduce", op, algorithm, None if compression is NONE else compression, prescale,
            postscale)  # fmt: skip
-    if (known := plans.again(group, key, x, out, timeout)) is not None:  # step 1
+    if (known := repeats.again(group, key, x, out, timeout)) is not None:  # step 1
         return known
     if type(op) is Op and op in LOCATING:
         asked = located.How(op, algorithm, prescale, postscale, timeout)
@@ -149,7 +149,7 @@ def allreduce(
         plan.first(call, send, flat)  # step 6
         # Not what every call looks at once more: a name, or numbers before they are combined.
         if way is None and (codec is None or codec.residuals is None):
-            plans.keep(group, key, x, result, plan)  # step 7
+            repeats.keep(group, key, loan.host, result, plan)  # step 7
     return loan.give_back(host.store(flat, result))
 
 
@@ -194,7 +194,9 @@ def reduce(
     """
     own = group.rank == root
     key = ("reduce", op, algorithm, root, prescale, postscale)
-    known = plans.again(group, key, x, out if own else x, timeout)  # step 1
+    # An array of NumPy stands for no result at less cost than `LATER`.
+    to = out if own else (x if type(x) is np.ndarray else repeats.LATER)
+    known = repeats.again(group, key, x, to, timeout)  # step 1
     if known is not None:
         return known if own else None
     if type(op) is Op and op in LOCATING:
@@ -222,7 +224,7 @@ def reduce(
             plan = MessagePlan(call, partial(messages.reduce, how=how, root=root))
         plan.first(call, send, target)  # step 6
         if way is None:
-            plans.keep(group, key, x, result if own else x, plan)  # step 7
+            repeats.keep(group, key, array, result if own else array, plan)  # step 7
     return None if target is None else loan.give_back(host.store(flat, result))
 
 
@@ -273,9 +275,9 @@ def reduce_scatter(
 
     Cost: "ring" P - 1 messages and (P - 1)/P S bytes sent per rank.
     """
-    key: plans.Key = ("reduce_scatter", op, algorithm, prescale, postscale,
+    key: repeats.Key = ("reduce_scatter", op, algorithm, prescale, postscale,
                       tuple(counts) if type(counts) is list else counts)  # fmt: skip
-    find = plans.again if out is None else plans.into
+    find = repeats.again if out is None else repeats.into
     if (known := find(group, key, x, out, timeout)) is not None:  # step 1
         return known
     if type(op) is Op and op in LOCATING:
@@ -309,7 +311,7 @@ def reduce_scatter(
         plan = plans.reduce_scatter(call, send, bounds, Reduction(op, algorithm), shape)  # step 5
         plan.first(call, send, own)  # step 6
         if way is None:
-            plans.keep(group, key, x, None, plan)  # step 7
+            repeats.keep(group, key, array, None, plan)  # step 7
     return give_back(host.store(own, result))
 
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from collectives.arrays import host
 from collectives.arrays.host import Array
-from collectives.operations import joins, objects, row_counts
-from collectives.operations import plan as plans
+from collectives.operations import joins, objects, repeats, row_counts
 from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.operations.signatures import (
@@ -74,9 +73,9 @@ def gather(
     """
     key, here = ("gather", root, algorithm), group.rank == root
     if here and out is not None:
-        known = plans.into(group, key, x, out, timeout)  # step 1
+        known = repeats.into(group, key, x, out, timeout)  # step 1
     else:
-        known = plans.again(group, key, x, plans.LATER, timeout)
+        known = repeats.again(group, key, x, repeats.LATER, timeout)
     if known is not None:
         return known if here else None
     with enter(group, "gather", timeout) as call:  # step 2
@@ -89,7 +88,7 @@ def gather(
         call.describe(dtype=array.dtype, row=row, root=root, algorithm=algorithm)  # step 4
         result, _, plan = joins.gather(call, array, root, algorithm, to)
         if plan is not None:
-            plans.keep(group, key, x, None, plan)  # step 7
+            repeats.keep(group, key, loan.host, None, plan)  # step 7
     return None if result is None else to.give_back(result)
 
 
@@ -125,9 +124,9 @@ def allgather(
     """
     key = ("allgather", algorithm)
     if out is None:
-        known = plans.again(group, key, x, plans.LATER, timeout)  # step 1
+        known = repeats.again(group, key, x, repeats.LATER, timeout)  # step 1
     else:
-        known = plans.into(group, key, x, out, timeout)
+        known = repeats.into(group, key, x, out, timeout)
     if known is not None:
         return known
     with enter(group, "allgather", timeout) as call:  # step 2
@@ -138,7 +137,7 @@ def allgather(
         call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4
         joined, _, plan = joins.allgather(call, array, algorithm, to)
         if plan is not None:
-            plans.keep(group, key, x, None, plan)  # step 7
+            repeats.keep(group, key, loan.host, None, plan)  # step 7
     return to.give_back(joined)
 
 

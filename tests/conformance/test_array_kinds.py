@@ -12,7 +12,9 @@ import pytest
 
 import collectives as cc
 import fakecupy
+import inprocess
 import oracle
+from collectives.arrays import host
 from requirements import installed
 
 
@@ -123,18 +125,19 @@ def test_a_result_is_of_the_caller_s_kind_with_numpy_s_bits(world, name, operati
         for dtype, shape in ROWS:
             if name == "cuda" and dtype == oracle.BFLOAT16:
                 continue  # the CUDA array interface has no word for it
-            values = oracle.data(comm.rank, shape, dtype)
-            expected = run(comm, values)
-            x = kind.make(values)
-            result = run(comm, x)
-            if expected is None:
-                assert result is None
-                continue
-            assert kind.mine(result)
-            read = kind.read(result)
-            assert (read.dtype, read.shape) == (dtype, expected.shape)
-            np.testing.assert_array_equal(read, expected)
-            np.testing.assert_array_equal(kind.read(x), values)
+            for step in range(3):  # the first call, and two like it
+                values = oracle.data(comm.rank + step, shape, dtype)
+                expected = run(comm, values)
+                x = kind.make(values)
+                result = run(comm, x)
+                if expected is None:
+                    assert result is None
+                    continue
+                assert kind.mine(result)
+                read = kind.read(result)
+                assert (read.dtype, read.shape) == (dtype, expected.shape)
+                np.testing.assert_array_equal(read, expected)
+                np.testing.assert_array_equal(kind.read(x), values)
 
     world.run(check)
 
@@ -144,10 +147,11 @@ def test_a_zero_dimensional_array_stays_one(world, name):
     kind = kind_of(name)
 
     def check(comm):
-        result = comm.allreduce(kind.make(np.array(2.0, np.float32)), op=cc.SUM)
-        assert kind.mine(result)
-        assert kind.read(result).shape == ()
-        assert kind.read(result) == 2 * comm.size
+        for value in (2, 3, 4):
+            result = comm.allreduce(kind.make(np.array(value, np.float32)), op=cc.SUM)
+            assert kind.mine(result)
+            assert kind.read(result).shape == ()
+            assert kind.read(result) == value * comm.size
 
     world.run(check)
 
@@ -169,22 +173,32 @@ def test_an_out_is_written_in_place_or_refused(world, name):
     kind = kind_of(name)
 
     def check(comm):
-        values = oracle.data(comm.rank, (4, 3), np.dtype(np.float32))
-        expected = comm.allreduce(values)
-        for x in (values, kind.make(values)):
-            out = kind.make(np.zeros((4, 3), np.float32))
+        for step in range(3):  # the first call, and two like it
+            first = oracle.data(step, (4, 3), np.dtype(np.float32))
+            values = oracle.data(comm.rank + step, (4, 3), np.dtype(np.float32))
+            expected = comm.allreduce(values)
+            for x in (values, kind.make(values)):
+                out = kind.make(np.zeros((4, 3), np.float32))
+                if kind.mutable:
+                    assert comm.allreduce(x, out=out) is out
+                    np.testing.assert_array_equal(kind.read(out), expected)
+                    assert comm.broadcast(x, out=out) is out
+                    np.testing.assert_array_equal(kind.read(out), first)
+                    np.testing.assert_array_equal(kind.read(x) if x is not values else x, values)
+                    assert comm.reduce(x, out=out) is (None if comm.rank else out)
+                    np.testing.assert_array_equal(kind.read(out), first if comm.rank else expected)
+                else:
+                    words = "^allreduce: out .*(imm|read-)"
+                    with pytest.raises((TypeError, ValueError), match=words):
+                        comm.allreduce(x, out=out)
+            x = kind.make(values)
             if kind.mutable:
-                assert comm.allreduce(x, out=out) is out
-                np.testing.assert_array_equal(kind.read(out), expected)
-            else:
-                with pytest.raises((TypeError, ValueError), match="^allreduce: out .*(imm|read-)"):
-                    comm.allreduce(x, out=out)
-        x = kind.make(values)
-        if kind.mutable:
-            assert comm.broadcast(x, out=x) is x
-            first = oracle.data(0, (4, 3), np.dtype(np.float32))
-            np.testing.assert_array_equal(kind.read(x), first)
-        assert comm.allreduce(1, op=cc.SUM) == comm.size
+                assert comm.allreduce(x, out=x) is x
+                np.testing.assert_array_equal(kind.read(x), expected)
+                x = kind.make(values)
+                assert comm.broadcast(x, out=x) is x
+                np.testing.assert_array_equal(kind.read(x), first)
+            assert comm.allreduce(1, op=cc.SUM) == comm.size
 
     world.run(check)
 
@@ -194,14 +208,15 @@ def test_an_out_may_be_of_another_kind_than_the_array(world, name):
     kind = kind_of(name)
 
     def check(comm):
-        values = oracle.data(comm.rank, (7,), oracle.BFLOAT16)
-        expected = comm.allreduce(values)
-        out = np.zeros_like(values)
-        assert comm.allreduce(kind.make(values), out=out) is out
-        np.testing.assert_array_equal(out, expected)
-        device = sys.modules["cupy"].array(np.zeros_like(values))
-        assert comm.allreduce(kind.make(values), out=device) is device
-        np.testing.assert_array_equal(device.memory, expected)
+        for step in range(3):
+            values = oracle.data(comm.rank + step, (7,), oracle.BFLOAT16)
+            expected = comm.allreduce(values)
+            out = np.zeros_like(values)
+            assert comm.allreduce(kind.make(values), out=out) is out
+            np.testing.assert_array_equal(out, expected)
+            device = sys.modules["cupy"].array(np.zeros_like(values))
+            assert comm.allreduce(kind.make(values), out=device) is device
+            np.testing.assert_array_equal(device.memory, expected)
 
     world.run(check)
 
@@ -230,7 +245,7 @@ def test_an_out_of_rows_is_written_in_place_or_refused(world, name, operation):
         expected = run(comm, values, None)
         if operation == "grouped_allreduce":
             (expected,) = expected
-        for x in (values, kind.make(values)):
+        for x in (values, kind.make(values), kind.make(values)):
             out = kind.make(np.zeros_like(expected))
             if kind.mutable:
                 result = run(comm, x, out)
@@ -250,9 +265,53 @@ def test_every_rank_may_bring_its_own_kind(world):
 
     def check(comm):
         kind = kinds[comm.rank % 2]
-        result = comm.allreduce(kind.make(np.full(3, comm.rank, np.float32)), op=cc.MAX)
-        assert kind.mine(result)
-        assert kind.read(result).tolist() == [comm.size - 1] * 3
+        for step in range(3):
+            result = comm.allreduce(kind.make(np.full(3, comm.rank + step, np.float32)), op=cc.MAX)
+            assert kind.mine(result)
+            assert kind.read(result).tolist() == [comm.size - 1 + step] * 3
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "number", "list"])
+def test_a_call_like_an_earlier_one_does_not_look_at_everything_again(name, monkeypatch):
+    values = np.array(3.0) if name == "number" else np.array([1.0, 2.0], np.float32)
+    make = values.tolist if name in ("number", "list") else lambda: kind_of(name).make(values)
+
+    def check(comm):
+        for operation in ("allreduce", "mean", "reduce"):
+            run = OPERATIONS[operation]
+            run(comm, make())
+            if name == "torch strided":
+                continue
+            with monkeypatch.context() as here:
+                here.setattr(host, "borrow", None)
+                run(comm, make())
+
+    inprocess.run_ranks(1, check)
+
+
+def test_tensors_know_of_what_is_written_into_them(world):
+    torch = installed("torch")
+
+    def check(comm):
+        for _ in range(3):
+            x, other = torch.ones(3), torch.ones(3)
+            weight = torch.ones(3, requires_grad=True)
+            product = weight * x  # whose backward pass needs x as it was
+            comm.reduce(x, 0, out=other)
+            comm.broadcast(x, 0)
+            product.sum().backward()
+            assert weight.grad.tolist() == [1, 1, 1]
+            product = weight * x
+            assert comm.allreduce(x, op=cc.SUM, out=x) is x
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
+            conjugate = torch.ones(3, dtype=torch.complex64).mul(1j).conj()
+            total = comm.allreduce(conjugate, op=cc.SUM)
+            assert total.tolist() == [-1j * comm.size] * 3
+            assert comm.allreduce(conjugate, op=cc.SUM, out=conjugate) is conjugate
+            assert conjugate.tolist() == [-1j * comm.size] * 3
 
     world.run(check)
 

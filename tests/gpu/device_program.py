@@ -22,10 +22,18 @@ def check(comm: cc.Communicator, make, read) -> None:
             lambda a: comm.allgather(a),
             lambda a: comm.reduce_scatter(a, op=cc.SUM),
         ):
-            result = run(x)
-            assert type(result) is type(x), type(result)
-            # By messages of device memory the ranks' numbers may be added in another order.
-            np.testing.assert_allclose(read(result), run(values), rtol=2**-20)
+            for _ in range(3):  # the first call, and two like it
+                result = run(x)
+                assert type(result) is type(x), type(result)
+                # By messages of device memory the ranks' numbers may be added in another order.
+                np.testing.assert_allclose(read(result), run(values), rtol=2**-20)
+        expected = comm.allreduce(values)
+        for _ in range(3):
+            same, other = make(values), make(np.zeros_like(values))
+            for out in (same, other):
+                result = comm.allreduce(same if out is same else x, out=out)
+                assert result is out
+                np.testing.assert_allclose(read(out), expected, rtol=2**-20)
 
 
 def main() -> None:
