@@ -28,7 +28,15 @@ import numpy as np
 from collectives.arrays.device import DeviceBuffer
 from collectives.arrays.host import Array, address
 
-__all__ = ["WINDOWS", "CopyStreams", "Windows", "pinned", "registered", "slice_bytes"]
+__all__ = [
+    "WINDOWS",
+    "CopyStreams",
+    "Windows",
+    "pinned",
+    "registered",
+    "slice_bytes",
+    "small_bytes",
+]
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +51,10 @@ SLICE_BYTES = 2 << 20
 _CHUNK_BYTES = 1 << 18
 _MOST_SLICE_BYTES = 8 << 20
 
+# Bytes up to which an array that ranks of one node reduce is copied to memory of its rank alone, as
+# one of the host would be. Longer ones are reduced where all ranks see them.
+SMALL_BYTES = 1 << 16
+
 # cudaHostRegisterPortable: pinned for all devices of the process.
 _PORTABLE = 1
 
@@ -51,6 +63,11 @@ def slice_bytes(size: int, *, by_messages: bool) -> int:
     """Return the bytes of a slice for a group of `size` ranks; the same on all of them."""
     wanted = size * _CHUNK_BYTES if by_messages else 0
     return min(_MOST_SLICE_BYTES, max(SLICE_BYTES, wanted))
+
+
+def small_bytes(slice_bytes: int, *, by_messages: bool) -> int:
+    """Return up to how many bytes arrays are reduced as if they were the host's."""
+    return slice_bytes if by_messages else min(SMALL_BYTES, slice_bytes)
 
 
 class Windows(NamedTuple):

@@ -84,7 +84,9 @@ def broadcast(
                 "use broadcast_object, which sends what only the root knows"
             )
         on_devices = group.kept(OnDevices)
-        loan: Borrowed | BorrowedOnDevice | None = on_devices.borrow(x, out, algorithm)
+        loan: Borrowed | BorrowedOnDevice | None = on_devices.borrow(
+            call.operation, x, out, algorithm
+        )
         loan = loan or host.borrow(x, out, operation=call.operation)  # step 3
         array = loan.host if isinstance(loan, Borrowed) else loan
         if not isinstance(loan, Borrowed):

@@ -21,7 +21,6 @@ from collectives.bucket_layout import Portion
 from collectives.kernels.cuda import Packing
 from collectives.operations.group import Group
 from collectives.operations.groupings import Asked
-from collectives.operations.on_devices import OnDevices
 
 __all__ = ["Lent", "Packings", "lent"]
 
@@ -45,8 +44,7 @@ def lent(
 ) -> list[Lent] | None:
     """See the arrays of a call where they are, if this is for them; else None.
 
-    It is for arrays of one library on one device that are longer than a slice together, as a single
-    one would have to be, and for what is reduced as it is.
+    It is for arrays of one library on one device, and for what is reduced as it is.
     """
     if not len(xs) or type(xs[0]) is np.ndarray or group.size == 1 or asked.scales:
         return None
@@ -68,10 +66,7 @@ def lent(
         if to is not None and (into.why_constant() is not None or _form(there) != _form(own)):
             return None
         found.append(Lent(own, to, None if to is None else there))
-    nbytes = sum(one.own.buffer.nbytes for one in found)
-    if len(kinds) > 1 or nbytes <= group.kept(OnDevices).slice_bytes:
-        return None
-    return found
+    return found if len(kinds) == 1 else None
 
 
 def _form(array: Resident) -> tuple[object, ...]:

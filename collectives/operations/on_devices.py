@@ -7,8 +7,10 @@
 
 Small arrays, and operations that are not here, go the way of all foreign arrays: copied to the host
 as a whole, and back; calls like earlier ones through pinned memory that is kept
-(`operations.repeats`). From one slice on (`staging.slice_bytes`, equal on all ranks) an array that
-is on a device is part of what ranks compare: all bring one, or none does.
+(`operations.repeats`). Of longer ones (`small`, equal on all ranks) it is a part of what ranks
+compare that they are on a device: all bring such an array, or none does.
+
+An all-reduce of one slice on one node is planned, in the first window, and later ones run the plan.
 
 Compressed arrays are packed on the device, and pass through the host as 16 bits, in either case;
 in shared memory, too, where the host's arrays stay as they are: here the way to the host is narrow.
@@ -39,6 +41,7 @@ from collectives.operations import plan as plans
 from collectives.operations.call import Call
 from collectives.operations.group import Group
 from collectives.operations.messages import Reduction
+from collectives.operations.ready import NodePlan
 
 __all__ = ["BorrowedOnDevice", "OnDevices"]
 
@@ -74,25 +77,31 @@ class OnDevices:
 
     Attributes:
         aware: whether MPI takes device memory.
-        slice_bytes: what is longer than that is not copied whole.
+        slice_bytes: of a window.
+        small: for an operation the most bytes that are copied whole, as if they were the host's.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.aware = group.settings.cuda_aware == "on"
-        self.slice_bytes = staging.slice_bytes(group.size, by_messages=group.num_nodes > 1)
+        by_messages = group.num_nodes > 1
+        self.slice_bytes = staging.slice_bytes(group.size, by_messages=by_messages)
+        self.small = {
+            "allreduce": staging.small_bytes(self.slice_bytes, by_messages=by_messages),
+            "broadcast": self.slice_bytes,
+        }
         self._windows: staging.Windows | None = None
         self._streams: dict[int, staging.CopyStreams] = {}
         self._planned: dict[tuple[int, int, int], Work] = {}  # by call, and part of a window
         self._nccl: nccl.Nccl | None = None
         self._pinned = np.empty(0, np.uint8)
 
-    def borrow(self, x: Any, out: Any, algorithm: str) -> BorrowedOnDevice | None:
+    def borrow(self, operation: str, x: Any, out: Any, algorithm: str) -> BorrowedOnDevice | None:
         """Borrow an array that these operations are for; None for every other one."""
         anything = algorithm == nccl.NAME
         if type(x) is np.ndarray or (self._group.size == 1 and not anything):
             return None
-        least = 0 if anything else self.slice_bytes + 1
+        least = 0 if anything else self.small[operation] + 1
         try:
             found = libraries.resident(x, least)
             if found is None:
@@ -118,17 +127,24 @@ class OnDevices:
             target = source.empty(source.size)
         return BorrowedOnDevice(own.shape, own.dtype, source, target, out, there)
 
-    def pinned(self, memory: Foreign) -> Array | None:
-        """Return pinned memory for the elements of a small array, the same in every call.
+    def host_memory(self, operation: str, memory: Foreign) -> Array | None:
+        """Return host memory for the elements of an array, the same in every call.
 
-        None for arrays that pass in slices, and those without elements.
+        Pinned memory for small arrays, else the first window. None for what is longer, for what
+        has no elements, and before there are windows.
         """
         nbytes = math.prod(memory.shape) * memory.dtype.itemsize
         if not 0 < nbytes <= self.slice_bytes:
             return None
-        if not self._pinned.size:
-            self._pinned = memory.pinned(self.slice_bytes)
-        return self._pinned[:nbytes].view(memory.dtype).reshape(memory.shape)
+        if nbytes > self.small.get(operation, nbytes):
+            if self._windows is None:
+                return None
+            whole = self._windows.parts[0]
+        else:
+            if not self._pinned.size:
+                self._pinned = memory.pinned(self.slice_bytes)
+            whole = self._pinned
+        return whole[:nbytes].view(memory.dtype).reshape(memory.shape)
 
     def chosen(
         self, algorithm: str, there: BorrowedOnDevice, op: Op | None, codec: Codec | None, name: str
@@ -163,8 +179,19 @@ class OnDevices:
         """Tell whether messages are made of device memory."""
         return self.aware and algorithm not in ("node", "native")
 
-    def allreduce(self, call: Call, there: BorrowedOnDevice, how: Reduction) -> None:
-        """Reduce a lent array over all ranks; the call has been described."""
+    def allreduce(
+        self, call: Call, there: BorrowedOnDevice, how: Reduction
+    ) -> tuple[Array, NodePlan] | None:
+        """Reduce a lent array over all ranks; the call has been described.
+
+        Returns:
+            Of what was planned the host memory, in the shape of the array, and the plan.
+        """
+        plain = how.codec is None and how.algorithm != nccl.NAME
+        if plain and not self.goes_to_mpi(how.algorithm):
+            engine = call.engine_for(how.algorithm)
+            if engine is not None and there.source.nbytes <= self.slice_bytes:
+                return self._allreduce_planned(call, engine, there, how.op)
         call.agree()  # step 6 of docs/how-a-call-goes.md
         if how.algorithm == nccl.NAME:
             self._joined(call, there).allreduce(call, there.source, there.target, how.op)
@@ -172,10 +199,11 @@ class OnDevices:
             op = SUM if how.op is MEAN else how.op  # what is packed has been divided
             self._allreduce_staged(call, packed, packed, how._replace(op=op))
             cuda.widen(packed, there.target)
-        elif how.codec is None and self.goes_to_mpi(how.algorithm):
+        elif plain and self.goes_to_mpi(how.algorithm):
             self._allreduce_there(call, there, how)
         else:
             self._allreduce_staged(call, there.source, there.target, how)
+        return None
 
     def broadcast(self, call: Call, there: BorrowedOnDevice, root: int, algorithm: str) -> None:
         """Replace the target by the root's source; the call has been described."""
@@ -232,6 +260,25 @@ class OnDevices:
         if buffer is not there.target:
             there.target.copy_from(cuda.narrow(buffer, there.dtype))
 
+    def _allreduce_planned(
+        self, call: Call, engine: Engine, there: BorrowedOnDevice, op: Op
+    ) -> tuple[Array, NodePlan]:
+        """Reduce an array of one slice in the first window, where later calls find the plan.
+
+        They compare as they meet, and do not agree before. So does this one, if there are windows.
+        """
+        if self._windows is None:
+            call.agree()
+        windows = self._shared_windows(call, there.source)
+        part = windows.parts[0][: there.source.nbytes].view(there.dtype)
+        plan = NodePlan(call, engine.plan_allreduce(part, part, op, call.digest))
+
+        def work(part: Array, number: int) -> None:
+            plan.first(call, part, part)
+
+        self._pass(call, there.source, there.target, work)
+        return part.reshape(there.shape), plan
+
     def _allreduce_staged(
         self, call: Call, source: DeviceBuffer, target: DeviceBuffer, how: Reduction
     ) -> None:
@@ -287,17 +334,23 @@ class OnDevices:
         like = source or target
         assert like is not None
         cupy, context = like.device.cupy, like.device.context
-        if self._windows is None:  # on all ranks at the same call, since all agree on it
+        windows = self._shared_windows(call, like)
+        copies = self._streams.get(context.id)
+        if copies is None:
+            copies = self._streams[context.id] = staging.CopyStreams(cupy, context)
+        copies.pass_slices(windows, source, target, work, like)
+
+    def _shared_windows(self, call: Call, like: DeviceBuffer) -> staging.Windows:
+        """Return the windows; made on all ranks at the same call, since all agree on it."""
+        if self._windows is None:
+            cupy = like.device.cupy
             memory = shared.allocate(call, staging.WINDOWS * self.slice_bytes)
             self._windows = (
                 staging.pinned(cupy, self.slice_bytes)
                 if memory is None
                 else staging.registered(cupy, memory)
             )
-        copies = self._streams.get(context.id)
-        if copies is None:
-            copies = self._streams[context.id] = staging.CopyStreams(cupy, context)
-        copies.pass_slices(self._windows, source, target, work, like)
+        return self._windows
 
 
 def _zeros(like: DeviceBuffer, count: int) -> DeviceBuffer:

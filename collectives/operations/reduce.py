@@ -122,7 +122,7 @@ def allreduce(
         scales = detour.scales(prescale, postscale, operation=call.operation)
         loan: Borrowed | BorrowedOnDevice | None = None
         if not scales and op not in BY_WAY:
-            loan = on_devices.borrow(x, out, algorithm)
+            loan = on_devices.borrow(call.operation, x, out, algorithm)
         loan = loan or host.borrow(x, out, operation=call.operation)  # step 3
         array = loan.host if isinstance(loan, Borrowed) else loan
         way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
@@ -139,7 +139,10 @@ def allreduce(
             **scales, algorithm=algorithm,
         )  # fmt: skip
         if not isinstance(loan, Borrowed):
-            on_devices.allreduce(call, loan, Reduction(op, algorithm, codec))
+            planned = on_devices.allreduce(call, loan, Reduction(op, algorithm, codec))
+            if planned is not None:
+                window, in_window = planned
+                repeats.keep(group, key, window, window, in_window)  # step 7
             return loan.finish()
         if way is not None:
             loan, op = way.lend(loan), way.op

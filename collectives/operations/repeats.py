@@ -184,26 +184,12 @@ def _see(group: Group, key: Key, x: Any, out: Any) -> _Seen | None:
     memory = None if isinstance(x, np.ndarray) else libraries.foreign(x)
     if memory is None:
         return None
-    to: Foreign | None = None
-    if out is x:
-        to = memory
-    elif not (out is None or out is LATER or type(out) is np.ndarray):
+    to = memory if out is x else None
+    if out is not x and not (out is None or out is LATER or type(out) is np.ndarray):
         to = libraries.foreign(out)
-        if to is None or not to.shared:
+        if to is None or not (to.shared or to.pinnable):
             return None
-    result = out
-    if memory.pinnable:
-        plan = group.plans[key, memory.dtype, memory.shape, None]  # before anything is copied
-        array = group.kept(OnDevices).pinned(memory)
-        if array is None:
-            return None
-        memory.fetch(array)
-        if out is None and plan.shape is None:
-            result = array  # which is copied once more, to the device
-    elif memory.private or (out is x and not memory.shared):
-        return None
-    else:
-        array = memory.elements()
+    array, result = (_staged if memory.pinnable else _lent)(group, key, memory, to, out)
     if to is None:
         return _Seen(array, result, _unchanged if type(out) is np.ndarray else memory.wrap)
 
@@ -211,7 +197,50 @@ def _see(group: Group, key: Key, x: Any, out: Any) -> _Seen | None:
         to.write(made)
         return out
 
-    return _Seen(array, array if out is x else to.elements(), write)
+    return _Seen(array, result, write)
+
+
+def _lent(
+    group: Group, key: Key, memory: Foreign, to: Foreign | None, out: Any
+) -> tuple[Array, Any]:
+    """Return the memory of an array of the host, and that of its result.
+
+    Raises:
+        LookupError: this is not memory of theirs.
+    """
+    if memory.private or not (to is None or to.shared):
+        raise LookupError
+    array = memory.elements()
+    if to is None:
+        return array, out
+    return array, array if to is memory else to.elements()
+
+
+def _staged(
+    group: Group, key: Key, memory: Foreign, to: Foreign | None, out: Any
+) -> tuple[Array, Any]:
+    """Copy an array of a device to host memory that is kept, where its result goes, too.
+
+    Raises:
+        LookupError: there is no plan, or the result does not fit; before anything is copied.
+    """
+    array = group.kept(OnDevices).host_memory(str(key[0]), memory)
+    if array is None:
+        raise LookupError
+    plan = group.plans[key, array.dtype, array.shape, _place(group, array)]
+    result: Any = array
+    if plan.shape is not None or out is LATER:  # it is of another shape
+        result = out if to is None else to.elements() if to.shared else None
+        fits = to is None or to.shared
+    elif to is not None and to.pinnable:
+        alike = (to.shape, to.dtype) == (array.shape, array.dtype)
+        fits = alike and to.why_constant() is None
+    else:
+        fits = out is None
+    if not fits:
+        raise LookupError
+    memory.fetch(array)
+    return array, result
 
 
 def _unchanged(made: Array) -> Array:

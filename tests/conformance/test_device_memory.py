@@ -337,17 +337,14 @@ def test_grouped_arrays_are_compressed_as_one(world, cupy, compression):
 def test_grouped_arrays_of_host_and_device(world, cupy):
     def check(comm):
         large, small = np.ones(2000, np.float32), np.ones(3, np.float32)
-        if comm.size > 1:
-            mine = [late(cupy, large), late(cupy, large)] if comm.rank else [large, large]
+        for one in (large, small) if comm.size > 1 else ():
+            mine = [late(cupy, one), late(cupy, one)] if comm.rank else [one, one]
             with pytest.raises(cc.MismatchError, match="memory is absent on rank 0, device on"):
                 comm.grouped_allreduce(mine, op=cc.SUM)
-        for xs in (
-            [late(cupy, large), large],  # on one rank, as on all
-            [late(cupy, small), late(cupy, small) if comm.rank else small],  # few bytes: as ever
-        ):
-            for x, result in zip(xs, comm.grouped_allreduce(xs, op=cc.SUM), strict=True):
-                assert type(result) is type(x)
-                assert (np.asarray(getattr(result, "memory", result)) == comm.size).all()
+        xs = [late(cupy, large), large]  # of both kinds, on all ranks
+        for x, result in zip(xs, comm.grouped_allreduce(xs, op=cc.SUM), strict=True):
+            assert type(result) is type(x)
+            assert (np.asarray(getattr(result, "memory", result)) == comm.size).all()
         hosts = [np.zeros_like(large) for _ in range(2)]
         there = [late(cupy, large), late(cupy, large)]
         assert comm.grouped_allreduce(there, op=cc.SUM, out=hosts)[1] is hosts[1]
@@ -373,6 +370,43 @@ def test_host_and_device_in_one_call_are_an_error_on_all_ranks(world, cupy, rout
                     run(values if comm.rank else late(cupy, values))
             assert run(values)[0] in (1, comm.size)
             assert run(late(cupy, values)).memory[0] in (1, comm.size)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("out", ["new", "same", "other"])
+def test_arrays_of_one_slice_are_found_again(world, cupy, monkeypatch, out):
+    monkeypatch.setattr(staging, "SMALL_BYTES", 256)
+
+    def check(comm):
+        for count in (50, 1000):  # as the host's, and in a window
+            made = 0
+            for step in range(4):
+                everyone = [np.arange(count, dtype=np.float32) + r + step for r in range(comm.size)]
+                x = late(cupy, everyone[comm.rank])
+                if step == 2 and comm.rank == 0:
+                    x = cupy.array(np.repeat(everyone[0], 2))[::2]  # takes the long way
+                to = {"new": None, "same": x, "other": late(cupy, np.zeros(count, np.float32))}
+                result = comm.allreduce(x, op=cc.SUM, out=to[out])
+                assert result is to[out] or out == "new"
+                np.testing.assert_array_equal(result.memory, np.sum(everyone, axis=0))
+                if out != "same":
+                    np.testing.assert_array_equal(x.memory, everyone[comm.rank])
+                made = made or len(comm.plans)
+                if count == 50 or (world.shared and comm.size > 1):
+                    assert len(comm.plans) == made > 0
+            if comm.size > 1 and count == 1000:
+                x = late(cupy, np.ones(count, np.float32))
+                with pytest.raises(cc.MismatchError, match="MAX on rank 1"):
+                    comm.allreduce(x, op=cc.MAX if comm.rank == 1 else cc.SUM)
+                with pytest.raises(cc.MismatchError, match="memory is device on rank 0.*absent"):
+                    comm.allreduce(np.ones(count, np.float32) if comm.rank else x, op=cc.SUM)
+                comm.allreduce(np.ones(count, np.float32), op=cc.SUM)  # of the host, likewise
+                assert comm.allreduce(x, op=cc.SUM).memory[0] == comm.size
+                wide = cupy.array(np.ones((count, 2), np.float32))
+                with pytest.raises(ValueError, match="out has the wrong shape"):
+                    comm.allreduce(x, op=cc.SUM, out=wide)
+            comm.plans.clear()
 
     world.run(check)
 
