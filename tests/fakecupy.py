@@ -510,6 +510,8 @@ class FakeCupy:
         _, kind, half = name.split("_")
         if kind in ("pack", "scale", "scale16"):
             return self.pack_kernel(half if kind == "scale16" else None)
+        if kind == "unpack":
+            return self.unpack_kernel()
         act = {"widen": widen, "narrow": narrow, "carry": carry}[kind]
         half = np.dtype(half) if half == "float16" else np.dtype(ml_dtypes.bfloat16)
 
@@ -527,6 +529,15 @@ class FakeCupy:
             *scale, out = scale_and_out
             self.log.append(("pack", out.nbytes))
             self.later(lambda: pack(half, table.memory.reshape(rows, 3), *scale, out=out.memory))
+
+        return launch
+
+    def unpack_kernel(self):
+        """Make the kernel that writes what is packed to where its table says."""
+
+        def launch(table, rows, packed):
+            self.log.append(("unpack", packed.nbytes))
+            self.later(lambda: unpack(table.memory.reshape(rows, 3), packed.memory))
 
         return launch
 
@@ -592,6 +603,12 @@ def pack(half, table, scale=None, *, out):
             source = source * scale
         packed[first : first + count] = source
     out[...] = packed
+
+
+def unpack(table, packed):
+    for address, first, count in table.tolist():
+        if address:
+            memory_at(address, (count,), packed.dtype)[...] = packed[first : first + count]
 
 
 def carry(half, x, divisor, y, residual):

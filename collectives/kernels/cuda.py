@@ -147,7 +147,7 @@ class Kernel(NamedTuple):
     operation: str
 
 
-# Where element `i` comes from, by the table.
+# Where element `i` comes from, or goes to, by the table.
 _FIND = """
     long long low = 0, high = rows - 1;
     while (low < high) {
@@ -157,7 +157,7 @@ _FIND = """
     }
     const T *source = (const T *)table[3 * low];
     long long at = (long long)i - (long long)table[3 * low + 1];
-    bool here = source != 0 && at < (long long)table[3 * low + 2];
+    bool here = source != 0 && at >= 0 && at < (long long)table[3 * low + 2];
 """
 
 KERNELS = {
@@ -175,6 +175,11 @@ KERNELS = {
         " if (error - error == 0) residual = error;",
     ),
     "pack": Kernel("raw uint64 table, int64 rows", "T y", _FIND + "y = here ? source[at] : (T)0;"),
+    "unpack": Kernel(
+        "raw uint64 table, int64 rows",
+        "T y",  # which stays as it is
+        _FIND.replace("const T *", "T *") + "if (here) source[at] = y;",
+    ),
     "scale": Kernel(
         "raw uint64 table, int64 rows, T scale",
         "T y",
@@ -224,9 +229,11 @@ def widen(source: DeviceBuffer, out: DeviceBuffer) -> None:
 
 
 class Packing:
-    """Packs arrays into one stretch of memory, step after step.
+    """Packs arrays into one stretch of memory, step after step, or takes them out of it.
 
-    The table stays on the device as long as the arrays stay where they are.
+    The table stays on the device as long as the arrays stay where they are. It has a row for each
+    array, in the order of their places: its address on the device, or 0 for zeros, the first
+    element of its place, and elements, at least one.
     """
 
     def __init__(self) -> None:
@@ -239,11 +246,10 @@ class Packing:
 
         Args:
             out: the stretch.
-            rows: address on the device, or 0 for zeros, first element of the place, and elements,
-                at least one, of each array; in the order of the places.
+            rows: of the table.
             scale: not for integers.
         """
-        device, dtype = out.device, out.dtype
+        dtype = out.dtype
         arguments: tuple[Any, ...] = ()
         if scale == 1:
             kind = _WORDS[min(dtype.itemsize, 8)]
@@ -254,6 +260,22 @@ class Packing:
         else:
             kind = np.empty(0, dtype).real.dtype
             kernel, arguments = "scale", (kind.type(scale),)
+        self._run(kernel, out, rows, kind, arguments)
+
+    def unpack(self, packed: DeviceBuffer, rows: Iterable[tuple[int, int, int]]) -> None:
+        """Write to arrays what is in their places; rows of the table as to pack them."""
+        self._run("unpack", packed, rows, _WORDS[min(packed.dtype.itemsize, 8)], ())
+
+    def _run(
+        self,
+        kernel: str,
+        stretch: DeviceBuffer,
+        rows: Iterable[tuple[int, int, int]],
+        kind: np.dtype[Any],
+        arguments: tuple[Any, ...],
+    ) -> None:
+        """Run a kernel over a stretch, whose elements it takes for numbers of a kind."""
+        device, dtype = stretch.device, stretch.dtype
         table = np.array(list(rows), np.uint64)
         table[:, 1:] *= np.uint64(dtype.itemsize // kind.itemsize)
         text = table.tobytes()
@@ -261,7 +283,7 @@ class Packing:
             if text != self._known[0]:
                 self._known = text, device.cupy.asarray(table.reshape(-1))
             run = _kernel(device.cupy, kernel, dtype)
-            run(self._known[1], np.int64(len(table)), *arguments, out.view.view(kind))
+            run(self._known[1], np.int64(len(table)), *arguments, stretch.view.view(kind))
         device.put()
 
 

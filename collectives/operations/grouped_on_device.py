@@ -75,10 +75,10 @@ def _form(array: Resident) -> tuple[object, ...]:
 
 
 class Packings:
-    """What packs the arrays of a group's calls, one for each dtype."""
+    """What packs the arrays of a group's calls, and unpacks results, for each dtype."""
 
     def __init__(self, group: Group) -> None:
-        self._of: dict[np.dtype[Any], Packing] = {}
+        self._of: dict[np.dtype[Any], tuple[Packing, Packing]] = {}
 
     def reduced(
         self, arrays: Sequence[Lent], portions: Sequence[Portion], reduce: Callable[[Any], None]
@@ -99,7 +99,7 @@ class Packings:
             count = portion.nbytes // portion.dtype.itemsize
             whole, packed = members[0].own.new((count,))
             firsts = np.cumsum([0] + [one.own.buffer.size for one in members]).tolist()
-            pack = self._of.setdefault(portion.dtype, Packing())
+            pack, unpack = self._of.setdefault(portion.dtype, (Packing(), Packing()))
             pack(
                 packed,
                 [
@@ -109,13 +109,21 @@ class Packings:
             )
             packed.settle()
             reduce(whole)
+            places = []
             for piece, one, first in zip(portion.pieces, members, firsts, strict=False):
                 last = first + one.own.buffer.size
                 if one.there is None:
                     results[piece.array] = whole[first:last].reshape(one.own.shape)
+                elif one.there.is_own:
+                    places.append((one.there.buffer.address, first, last - first))
                 else:
                     one.there.write(packed[first:last])
+            if places:
+                unpack.unpack(packed, places)
             packed.settle()
+            for one in members:
+                if one.there is not None and one.there.is_own:
+                    one.there.write(one.there.buffer)  # it is there, and is told so
         for i, one in enumerate(arrays):
             if results[i] is None:  # it has no elements
                 results[i], _ = one.own.new(one.own.shape)

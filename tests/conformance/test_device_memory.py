@@ -316,6 +316,13 @@ def test_grouped_arrays_take_one_copy_for_each_dtype(cupy):
         copies = [n for name, n in cupy.log if name == "to host"]
         assert sum(copies) == 2 * 40 * 300 * 4
         assert len(copies) == 2 * -(-40 * 300 * 4 // SLICE)
+        comm.barrier()
+        cupy.log.clear()
+        comm.barrier()
+        comm.grouped_allreduce(xs, out=xs)
+        comm.barrier()
+        kernels = [name for name, _ in cupy.log if name in ("pack", "unpack")]
+        assert sorted(kernels) == 2 * ["pack"] + 2 * ["unpack"]
 
     inprocess.run_ranks(2, check, settings=Settings(timeout=20))
 

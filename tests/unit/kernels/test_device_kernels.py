@@ -157,7 +157,8 @@ def test_arrays_are_packed_by_a_table(compiled, half, wide, rows):
     random = np.random.default_rng(rows)
     lengths = random.integers(1, 40, rows)
     given = [None if i % 3 == 2 else random.standard_normal(n) for i, n in enumerate(lengths)]
-    places = [0, *np.cumsum(lengths + random.integers(0, 9, rows))[:-1].tolist()]
+    ends = np.cumsum(lengths + random.integers(0, 9, rows)).tolist()
+    places = [before + rows % 3 for before in [0, *ends[:-1]]]  # with zeros before the first, too
     count = places[-1] + lengths[-1] + 3
     one, number = np.array([1.5]), np.array([rows], np.int64)
     for name, dtype in (("pack", wide), ("scale", wide), ("scale16", half)):
@@ -171,6 +172,24 @@ def test_arrays_are_packed_by_a_table(compiled, half, wide, rows):
         elif name == "scale":
             expected = expected * dtype.type(1.5)
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("wide", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_arrays_are_unpacked_by_a_table(compiled, wide, rows):
+    random = np.random.default_rng(rows)
+    lengths = random.integers(1, 40, rows)
+    places = np.cumsum([3, *lengths[:-1] + 2]).tolist()
+    packed = random.standard_normal(places[-1] + lengths[-1] + 3).astype(wide)
+    before = packed.copy()
+    given = [None if i % 3 == 1 else np.zeros(n, wide) for i, n in enumerate(lengths)]
+    number = np.array([rows], np.int64)
+    table = table_of(given, places)
+    call(compiled, "unpack", HALVES[0], wide, table, number, packed, count=packed.size)
+    np.testing.assert_array_equal(packed, before)
+    for array, first in zip(given, places, strict=True):
+        if array is not None:
+            np.testing.assert_array_equal(array, packed[first : first + len(array)])
 
 
 def test_the_preamble_uses_nothing_that_cuda_lacks():
