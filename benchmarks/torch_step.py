@@ -6,8 +6,9 @@ Prints medians, in milliseconds and microseconds, and how many times as long DDP
 takes over Gloo, which gets `LOCAL_WORLD_SIZE` as `torchrun` sets it: its shared memory. All ways
 take turns, every other round backwards; a ratio is the median of the rounds', with its quartiles.
 Short steps are timed several at a time. `alone` is the same step without any exchange, `hook` DDP
-with `strategies.torch.ddp_hook`. The rate at which 512 KiB go from core to core is told before and
-after; with `--json` a run is added to the file.
+with `strategies.torch.ddp_hook`; `tensor` and `array` are `comm.allreduce` of either. The rate at
+which 512 KiB go from core to core is told before and after; with `--json` a run is added to the
+file.
 
 PyTorch gives the memory of large gradients back to the system, and each step waits for new pages;
 with `--keep-memory` it is kept (`strategies.torch.keep_memory`), for all ways alike.
@@ -81,7 +82,9 @@ def main() -> None:
     if options.only != "steps":
         for nbytes, count in CALLS.items():
             x = torch.zeros(nbytes // 4)
-            calls = {g: repeated(call(x, group), count) for g, group in groups.items()}
+            ways = {g: call(x, group) for g, group in groups.items()}
+            ways["tensor"], ways["array"] = plain(comm, x), plain(comm, x.numpy())
+            calls = {way: repeated(run, count) for way, run in ways.items()}
             name = f"all_reduce {nbytes >> 10} KiB"
             report(found, name, "us", measure(calls, 2 * ROUNDS, count))
     found["GB/s from core to core"].append(handover.rate())
@@ -148,6 +151,10 @@ def in_step(module, x, overlap):
 
 def call(x, group):
     return lambda: distributed.all_reduce(x, group=group)
+
+
+def plain(comm, x):
+    return lambda: comm.allreduce(x, op=cc.SUM, out=x)
 
 
 def repeated(run, count):
