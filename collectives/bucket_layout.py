@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,12 +29,14 @@ class Portion(NamedTuple):
         pieces: what it consists of, one behind the other.
         first: the first byte of the portion, where all portions lie one behind the other.
         nbytes: of the portion.
+        whole: whether it is one array, long enough to be reduced where it is.
     """
 
     dtype: Any
     pieces: tuple[Piece, ...]
     first: int
     nbytes: int
+    whole: bool = False
 
 
 def lay_out(
@@ -119,14 +122,17 @@ def spans(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def portions(
-    counts: Sequence[int], dtypes: Sequence[Any], limit: int
+    counts: Sequence[int], dtypes: Sequence[Any], limit: int, whole: int = sys.maxsize
 ) -> tuple[list[Portion], list[int], int]:
-    """Cut arrays, which lie one behind the other by dtype, into portions of equal bytes.
+    """Cut arrays into portions of equal bytes, but for long ones, each of which is one.
+
+    Those of a dtype lie one behind the other, long ones first.
 
     Args:
         counts: elements of the arrays.
         dtypes: of the arrays, NumPy dtypes.
-        limit: bytes that a portion has at most; a multiple of every element.
+        limit: bytes that a portion of others has at most; a multiple of every element.
+        whole: bytes from which on an array is a portion.
 
     Returns:
         The portions, the first byte of each array, and all bytes.
@@ -143,8 +149,15 @@ def portions(
     starts = [0] * len(counts)
     at = 0
     for dtype in dict.fromkeys(dtypes):
-        members = [i for i, other in enumerate(dtypes) if other == dtype]
-        for pieces, first in _cut([(i, counts[i]) for i in members], limit // dtype.itemsize):
+        members = [(i, counts[i]) for i, other in enumerate(dtypes) if other == dtype]
+        least = max(1, -(-whole // dtype.itemsize))
+        for i, count in members:
+            if count >= least:
+                starts[i], nbytes = at, count * dtype.itemsize
+                cut.append(Portion(dtype, (Piece(i, 0, count),), at, nbytes, True))
+                at += _padded(nbytes)
+        members = [(i, count) for i, count in members if count < least]
+        for pieces, first in _cut(members, limit // dtype.itemsize):
             place = at + first * dtype.itemsize
             count = 0
             for piece in pieces:
@@ -152,7 +165,7 @@ def portions(
                     starts[piece.array] = place + count * dtype.itemsize
                 count += piece.stop - piece.start
             cut.append(Portion(dtype, tuple(pieces), place, count * dtype.itemsize))
-        at += _padded(sum(counts[i] for i in members) * dtype.itemsize)
+        at += _padded(sum(count for _, count in members) * dtype.itemsize)
     return cut, starts, at
 
 

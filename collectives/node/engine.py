@@ -248,10 +248,11 @@ class Engine:
         alike = self.publish(own, wanted, digest, deadline, own.nbytes)
         return numbers.tolist() if alike else None
 
-    def plan_allreduce(self, send: Array, out: Array, op: Op, digest: int) -> Work:
+    def plan_allreduce(self, send: Array, out: Array, op: Op, digest: int, among: int = 0) -> Work:
         """Prepare to reduce flat arrays into `out`, which may be `send`.
 
-        The work may be driven again and again while the arrays live.
+        The work may be driven again and again while the arrays live; `among` are the bytes of all
+        results of a call of which this is a part.
         """
         place = self.shared.place_of(send, out)
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
@@ -263,7 +264,7 @@ class Engine:
         needed = [(_ROUNDS, kind), *loop_names(send.dtype, op.value, of_two=self.size == 2), last]
         machine_code.prepare([name for name in needed if name is not None])
         block = self._block(digest, send, out, op)
-        block[words.COUNT] = send.size
+        block[words.COUNT], block[words.AMONG] = send.size, among
         block[words.BOUNDS], block[words.TAKE] = address(bounds), words.TAKE_ALL
         if place is not None:
             table = self.shared.addresses(place)

@@ -40,7 +40,12 @@ TRIALS, PERIOD = 3, 1024
 
 @njit
 def begin_result(block: Any, nbytes: int) -> None:
-    """Begin a call that brings so many bytes: say how they are stored."""
+    """Begin a call that brings so many bytes: say how they are stored.
+
+    Where it is one of several, whose results all are used later, these count together.
+    """
+    if nbytes:
+        nbytes = max(nbytes, block[w.AMONG])
     block[w.TIMED] = False
     block[w.RESULTS] = w.STREAMING if nbytes >= _STREAMED_BYTES else w.UNKNOWN
     if nbytes < _COMPARED_BYTES or state(block)[w.FIXED] or block[w.TRIED]:

@@ -58,6 +58,7 @@ CALLS = 40  # since the last comparison began
 TIMED = 41  # whether this call is a part of it
 COPYING = 42  # ns of its copies
 COPIED = 43  # two words: ns of the copies of a call by either way, of the fastest; 0 for none yet
+AMONG = 55  # bytes of all results that this one is made among, if it is not alone
 # How slots are filled (`collectives.node.stores`):
 TRIES = 45  # calls so far, counted in a circle
 TRYING = 46  # whether a comparison is under way
@@ -66,7 +67,7 @@ TRIED = 48  # whether this call is a part of it, and which of its waits do not c
 SPENT, RUNNING = 49, 50  # ns of this call but for those waits, and since when it runs; 0 in a wait
 FASTEST = 51  # two words: ns of a call by either way, of the fastest; 0 for none yet
 FOUND = 53  # two words, for NEAR and FAR: 1 + the way that was faster; 0 for none yet
-WORDS = 55
+WORDS = 56
 
 TAKE_NONE, TAKE_OWN, TAKE_ALL = 0, 1, 2
 IN_PLACE, ELSEWHERE = 1, 2

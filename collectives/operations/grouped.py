@@ -1,12 +1,13 @@
 """Many arrays by few calls: `grouped_allreduce`.
 
-The arrays of one dtype are thought of as one, which is cut into portions. Where ranks meet in
-shared memory, a portion fits in a core's cache: it is copied to memory that all ranks reach,
-reduced there, and copied to where the results lie, before the next one. So every number comes from
-and goes to main memory once, as if nothing were packed:
+Where ranks meet in shared memory, a long array is reduced from where it is to where its result
+goes, as by a call of its own. The short ones of a dtype are thought of as one, which is cut into
+portions that fit in a core's cache: each is copied to memory that all ranks reach, reduced there,
+and copied to where the results lie, before the next one. So every number comes from and goes to
+main memory once, as if nothing were packed:
 
-    arrays    | a | b |    c    |     results   | a | b |    c    |
-    portions  |   1   |   2  | 3 |              |   1   |   2  | 3 |
+    arrays    | a | b |   c   |     results   | a | b |   c   |
+    portions  |   1   |  2 | 3 |              |   1   |  2 | 3 |
                 copy to shared memory -> reduce -> copy, one portion after the other
 
 By messages each dtype is one portion, since few long messages are best, and is reduced where its
@@ -15,7 +16,6 @@ results lie. So it is, too, where all arrays are on one device (`grouped_on_devi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypedDict, overload
@@ -27,11 +27,21 @@ from collectives.arrays.detour import Detour
 from collectives.arrays.host import Array, Borrowed, address
 from collectives.arrays.reduction import MEAN, Op
 from collectives.compression import NONE, Compression, chosen
+from collectives.kernels.addresses import Look
 from collectives.operations import grouped_on_device
 from collectives.operations.call import Call, enter
 from collectives.operations.group import Group
 from collectives.operations.grouped_on_device import Lent, Packings
-from collectives.operations.groupings import Asked, Groupings, Planned, pack, part, put, unpack
+from collectives.operations.groupings import (
+    Asked,
+    Groupings,
+    Planned,
+    pack,
+    part,
+    put,
+    reduce_whole,
+    unpack,
+)
 from collectives.operations.reduce import allreduce
 from collectives.operations.signatures import A, Detachable, Numbers, Unpack
 
@@ -103,8 +113,8 @@ def grouped_allreduce(
         ValueError: unknown algorithm; or there is not an `out` for each array, or one does not fit.
         MismatchError: ranks differ in number, shapes or dtypes; on all ranks.
 
-    Cost: two copies of all arrays beside the reduction, in shared memory through the cache; memory
-        for one list of results is kept.
+    Cost: two copies of short arrays beside the reduction, in shared memory through the cache;
+        memory for one list of results is kept.
     """
     with enter(group, "grouped_allreduce", timeout) as call:  # step 2 of docs/how-a-call-goes.md
         compression = chosen(compression, call.operation)
@@ -122,20 +132,29 @@ def _on_host(
     call: Call, xs: Sequence[Any], out: Sequence[Any] | None, asked: Asked, timeout: float | None
 ) -> Callable[[], list[Any]]:
     """Reduce arrays in shared memory, if that is possible; returns what ends the call."""
-    loans = _borrowed(xs, out, call.operation)  # step 3
+    plain = None if out is None else _plain(call.group.look, xs, out)  # step 3
+    loans = _borrowed(xs, out, call.operation) if plain is None else [None] * len(xs)
     hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
     kinds = tuple([(array.shape, array.dtype) for array in hosts])
     groupings = call.group.kept(Groupings)
     known = groupings.find(kinds, asked, call)  # steps 4 and 5
     engine = call.engine_for(asked.algorithm)
+    if plain is not None and (engine is None or known.ways):
+        plain, loans = None, _borrowed(xs, out, call.operation)
     if known.ways:
         loans = _by_ways(hosts, loans, known.ways)
         hosts = [loan.host for loan in loans if loan is not None]
-    is_direct = engine is not None and (out is not None or bool(known.ways))
-    direct = _apart(hosts, loans) if is_direct else None
+    direct = plain
+    if plain is None and engine is not None and (out is not None or known.ways):
+        direct = _direct(hosts, loans)
     results = np.empty(0, np.uint8) if direct else groupings.results(known.nbytes)
     if engine is not None:
         for portion, (shared, work) in zip(known.portions, known.work, strict=True):
+            if shared is None:
+                own = portion.pieces[0].array
+                target = direct[own] if direct else part(portion, results)
+                reduce_whole(call, work, hosts[own], target)  # step 6
+                continue
             pack(portion, hosts, shared)
             call.drive(work)  # step 6
             if direct:
@@ -147,6 +166,8 @@ def _on_host(
     def finish() -> list[Any]:
         if engine is None:
             _by_messages(call.group, hosts, results, known, asked, timeout)
+        if plain is not None and out is not None:
+            return list(out)
         if direct:
             return [loan.give_back(loan.host) for loan in loans if loan is not None]
         places = zip(hosts, known.starts, strict=True)
@@ -236,22 +257,55 @@ def _by_ways(
     return [way.lend(loan) for way, loan in zip(ways, lent, strict=True)]
 
 
-def _apart(hosts: Sequence[Array], loans: Sequence[Borrowed | None]) -> list[Array] | None:
+def _plain(look: Look, xs: Sequence[Any], out: Sequence[Any]) -> list[Array] | None:
+    """Return the targets of a call with arrays of NumPy in order, flat, as `_direct`.
+
+    None where one of them needs a closer look.
+    """
+    if len(xs) != len(out) or any(type(x) is not np.ndarray or not x.dtype.isnative for x in xs):
+        return None
+    readable, writable, _ = look
+    sends = [readable(x) for x in xs]
+    targets = [writable(x, to) for x, to in zip(xs, out, strict=True)]
+    if not (all(sends) and all(targets) and _are_apart(sends, targets, [x.nbytes for x in xs])):
+        return None
+    return [to.reshape(-1) for to in out]
+
+
+def _direct(hosts: Sequence[Array], loans: Sequence[Borrowed | None]) -> list[Array] | None:
     """Return the targets, flat, if each portion may go there before the next one is packed.
 
     So it may where no target shares memory with another array than its own.
     """
-    spans, flats = [], []
-    for array, loan in zip(hosts, loans, strict=True):
-        target = None if loan is None else loan.target
-        if target is None or not (target.flags.c_contiguous and array.flags.c_contiguous):
-            return None
-        flats.append(target.reshape(-1))
-        begins = {address(array), address(target)} if array.nbytes else ()
-        spans += [(begin, begin + array.nbytes) for begin in begins]
-    spans.sort()
-    apart = all(stop <= begin for (_, stop), (begin, _) in itertools.pairwise(spans))
-    return flats if apart else None
+    wanted = [None if loan is None else loan.target for loan in loans]
+    there = [
+        target
+        for array, target in zip(hosts, wanted, strict=True)
+        if target is not None and target.flags.c_contiguous and array.flags.c_contiguous
+    ]
+    if len(there) < len(hosts):
+        return None
+    sends, targets = ([address(array) for array in arrays] for arrays in (hosts, there))
+    if not _are_apart(sends, targets, [array.nbytes for array in hosts]):
+        return None
+    return [target.reshape(-1) for target in there]
+
+
+def _are_apart(sends: list[int], targets: list[int], sizes: list[int]) -> bool:
+    """Tell whether arrays, which begin at these addresses, share no memory but with their target.
+
+    Args:
+        sends: of the arrays.
+        targets: of the target of each, perhaps the same.
+        sizes: bytes of each.
+    """
+    begins, nbytes = np.array([sends, targets], np.int64), np.array([sizes, sizes], np.int64)
+    kept = nbytes > 0
+    kept[1] &= begins[0] != begins[1]
+    first, length = begins[kept], nbytes[kept]
+    order = np.argsort(first)
+    ends = (first + length)[order]
+    return bool((ends[:-1] <= first[order][1:]).all())
 
 
 def handed(array: Array, loan: Borrowed, out: object) -> Any:

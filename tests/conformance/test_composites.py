@@ -51,7 +51,9 @@ def test_groups_that_differ_are_one_error_on_all(world):
     world.run(check)
 
 
-def test_groups_of_many_portions_and_any_strides(world, monkeypatch):
+@pytest.mark.parametrize("whole", [1, 4000, 1 << 18])
+def test_groups_of_many_portions_and_any_strides(world, monkeypatch, whole):
+    monkeypatch.setattr("collectives.operations.groupings.WHOLE_BYTES", whole)
     monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES", 4096)
     monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES_CROWDED", 4096)
 
@@ -74,6 +76,30 @@ def test_groups_of_many_portions_and_any_strides(world, monkeypatch):
             for i, (result, (shape, dtype)) in enumerate(zip(results, kinds, strict=True)):
                 assert (result.shape, result.dtype) == (shape, np.dtype(dtype))
                 oracle.assert_close(result, [arrays[i] for arrays in everyones], cc.SUM)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("op", [cc.SUM, cc.MEAN], ids=lambda op: op.value)
+def test_long_arrays_of_a_group_have_the_bits_of_calls_of_their_own(world, op):
+    def check(comm):
+        shapes = [(70_000,), (3,), (300, 400), (70_000,), (2_100_000,), (0, 9), (70_001,)]
+        for step in range(10):  # the ways of storing results change meanwhile
+            xs = [oracle.data(comm.rank + step, s, np.dtype(np.float32)) for s in shapes]
+            expected = [comm.allreduce(x, op=op) for x in xs]
+            outs = [np.zeros_like(x) for x in xs]
+            kept = comm.grouped_allreduce(xs, op=op)
+            for results in (kept, comm.grouped_allreduce(xs, op=op, out=outs)):
+                for i, result in enumerate(results):
+                    if comm.num_nodes == 1 and world.shared:
+                        np.testing.assert_array_equal(result, expected[i])
+                    else:  # by messages they are reduced as one, in another order
+                        np.testing.assert_allclose(result, expected[i], rtol=1e-5, atol=1e-6)
+            assert all(result is out for result, out in zip(results, outs, strict=True))
+            same = comm.grouped_allreduce(xs, op=op, out=xs)
+            for i, result in enumerate(same):
+                assert result is xs[i]
+                np.testing.assert_array_equal(result, kept[i])
 
     world.run(check)
 

@@ -304,7 +304,9 @@ def grouped_arrays(comm):
     ]
 
 
-def test_grouped_allreduce_puts_results_into_out(world, monkeypatch):
+@pytest.mark.parametrize("whole", [1, 4000, 1 << 18])
+def test_grouped_allreduce_puts_results_into_out(world, monkeypatch, whole):
+    monkeypatch.setattr("collectives.operations.groupings.WHOLE_BYTES", whole)
     monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES", 4096)
     monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES_CROWDED", 4096)
 
@@ -325,9 +327,9 @@ def test_grouped_allreduce_puts_results_into_out(world, monkeypatch):
     world.run(check)
 
 
-def test_a_grouped_out_may_be_another_ones_array(world):
+@pytest.mark.parametrize("count", [3000, 300_000])
+def test_a_grouped_out_may_be_another_ones_array(world, count):
     def check(comm):
-        count = 3000
         xs = [np.full(count, comm.rank + step, F32) for step in range(3)]
         outs = [xs[1], xs[2], xs[0]]  # all are read before any of them is written
         results = comm.grouped_allreduce(xs, op=cc.SUM, out=outs)

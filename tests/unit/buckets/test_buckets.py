@@ -80,15 +80,25 @@ def test_places_do_not_overlap_and_neighbours_join(sizes, random):
         assert spans == ([(0, total)] if total else [])
 
 
-@given(sizes_and_dtypes, st.sampled_from([64, 128, 4096, sys.maxsize]))
-def test_stages_hold_each_element_once_in_order(arrays, limit):
+@given(
+    sizes_and_dtypes,
+    st.sampled_from([64, 128, 4096, sys.maxsize]),
+    st.sampled_from([0, 1, 100, 4000, sys.maxsize]),
+)
+def test_stages_hold_each_element_once_in_order(arrays, limit, whole):
     counts = [count for count, _ in arrays]
     dtypes = [dtype for _, dtype in arrays]
-    portions, starts, total = bucket_layout.portions(counts, dtypes, limit)
+    portions, starts, total = bucket_layout.portions(counts, dtypes, limit, whole)
     seen = {i: [] for i, count in enumerate(counts) if count}
+    spans = sorted((portion.first, portion.first + portion.nbytes) for portion in portions)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     for portion in portions:
         at = portion.first
-        assert 0 < portion.nbytes <= limit
+        long = [n for n, _, _ in portion.pieces if counts[n] * dtypes[n].itemsize >= whole]
+        assert portion.whole == bool(long)
+        assert len(portion.pieces) == 1 or not long
+        assert portion.nbytes > 0
+        assert portion.whole or portion.nbytes <= limit
         for number, start, stop in portion.pieces:
             itemsize = dtypes[number].itemsize
             assert dtypes[number] == portion.dtype
