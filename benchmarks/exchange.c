@@ -4,7 +4,7 @@
  *
  * Two threads, each on a core, stand for the ranks. Their arrays are written anew before each call and pass
  * through a ring of slots in chunks: in an all-reduce each rank puts its own, adds the other's to it and stores
- * the sum in its place; in a broadcast one puts and the other copies; in a gather one puts its half of the array,
+ * the sum in its place, or `elsewhere`; in a broadcast one puts and the other copies; in a gather one puts its half of the array,
  * and in an all-gather both do, and copy their own half, too, before the others' chunks or whenever one has not
  * come. That is as many bytes as by halves, with fewer meetings. Combinations of chunk, ring, stores into the
  * caches or past them, into slots and into results, and of fetching ahead what is read, are drawn and tried for as
@@ -21,10 +21,10 @@
 #include <string.h>
 #include <time.h>
 
-enum { ALLREDUCE, BROADCAST, GATHER, ALLGATHER, KINDS };
-enum { PLAIN, SLOTS, RESULT, BOTH, STORES }; /* what is stored past the caches; an all-reduce's result never is */
+enum { ALLREDUCE, ELSEWHERE, BROADCAST, GATHER, ALLGATHER, KINDS };
+enum { PLAIN, SLOTS, RESULT, BOTH, STORES }; /* what is stored past the caches; an all-reduce's result in its place never is */
 enum { SIZES = 6, MOST_CALLS = 400, HANDED = 1 << 19, LARGEST = 64 << 20 };
-static const char *KIND[] = {"allreduce", "broadcast", "gather", "allgather"};
+static const char *KIND[] = {"allreduce", "elsewhere", "broadcast", "gather", "allgather"};
 static const char *STORED[] = {"plain", "slots streamed", "result streamed", "both streamed"};
 static const size_t BYTES[SIZES] = {64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
 static const size_t CHUNKS[] = {16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10};
@@ -97,12 +97,14 @@ static void move(char *to, const char *from, size_t bytes, int streams) {
     if (streams) _mm_sfence();
 }
 
-static void add(float *to, const float *from, size_t bytes) {
-    for (size_t i = 0; i < bytes / 4; i += 16) {
-        if (way.ahead) _mm_prefetch((const char *)(from + i) + way.ahead, _MM_HINT_T0);
-        _mm256_store_ps(to + i, _mm256_add_ps(_mm256_load_ps(to + i), _mm256_load_ps(from + i)));
-        _mm256_store_ps(to + i + 8, _mm256_add_ps(_mm256_load_ps(to + i + 8), _mm256_load_ps(from + i + 8)));
+static void add(float *to, const float *own, const float *from, size_t bytes, int streams) {
+    for (size_t i = 0; i < bytes / 4; i += 8) {
+        if (way.ahead && i % 16 == 0) _mm_prefetch((const char *)(from + i) + way.ahead, _MM_HINT_T0);
+        const __m256 sum = _mm256_add_ps(_mm256_load_ps(own + i), _mm256_load_ps(from + i));
+        if (streams) _mm256_stream_ps(to + i, sum);
+        else _mm256_store_ps(to + i, sum);
     }
+    if (streams) _mm_sfence();
 }
 
 static void *rank(void *number) {
@@ -112,7 +114,7 @@ static void *rank(void *number) {
     const size_t bytes = joins ? way.bytes / 2 : way.bytes; /* that a rank brings */
     const long count = way.ring / way.chunk, parts = bytes / way.chunk;
     char *const joined = result[me] + other * bytes, *const half = result[me] + me * bytes;
-    char *const dest = joins ? joined : array[me];
+    char *const dest = joins ? joined : way.kind == ELSEWHERE ? result[me] : array[me];
     const int slots_stream = way.stores == SLOTS || way.stores == BOTH;
     const int result_streams = way.stores == RESULT || way.stores == BOTH;
     long base = 0;
@@ -135,8 +137,9 @@ static void *rank(void *number) {
                 copied++;
             } else if (is_there) {
                 const char *from = slots[other] + (base + taken) % count * way.chunk;
-                if (way.kind == ALLREDUCE) add((float *)(dest + taken * way.chunk), (const float *)from, way.chunk);
-                else move(dest + taken * way.chunk, from, way.chunk, result_streams);
+                char *const to = dest + taken * way.chunk, *const mine = array[me] + taken * way.chunk;
+                if (joins || way.kind == BROADCAST) move(to, from, way.chunk, result_streams);
+                else add((float *)to, (const float *)mine, (const float *)from, way.chunk, result_streams);
                 tell(&emptied[me], base + ++taken);
             }
         }
