@@ -39,6 +39,7 @@ import numpy as np
 import collectives as cc
 from collectives import settings, topology
 from collectives.operations import broadcast, compare, groups, planned, reduce, rows, settle
+from collectives.operations.call import enter
 from collectives.operations.group import Group
 from collectives.simulation import ranks
 from collectives.simulation.cluster import Cluster
@@ -53,7 +54,7 @@ LIMIT = 60.0
 
 ESTABLISHED = "01"  # in /proc/net/tcp
 
-# Calls that fill the recorder, and the most ranks that make so many.
+# Calls that fill the recorder, and the most ranks that make so many; more ranks record them only.
 CALLS, MOST_OF_CALLS = 300, 128
 
 # Acts whose messages are drawn.
@@ -241,7 +242,13 @@ def memory(size: int, own: settings.Settings) -> dict[str, list[float]]:
     """
     made, groups = [], []
     marks: list[int] = []
-    calls = CALLS if size <= MOST_OF_CALLS else 0
+
+    def repeat(group: Group, x: Any) -> None:
+        if size <= MOST_OF_CALLS:
+            reduce.allreduce(group, x, out=x)
+            return
+        with enter(group, "allreduce") as call:
+            call.describe(op="mean", dtype=x.dtype, shape=x.shape, algorithm="auto")
 
     def program(access: ranks.Access) -> None:
         before = tracemalloc.get_traced_memory()[0]
@@ -249,9 +256,10 @@ def memory(size: int, own: settings.Settings) -> dict[str, list[float]]:
         made.append(tracemalloc.get_traced_memory()[0] - before)
         groups.append(group)  # kept until all is counted
         x = np.zeros(2)
-        for several in (1, calls):
+        reduce.allreduce(group, x, out=x)
+        for several in (0, CALLS):
             for _ in range(several):
-                reduce.allreduce(group, x, out=x)
+                repeat(group, x)
             broadcast.barrier(group)
             if group.rank == 0:
                 marks.append(tracemalloc.get_traced_memory()[0])
@@ -260,14 +268,12 @@ def memory(size: int, own: settings.Settings) -> dict[str, list[float]]:
     tracemalloc.start()
     ranks.run(Cluster(size, size), program, payload=True)
     tracemalloc.stop()
-    found: dict[str, list[float]] = {
+    more = (marks[1] - marks[0]) / size / 1024
+    return {
         "files that a group opens": [(len(os.listdir("/proc/self/fd")) - files) / size],
         "memory of a group, KiB": [round(sum(made) / size / 1024, 1)],
+        f"{CALLS} calls more, KiB": [round(more, 1)],
     }
-    if calls:
-        more = (marks[1] - marks[0]) / size / 1024
-        found[f"{CALLS} calls more, KiB"] = [round(more, 1)]
-    return found
 
 
 def real(machines: int) -> list[dict[str, Any]]:

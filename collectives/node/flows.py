@@ -37,7 +37,8 @@ from collectives.node.meeting import (
     wait_for,
 )
 from collectives.node.results import begin_result, end_result, put_result
-from collectives.node.stores import begin_stores, count_waits, end_stores, put, tell
+from collectives.node.comparison import begin_stores, count_waits, end_stores
+from collectives.node.stores import put, tell
 
 __all__ = ["flow", "publish"]
 

@@ -46,7 +46,8 @@ from collectives.node.meeting import (
     wait,
 )
 from collectives.node.results import begin_result, end_result, put_result
-from collectives.node.stores import begin_stores, end_stores, put, tell
+from collectives.node.comparison import begin_stores, end_stores
+from collectives.node.stores import put, tell
 
 __all__ = ["direct", "make", "one_shot", "pipelined", "shared"]
 

@@ -59,7 +59,7 @@ TIMED = 41  # whether this call is a part of it
 COPYING = 42  # ns of its copies
 COPIED = 43  # two words: ns of the copies of a call by either way, of the fastest; 0 for none yet
 AMONG = 55  # bytes of all results that this one is made among, if it is not alone
-# How slots are filled (`collectives.node.stores`):
+# How slots are filled (`collectives.node.comparison`):
 TRIES = 45  # calls so far, counted in a circle
 TRYING = 46  # whether a comparison is under way
 TRIED_IN = 47  # NEAR or FAR: where it has begun
@@ -74,7 +74,7 @@ IN_PLACE, ELSEWHERE = 1, 2
 
 # Words of STATE.
 COUNTER = 0  # rounds so far
-# How this rank stores (`collectives.node.stores`):
+# How this rank stores (`collectives.node.places`, `stores`):
 WAY = 1  # PLAIN or STREAMING
 FIXED = 2  # whether that is a setting, and nothing is measured
 LEFT = 3  # bytes to store before the next timing
@@ -111,7 +111,7 @@ FILLED, READY, HASHES = 0, 1, 2
 PARTS = 4  # parts of its stream that a rank has put into its slots, in all calls
 DETAILS = 5  # two words, as those of HASHES
 STORED = 7  # how the last part was stored: PLAIN or STREAMING
-TOOK = 16  # a table, by hashes: how long calls took by either way (`collectives.node.stores`)
+TOOK = 16  # a table, by hashes: how long calls took by either way (`node.comparison`)
 HEADER_BYTES = 384
 
 # Rows of that table, and words of a row: the hash, and ns by PLAIN and by STREAMING.

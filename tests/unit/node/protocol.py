@@ -271,7 +271,7 @@ class Rank:
         self.said += ["change", step]
         before, self.is_streaming = self.is_streaming, self.streams(self.puts)
         if before and not self.is_streaming:
-            self._fence("change")  # a timing ends with it, see `collectives.node.stores`
+            self._fence("change")  # a timing ends with it, see `collectives.node.places`
         self.puts += 1
         place = ("slot", self.rank, self._half("slot", number), result)
         self._store(place, number + RESULT * result, self.is_streaming)

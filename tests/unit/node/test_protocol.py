@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from collectives.node import flows, meeting, rounds, stores
+from collectives.node import comparison, flows, meeting, places, rounds, stores
 from pairwise import also
 from protocol import ARM64, KINDS, OF_TWO, X86_64, Wrong, explore, steps_of
 
@@ -113,7 +113,7 @@ def test_all_wait_for_each_other_without_a_word():
         explore(2, sequence(2), X86_64, never, ("pipelined", "tell", "READY"))
 
 
-MODULES = [flows, meeting, rounds, stores]
+MODULES = [comparison, flows, meeting, places, rounds, stores]
 
 # What gives the address of shared memory, or orders stores there.
 REACHES_OTHERS = {"header", "slot", "fence", "drain", "next_round", "table[rank]"}

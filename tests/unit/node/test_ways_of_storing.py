@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from collectives.arrays.host import address
-from collectives.node import stores, words
+from collectives.node import comparison, words
 
 LARGE, SMALL = 1 << 20, 1 << 12
-TRIALS = stores.TRIALS
+TRIALS = comparison.TRIALS
 PLAIN, STREAMING = words.PLAIN, words.STREAMING
 IN_TURNS = [PLAIN] * TRIALS + [STREAMING] * TRIALS
 
@@ -34,12 +34,12 @@ class Rank:
         """Make calls, of which those of a comparison take so long; return their ways."""
         ways = []
         for _ in range(count):
-            stores.begin_stores(self.block, nbytes)
+            comparison.begin_stores(self.block, nbytes)
             ways.append(int(self.state[words.WAY]))
             if self.block[words.TRIED]:
                 # So long that what the clock adds changes nothing.
                 self.block[words.SPENT] = spent[ways[-1]] * 10**12
-            stores.end_stores(self.block)
+            comparison.end_stores(self.block)
         return ways
 
     def moves(self, place):
@@ -59,7 +59,7 @@ def test_the_faster_way_is_taken_after_some_calls_of_each(rank, place, spent, be
     assert rank.calls(1) == [usual]
     assert rank.calls(2 * TRIALS, spent=spent) == IN_TURNS
     assert rank.calls(1) == [usual]  # in which all ranks end the last one of the comparison
-    kept = stores.PERIOD - 2 * TRIALS - 1
+    kept = comparison.PERIOD - 2 * TRIALS - 1
     assert rank.calls(kept) == [better] * kept
     assert rank.calls(2 * TRIALS, spent=spent[::-1]) == IN_TURNS
     assert rank.calls(2) == [better, PLAIN + STREAMING - better]
@@ -100,7 +100,7 @@ def test_what_a_call_has_found_holds_for_others_that_compare_nothing(rank):
 def test_each_place_has_a_way_of_its_own_and_is_compared_soon(rank):
     rank.calls(3 + 2 * TRIALS, spent=(8, 9))
     rank.moves(words.FAR)
-    first = rank.calls(stores.SOONER - 2 - 2 * TRIALS)
+    first = rank.calls(comparison.SOONER - 2 - 2 * TRIALS)
     assert first == [STREAMING] * len(first)
     assert rank.calls(2 * TRIALS, spent=(8, 9)) == IN_TURNS
     assert rank.calls(10) == [STREAMING] + [PLAIN] * 9
