@@ -24,6 +24,7 @@ from numba import carray, njit
 
 from collectives.kernels.intrinsics import fence, load, pointer, store
 from collectives.node import words as w
+from collectives.node.comparison import begin_stores, count_waits, end_stores
 from collectives.node.meeting import (
     agreed,
     alike,
@@ -37,7 +38,6 @@ from collectives.node.meeting import (
     wait_for,
 )
 from collectives.node.results import begin_result, end_result, put_result
-from collectives.node.comparison import begin_stores, count_waits, end_stores
 from collectives.node.stores import put, tell
 
 __all__ = ["flow", "publish"]

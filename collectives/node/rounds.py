@@ -33,6 +33,7 @@ from numba import carray, njit
 from collectives.kernels import compiling
 from collectives.kernels.intrinsics import call, copy, fence, pair, pointer
 from collectives.node import words as w
+from collectives.node.comparison import begin_stores, end_stores
 from collectives.node.flows import flow, publish
 from collectives.node.meeting import (
     agreed,
@@ -46,7 +47,6 @@ from collectives.node.meeting import (
     wait,
 )
 from collectives.node.results import begin_result, end_result, put_result
-from collectives.node.comparison import begin_stores, end_stores
 from collectives.node.stores import put, tell
 
 __all__ = ["direct", "make", "one_shot", "pipelined", "shared"]

@@ -15,8 +15,8 @@ else has to know: each rank chooses for what it stores itself.
     us of an all-reduce of 1 MiB (Zen 3), plainly                   120               500
       past the caches                                               220               220
 
-Where a rank is, it finds out itself (`collectives.node.places`), and what is better there, the ranks
-find out together (`collectives.node.comparison`).
+Where a rank is it finds out itself (`collectives.node.places`); what is better there all ranks find
+out together (`collectives.node.comparison`).
 """
 
 from __future__ import annotations
