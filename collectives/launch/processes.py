@@ -106,7 +106,7 @@ def some(comm: MPI.Comm | Sequence[int]) -> MPI.Intracomm:
 
 
 def library() -> str:
-    """Return the name of the MPI library and its version, as it gives them."""
+    """Return what the MPI library says of its name and version, in one line."""
     from mpi4py import MPI
 
-    return MPI.Get_library_version().splitlines()[0].strip("\0").strip().split(",")[0]
+    return MPI.Get_library_version().splitlines()[0].strip("\0 ,")

@@ -54,9 +54,10 @@ def shrink(group: G, *, timeout: float | None = None) -> G:
         ...         return sum_of_those_that_live(comm.shrink(), x)
     """
     if not is_fault_tolerant():
+        library = processes.library().partition(",")[0]
         raise LaunchError(
             f"shrink: a dead rank ends this job, expected Open MPI >= 5 started by `mpirun "
-            f"--with-ft ulfm`, got {processes.library()}; start the job again, from its last "
+            f"--with-ft ulfm`, got {library}; start the job again, from its last "
             f"checkpoint ({group.transport.where})"
         )
     limit = group.settings.timeout if timeout is None else timeout

@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives import links
 from collectives.communicator import Communicator
-from collectives.launch import open_mpi
+from collectives.launch import open_mpi, processes
 from collectives.operations import settle
 from collectives.settings import Settings
 from collectives.transport.waiting import named
@@ -47,12 +47,12 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
     from mpi4py import MPI
 
     names = comm.allgather_object((comm.node_rank, platform.node()))
-    settings = open_mpi.settings({}, cores=1) if "Open MPI" in _library() else {}
+    settings = open_mpi.settings({}, cores=1) if "Open MPI" in processes.library() else {}
     mpi_set = {k: os.environ[k] for k in settings if k in os.environ}
     return {
         "unisono": __version__,
         "python": platform.python_version(),
-        "mpi_library": _library(),
+        "mpi_library": processes.library(),
         "mpi_standard": ".".join(map(str, MPI.Get_version())),
         "thread_level": thread_level(),
         "cuda_aware": settle.library_takes_device_memory(),
@@ -125,7 +125,7 @@ def versions() -> dict[str, str]:
         "unisono": __version__,
         "Python": platform.python_version(),
         **{name: _version(name) or "absent" for name in ("numpy", "mpi4py", "numba")},
-        "MPI library": _library(),
+        "MPI library": processes.library(),
     }
 
 
@@ -133,7 +133,7 @@ def library_name() -> str:
     """Return the name and version of the MPI library, such as "Open MPI 5.0.11"."""
     # "Open MPI v5.0.11, package: ...", "MPICH Version:      4.3.2", "Intel(R) MPI Library 2021.18
     # for Linux* OS"
-    named = re.sub(r"(\s+Version\s*:)?\s+v?(?=\d)", " ", _library().partition(",")[0])
+    named = re.sub(r"(\s+Version\s*:)?\s+v?(?=\d)", " ", processes.library().partition(",")[0])
     return re.sub(r"Intel\(R\) MPI Library (\S+).*", r"Intel MPI \1", named)
 
 
@@ -191,12 +191,6 @@ def _link(costs: dict[str, Any]) -> str:
     return (
         f"{alpha:.3g} us/message, {beta:.3g} ns/byte, {gamma:.3g} ns/byte reduced ({costs['from']})"
     )
-
-
-def _library() -> str:
-    from mpi4py import MPI
-
-    return MPI.Get_library_version().splitlines()[0].strip("\0 ,")
 
 
 def _version(package: str) -> str | None:

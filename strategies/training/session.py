@@ -82,6 +82,7 @@ class TrainingSession:
             over the ranks that go on. *Collective* if the session is in step.
 
     Raises:
+        TypeError: the saver is something else.
         ValueError: ranks that are not in step share a saver's manager; or the state is one of other
             ranks, or has no `step`.
 
@@ -118,6 +119,8 @@ class TrainingSession:
         retries: int = 3,
         recover: Callable[[Exception], Saver | None] | None = None,
     ) -> None:
+        if saver is not None and not hasattr(saver, "checkpoints"):
+            raise TypeError(f"TrainingSession: expected a Saver or None, got {saver!r}")
         shared = None if saver is None else saver.checkpoints.comm
         if shared is not None and not in_step:
             raise ValueError(

@@ -12,6 +12,7 @@ import pytest
 from collectives import __main__, tuned
 from collectives.algorithms import selection
 from collectives.algorithms.layout import Layout
+from collectives.launch import processes
 from collectives.links import DEFAULT, Link, Machine
 from collectives.tools import bench, info, plot, units
 from launcher import ROOT, commands, mpirun, run
@@ -27,6 +28,7 @@ import numpy as np
 from mpi4py import MPI
 import collectives as cc
 from collectives import __main__
+from collectives.launch import processes
 from collectives.tools import info as information
 
 fault = {fault!r}
@@ -277,7 +279,7 @@ def test_bench_names_its_peer_and_recommends_plans_for_small_arrays(tmp_path):
     ],
 )
 def test_the_name_of_an_mpi_library(monkeypatch, said, name):
-    monkeypatch.setattr(info, "_library", lambda: said)
+    monkeypatch.setattr(processes, "library", lambda: said)
     assert info.library_name() == name
 
 

@@ -391,5 +391,7 @@ def test_ranks_that_are_not_in_step_cannot_share_a_manager(training):
     class Shared:
         checkpoints = Ranks()
 
+    with pytest.raises(TypeError, match="expected a Saver or None, got 3"):
+        TrainingSession(3)
     with pytest.raises(ValueError, match="not in step cannot save together"):
         TrainingSession(Shared(), in_step=False)
