@@ -10,8 +10,8 @@ those of earlier runs that are not made again, at the same rate; with `--layouts
 simulated again. A job of each layout measures the links as `python -m collectives tune` does, goes
 by them, and then times whole calls at all `SIZES`, by "auto" and by every algorithm, in turns, so
 that other work on this machine meets all of them. The kernel lets a line that was idle pass a burst
-at once, of 16 KiB at 1 Gbit/s. Before each call that is timed, ranks send each other what uses it
-up, and calls of small arrays are timed several at a time; what lines save within a call is
+at once, of 16 KiB at 1 Gbit/s. Before each turn lines are idle for long enough to save that, and
+calls of small arrays are timed several at a time; that, and what lines save within a call, is
 simulated (`Cluster.burst`).
 
 Before the layouts, it is measured how ranks wait that share a core (`shared_host.py`, half a
@@ -85,6 +85,9 @@ JOB_SECONDS = 240.0
 SLOW_BURST_BYTES, BURST_BYTES = 4 << 10, 16 << 10
 MOST_CALLS, CALLS_BYTES = 8, 32 << 10
 LEAST_ROUNDS = 3
+
+# What ranks wait before a turn: several times as long as a line takes to save its burst.
+PAUSE_SECONDS = 1e-3
 
 # For how long two ranks that exchange arrays are watched, and bytes of such an array.
 COPYING_SECONDS, COPIED_BYTES = 2.0, 4 << 20
@@ -319,6 +322,7 @@ def timed(
     while rounds < LEAST_ROUNDS or comm.broadcast(np.array(time.perf_counter() - began)) < seconds:
         rounds += 1
         for name, case in cases.items():
+            time.sleep(PAUSE_SECONDS)
             tree.barrier(transport, deadline)  # all begin at once
             start = time.perf_counter()
             for _ in range(together):

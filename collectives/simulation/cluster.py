@@ -62,7 +62,7 @@ class Cluster:
             that nobody notices.
         oversubscription: how much more its nodes may send than its line up takes.
         burst: bytes that a node's line lets pass at once after it was idle for their time, as lines
-            that a token bucket shapes do; at first it has none.
+            that a token bucket shapes do; at first it has all of them.
         cores: of a host, which its ranks share; None if every rank has one of its own.
         nodes_per_host: nodes that share the cores of one host, as containers do.
         waits: how ranks that share cores wait; None for as `init` lets them (`launch`): where the

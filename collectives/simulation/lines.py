@@ -37,7 +37,7 @@ class Line:
     def __init__(self, beta: float, burst: int = 0) -> None:
         self.beta = beta
         self.users: list[Connection] = []
-        self.saved = 0.0
+        self.saved = float(burst)  # it was idle before
         self._burst = burst
         self._idle = 0.0  # since when
 

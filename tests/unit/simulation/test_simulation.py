@@ -99,7 +99,7 @@ def test_who_comes_later_has_the_line_alone_in_the_end():
     assert seconds[2] == pytest.approx(4e-6 + 150_000e-8)
 
 
-@pytest.mark.parametrize(("idle", "saved"), [(0.0, 0), (3e-3, 100_000), (1.0, 150_000)])
+@pytest.mark.parametrize(("idle", "saved"), [(0.0, 0), (1.5e-3, 100_000), (1.0, 150_000)])
 def test_a_line_that_was_idle_lets_a_burst_pass_at_once(idle, saved):
     def program(transport):
         data = np.zeros(100_000, np.uint8)
@@ -113,8 +113,9 @@ def test_a_line_that_was_idle_lets_a_burst_pass_at_once(idle, saved):
                 transport.receive(data, 0, LIMIT)
 
     _, seconds = run(2, 2, program, burst=150_000)
-    both = 200_000e-8  # seconds on the line, which is idle after the first two
-    expected = both + 4e-6 + max(idle, both) - saved * 1e-8
+    both = 200_000e-8  # seconds on the line, which was idle before
+    first = both - 150_000e-8
+    expected = 4e-6 + max(idle, first) + both - saved * 1e-8
     assert seconds[1] == pytest.approx(expected, rel=0.01)
 
 
