@@ -84,7 +84,8 @@ class MpiWorld(NamedTuple):
 
     def algorithms(self, operation):
         """Names of the algorithms that an operation has in this world."""
-        names = [*ALGORITHMS[operation], *(["node"] if self.shared else []), "auto"]
+        meets = self.shared and self.size > 1  # a rank alone meets nobody
+        names = [*ALGORITHMS[operation], *(["node"] if meets else []), "auto"]
         return _that_store(self, names)
 
     def run(self, function):
