@@ -210,7 +210,8 @@ def test_a_job_with_spare_ranks_is_asked_to_stop_and_goes_on_later_with_the_same
     told = events.read(tmp_path / "events")
     assert [event["place"] for event in of_kind(told, "admitted")] == [0]
     assert {line["rank"] for line in of_kind(told, "left")} == {1, 2, 3}
-    faults = {"UNISONO_FAULT": "step=75,rank=1,kind=kill", **records}
+    soon = int(last_files(saved)[0].removeprefix("step-")) + 10
+    faults = {"UNISONO_FAULT": f"step={soon},rank=1,kind=kill", **records}
     goes_on = (*arguments, "--max-ranks", 3, "--resume")
     result = mpirun(4, *goes_on, options=FAULT_TOLERANT, timeout=110, **faults)
     assert "3 of 4 ranks; each row was used 4 to 4 times" in result.stdout, result
