@@ -33,6 +33,7 @@ __all__ = [
     "raw_bytes",
     "room",
     "store",
+    "unchanged",
 ]
 
 Array = npt.NDArray[Any]
@@ -99,7 +100,7 @@ def borrow(x: Any, out: Any = None, *, operation: str) -> Borrowed:
         memory.
     """
     if type(x) is np.ndarray and x.dtype in _DTYPES:  # 0.3 us; every other kind takes some us
-        borrowed = Borrowed(x, None, _unchanged)
+        borrowed = Borrowed(x, None, unchanged)
     else:
         borrowed = _lend(x, operation)
     if out is None:
@@ -273,12 +274,13 @@ def raw_bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-def _unchanged(result: Array) -> Array:
+def unchanged(result: Array) -> Array:
+    """Give a result back as it is."""
     return result
 
 
 # No `out`: the result goes to new memory.
-NEW = Rows(-1, None, _unchanged)
+NEW = Rows(-1, None, unchanged)
 
 
 def _lend(x: Any, operation: str) -> Borrowed:
@@ -294,7 +296,7 @@ def _lend(x: Any, operation: str) -> Borrowed:
     if not host.dtype.isnative:
         host = host.astype(host.dtype.newbyteorder("="))
     if memory is None:
-        return Borrowed(host, None, _unchanged)
+        return Borrowed(host, None, unchanged)
     return Borrowed(host, host if memory.private else None, memory.wrap)
 
 

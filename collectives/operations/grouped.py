@@ -252,7 +252,7 @@ def _by_ways(
     hosts: Sequence[Array], loans: Sequence[Borrowed | None], ways: Sequence[Detour]
 ) -> list[Borrowed | None]:
     """Lend what is reduced in place of each array."""
-    plain = [Borrowed(x, None, lambda result: result) for x in hosts]
+    plain = [Borrowed(x, None, host.unchanged) for x in hosts]
     lent = [given or own for given, own in zip(loans, plain, strict=True)]
     return [way.lend(loan) for way, loan in zip(ways, lent, strict=True)]
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from collectives.arrays import libraries
 from collectives.arrays.foreign import Foreign
-from collectives.arrays.host import Array
+from collectives.arrays.host import Array, unchanged
 from collectives.kernels import addresses
 from collectives.node.shared_arrays import Place
 from collectives.operations import plan as plans
@@ -180,7 +180,7 @@ def _as_array(
 def _see(group: Group, key: Key, x: Any, out: Any) -> _Seen | None:
     """See an array of another kind as one of NumPy, and where its result goes."""
     if isinstance(x, _NUMBERS):
-        return _Seen(np.asarray(x), out, _unchanged)
+        return _Seen(np.asarray(x), out, unchanged)
     memory = None if isinstance(x, np.ndarray) else libraries.foreign(x)
     if memory is None:
         return None
@@ -191,7 +191,7 @@ def _see(group: Group, key: Key, x: Any, out: Any) -> _Seen | None:
             return None
     array, result = (_staged if memory.pinnable else _lent)(group, key, memory, to, out)
     if to is None:
-        return _Seen(array, result, _unchanged if type(out) is np.ndarray else memory.wrap)
+        return _Seen(array, result, unchanged if type(out) is np.ndarray else memory.wrap)
 
     def write(made: Array) -> Any:
         to.write(made)
@@ -228,9 +228,8 @@ def _staged(
     if array is None:
         raise LookupError
     plan = group.plans[key, array.dtype, array.shape, _place(group, array)]
-    result: Any = array
-    if plan.shape is not None or out is LATER:  # it is of another shape
-        result = out if to is None else to.elements() if to.shared else None
+    in_place = plan.shape is None and out is not LATER
+    if not in_place:  # the result is of another shape
         fits = to is None or to.shared
     elif to is not None and to.pinnable:
         alike = (to.shape, to.dtype) == (array.shape, array.dtype)
@@ -240,11 +239,9 @@ def _staged(
     if not fits:
         raise LookupError
     memory.fetch(array)
-    return array, result
-
-
-def _unchanged(made: Array) -> Array:
-    return made
+    if in_place:
+        return array, array
+    return array, out if to is None else to.elements()
 
 
 def keep(group: Group, key: Key, x: Array, result: Any, plan: object) -> None:

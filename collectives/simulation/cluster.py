@@ -30,8 +30,8 @@ YIELDING = Waits(
 
 # Seconds of a core for a byte over TCP, of each program: 0.3 ns where nothing shapes the lines.
 # Over lines of 1 Gbit/s bytes go in smaller parts: 0.5 to 1 fitted the times of whole arrays on one
-# day, on another 1.0 were measured with two machines on two cores, 1.2 to 1.6 with four and 2.1 to
-# 2.3 with eight; on a Zen 3 2.3 to 2.5 with two of any (`benchmarks/model.py`).
+# day, on another 1.0 to 1.1 were measured with two machines on two cores, 1.4 to 1.5 with four and
+# 1.8 to 2.0 with eight; on a Zen 3 2.3 to 2.5 with two of any (`benchmarks/model.py`).
 COPYING = 7e-10
 
 # Standard deviations over a mean for which a gamma distribution can be drawn from.
