@@ -14,9 +14,10 @@ at once, of 16 KiB at 1 Gbit/s. Before each turn lines are idle for long enough 
 calls of small arrays are timed several at a time; that, and what lines save within a call, is
 simulated (`Cluster.burst`).
 
-Before the layouts, it is measured how ranks wait that share a core (`shared_host.py`, half a
-minute), and in each job what a byte of a shaped line costs the cores, and what Python takes for
-each algorithm besides its messages (`simulation.instant`): the simulation is told so.
+Before each layout it is measured how ranks wait that share a core (`shared_host.py`, half a
+minute), and in its job, before and after every pass over the sizes, what a byte of a shaped line
+costs the cores, alone and with all ranks in each other's way, and what Python takes for each
+algorithm besides its messages (`simulation.instant`): the simulation is told the medians.
 
 All sizes are gone through `PASSES` times, and what a call takes is the median of its passes; how
 far these are apart is how well a time repeats, and no prediction can be nearer (`repeats`: the
@@ -48,7 +49,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.algorithms import selection, tree
+from collectives.algorithms import ring, selection, tree
 from collectives.arrays.reduction import MAX, SUM
 from collectives.operations import compare
 from collectives.tools import plot
@@ -90,11 +91,11 @@ LEAST_ROUNDS = 3
 PAUSE_SECONDS = 1e-3
 
 # For how long two ranks that exchange arrays are watched, and bytes of such an array.
-COPYING_SECONDS, COPIED_BYTES = 2.0, 4 << 20
+COPYING_SECONDS, COPIED_BYTES = 1.0, 4 << 20
 
 # How often each size is measured, and how often more where the cores were not the job's own: others
 # used more than a share of them.
-PASSES, MORE_PASSES, BUSY = 3, 2, 0.1
+PASSES, MORE_PASSES, BUSY = 5, 2, 0.1
 
 
 def main() -> int:
@@ -123,8 +124,8 @@ def main() -> int:
         if layout.keys() >= SIMULATED:
             simulate(layout)
     write(options.json, layouts)
-    host = shared_host.measured() if wanted else []
     for machines, ranks in wanted:
+        host = shared_host.measured()
         with NamespaceCluster(machines) as cluster:
             job = cluster.run(
                 ranks, __file__, "--rank", "--seconds", str(options.seconds),
@@ -220,6 +221,7 @@ def simulate(layout: dict[str, Any]) -> None:
         nodes_per_host=machines,
         waits=Waits(*(Waiting(*each) for each in layout["waits"])),
         copying=layout["copying"],
+        together=layout.get("together"),  # not known of layouts that were measured before
     )
     by_nodes = compare.by_nodes(cluster.layout)
     python = layout["python"]
@@ -403,6 +405,27 @@ def exchange(leaders: Communicator) -> None:
         time.sleep(1e-3)
 
 
+def together(comm: Communicator) -> float:
+    """Return the seconds that a byte takes of all cores for each program, where all ranks send.
+
+    By the time of exchanges in which ranks wait as in calls, and so are in each other's way. Where
+    the lines take longer than the cores this is theirs, and in nobody's way.
+    """
+    away = comm.size // comm.num_nodes
+    after, before = ((comm.rank + step) % comm.size for step in (away, -away))
+    sent, received = (ring.slices(np.zeros(COPIED_BYTES, np.uint8)) for _ in range(2))
+
+    def seconds(times: int) -> float:
+        tree.barrier(comm.transport, comm.deadline("model"))
+        began = time.perf_counter()
+        for _ in range(times):
+            ring.exchange(comm.transport, sent, after, received, before, comm.deadline("model"))
+        return float(comm.allreduce(np.array(time.perf_counter() - began), op=MAX))
+
+    times = 1 + int(COPYING_SECONDS / seconds(1))
+    return seconds(times) / (2 * times * comm.size * COPIED_BYTES)
+
+
 def by_python(comm: Communicator) -> dict[str, list[float]]:
     """Return what each algorithm takes of each rank's processor, besides its messages."""
     from collectives.simulation import instant
@@ -431,8 +454,7 @@ def rank_main(seconds: float) -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "links.json"
         found = measure.measure(clock, seconds / 5)
-        pairs = by_pairs(world, seconds / 15)
-        costs = {"copying": copying(world), "python": by_python(world)}
+        told = [costs(world, seconds / 60)]
         if world.rank == 0:
             tuned.write(file, found, {})
         chosen = replace(settings.from_environment(), tuned=str(file))  # rank 0's counts
@@ -445,14 +467,35 @@ def rank_main(seconds: float) -> int:
             break
         chosen = SIZES if number < PASSES else missing
         passes.append({nbytes: one_pass(comm, nbytes, seconds) for nbytes in chosen})
+        told.append(costs(world, seconds / 60))
     sizes = [row(comm, nbytes, passes) for nbytes in SIZES]
     if comm.rank == 0:
         links = table_of(comm.settings.links).replace(str(file), "measured")
         machine = [list(link) for link in comm.settings.links.machine]
         polls = os.environ.get("OMPI_MCA_mpi_yield_when_idle") != "1"  # noqa: SIM112
-        facts = {"pairs": pairs, "polls": polls, "cores": len(os.sched_getaffinity(0))}
-        print(json.dumps({"links": links, "machine": machine, **facts, **costs, "sizes": sizes}))
+        facts = {"polls": polls, "cores": len(os.sched_getaffinity(0)), **median(told)}
+        print(json.dumps({"links": links, "machine": machine, **facts, "sizes": sizes}))
     return 0
+
+
+def costs(comm: Communicator, seconds: float) -> dict[str, Any]:
+    """Return what messages cost here at present, as the simulation is told it."""
+    return {
+        "pairs": by_pairs(comm, seconds),
+        "copying": copying(comm),
+        "together": together(comm),
+        "python": by_python(comm),
+    }
+
+
+def median(several: Sequence[Any]) -> Any:
+    """Return the medians of numbers that stand in structures alike."""
+    first = several[0]
+    if isinstance(first, dict):
+        return {key: median([each[key] for each in several]) for key in first}
+    if isinstance(first, list | tuple):
+        return [median(each) for each in zip(*several, strict=True)]
+    return statistics.median(several)
 
 
 def enough(nbytes: int, passes: list[dict[int, tuple[float, dict[str, float]]]]) -> bool:

@@ -69,6 +69,8 @@ class Cluster:
             ranks of a node fill its cores, MPI gives the core away in each look.
         copying: seconds of a core that a byte between nodes costs each of its two programs, where
             cores are shared; elsewhere it is done while the byte before is on the line.
+        together: seconds that such a byte takes of all cores of a host, where all of its nodes send
+            and their programs wait beside that; None for `copying` spread over the cores.
         noise: standard deviation of every time but that of the lines, over its mean.
         seed: of the noise.
         slow: rank -> factor by which its program takes longer.
@@ -88,6 +90,7 @@ class Cluster:
     nodes_per_host: int = 1
     waits: Waits | None = None
     copying: float = COPYING
+    together: float | None = None
     noise: float = 0.0
     seed: int = 0
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -118,6 +121,7 @@ class Cluster:
             raise ValueError(f"cluster: expected a seed of 0 or more, got {self.seed}")
         for name, value in (
             ("copying", self.copying),
+            ("together", self.together or 0.0),
             *((f"{who}'s {what}", seconds) for who, how in self.waiting._asdict().items()
               for what, seconds in how._asdict().items()),
         ):  # fmt: skip
@@ -141,6 +145,13 @@ class Cluster:
             return self.waits
         fills = self.cores is not None and self.layout.per_node >= self.cores
         return YIELDING if fills else POLLING
+
+    @property
+    def carrying(self) -> float:
+        """Seconds that a byte takes of all cores of a host, for one of its two programs."""
+        if self.together is not None:
+            return self.together
+        return 0.0 if self.cores is None else self.copying / self.cores
 
     def leaders(self) -> tuple[int, ...]:
         """Return the lowest rank of every rank's node."""

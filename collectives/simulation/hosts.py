@@ -18,8 +18,8 @@ __all__ = ["Clock", "Host", "Rank", "Waiting", "Waits"]
 
 # How many times as long Python takes when others have had its core, for each doubling of their
 # number: the part of a call that is not messages 22 us with a core of its own, 65 with two ranks on
-# it, 140 with eight (`benchmarks/shared_host.py`).
-COLD = 1.5
+# it, 140 with eight (`benchmarks/shared_host.py`), so 1.95 and 1.8.
+COLD = 1.9
 
 
 class Waiting(NamedTuple):

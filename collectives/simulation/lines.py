@@ -5,10 +5,14 @@ connections that have something under way on a *line* get equal shares of its ra
 lines has the least of its shares. What it leaves of the others is given to nobody: with that a
 change would spread over all lines of the cluster, and in schedules where all ranks do the same
 nothing is left.
+
+Cores that ranks share are a line, too: the kernel carries bytes there, for the program that sends
+and for the one that receives, so that a message between nodes of one host uses it twice.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -34,10 +38,10 @@ class Line:
 
     __slots__ = ("_burst", "_idle", "beta", "saved", "users")
 
-    def __init__(self, beta: float, burst: int = 0) -> None:
+    def __init__(self, beta: float, burst: float = 0.0) -> None:
         self.beta = beta
         self.users: list[Connection] = []
-        self.saved = float(burst)  # it was idle before
+        self.saved = burst  # it was idle before
         self._burst = burst
         self._idle = 0.0  # since when
 
@@ -148,7 +152,8 @@ class Connection:
             for line in self._lines:
                 line.leave(self, clock.now)
                 for other in line.users:
-                    other._share()
+                    if other is not self:
+                        other._share()
             if queue:
                 clock.at(queue[0][0], self._begin, None)
         self._arrive(clock.now + self.latency)
@@ -181,9 +186,25 @@ class Lines:
         self._in = [Line(network.beta, cluster.burst) for _ in nodes]
         self._below = cluster.nodes_per_switch or cluster.num_nodes
         switches = -(-cluster.num_nodes // self._below)
+        self._cores = self._of_hosts(cluster)
         up = network.beta * cluster.oversubscription / self._below
         self._up = [Line(up) for _ in range(switches)]
         self._down = [Line(up) for _ in range(switches)]
+
+    def _of_hosts(self, cluster: Cluster) -> list[tuple[Line, ...]]:
+        """Return the cores of each node's host as a line, where ranks share them and bytes cost.
+
+        A burst passes at once: what it takes of the cores the programs wait for (`transport`).
+        """
+        shared = {
+            node // cluster.nodes_per_host: rank.shares
+            for node, rank in zip(self.nodes, self._clock.ranks, strict=True)
+        }
+        cores = [
+            (Line(cluster.carrying, math.inf),) if shared[host] and cluster.carrying else ()
+            for host in sorted(shared)
+        ]
+        return [cores[node // cluster.nodes_per_host] for node in range(cluster.num_nodes)]
 
     def cost(self, one: int, other: int) -> float:
         """Return the seconds that a message between two ranks costs each program."""
@@ -198,7 +219,7 @@ class Lines:
         one, other = self.nodes[source], self.nodes[dest]
         if one == other:  # memory, which each pair has for itself
             return Connection(self._clock, (Line(self._node_beta),), 0.0, arrive)
-        lines: tuple[Line, ...] = (self._out[one], self._in[other])
+        lines = (self._out[one], self._in[other], *self._cores[one], *self._cores[other])
         above, below = one // self._below, other // self._below
         if above != below:
             lines = (*lines, self._up[above], self._down[below])

@@ -286,7 +286,23 @@ def test_a_byte_takes_processors_only_where_they_are_shared():
     how = {"cores": 1, "nodes_per_host": 2}
     _, free = run(2, 2, program, copying=0.0, **how)
     _, shared = run(2, 2, program, copying=1e-9, **how)
-    assert shared[0] == pytest.approx(free[0] + 2 * 1e-3)
+    # The first piece before it goes, the last one when it has come; the sender copies all.
+    assert shared[0] == pytest.approx(free[0] + 2 * 65_536e-9)
+    assert shared[1] == pytest.approx(free[1] + 1e-3)
+
+
+@pytest.mark.parametrize("pairs", [[(1, 0)], [(1, 0), (3, 2)]])
+def test_bytes_of_all_nodes_pass_the_cores_of_their_host(pairs):
+    program = send_once(1_000_000, pairs)
+    how = {"cores": 1, "copying": 0.0, "together": 1.5e-8}
+    _, alone = run(4, 4, program, nodes_per_host=4, **how | {"together": 0.0})
+    _, on_one = run(4, 4, program, nodes_per_host=4, **how)
+    _, on_two = run(4, 4, program, nodes_per_host=2, **how)
+    byte = 2 * 1.5e-8 * len(pairs)  # for both of its programs
+    assert on_one[0] == pytest.approx(alone[0] + 1e6 * (byte - 1e-8), rel=1e-3)
+    assert on_two[0] == pytest.approx(alone[0] + 1e6 * (2 * 1.5e-8 - 1e-8), rel=1e-3)
+    _, apart = run(4, 4, program, nodes_per_host=1, **how)  # a core for each: nobody shares
+    assert apart == pytest.approx(run(4, 4, program)[1])
 
 
 def test_who_waits_polls_for_a_while_and_then_lets_another_rank_have_the_core():
@@ -389,6 +405,7 @@ def test_a_simulation_stops_when_it_has_taken_its_time():
         ({"waits": POLLING._replace(python=Waiting(-1e-6, 0, 0))}, "python's polls >= 0"),
         ({"waits": POLLING._replace(letters=Waiting(0, float("inf"), 0))}, "letters's look"),
         ({"copying": -1.0}, "copying >= 0"),
+        ({"together": -1.0}, "together >= 0"),
         ({"seed": -1}, "a seed of 0 or more"),
         ({"slow": {1: -1.0}}, "slowness of rank 1"),
         ({"deaths": {4: 1.0}}, "rank 4"),
