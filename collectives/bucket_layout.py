@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Piece", "Portion", "lay_out", "places", "portions", "shortened", "spans"]
+__all__ = ["Layout", "Piece", "Portion", "lay_out", "places", "portions", "shortened", "spans"]
 
 # Arrays begin at multiples of this many bytes: a cache line, and a multiple of every element.
 ALIGNMENT = 64
@@ -119,6 +119,39 @@ def spans(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((start, stop))
     return joined
+
+
+class Layout:
+    """Memory in which arrays lie as their buckets are filled: from the last one to the first.
+
+    Args:
+        sizes: bytes of the arrays.
+        dtypes: of the arrays.
+        limits: bytes of the first bucket, and of the later ones.
+
+    Attributes:
+        sizes: as above.
+        starts: the first byte of each array.
+        total: bytes of the memory.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], dtypes: Sequence[Any], limits: tuple[int, int]
+    ) -> None:
+        self.sizes = sizes
+        self._dtypes, self._limits = dtypes, limits
+        last_first = range(len(sizes) - 1, -1, -1)
+        self.starts, self.total = places(
+            sizes, [i for group in self.groups(last_first) for i in group]
+        )
+
+    def groups(self, order: Iterable[int]) -> list[tuple[int, ...]]:
+        """Group the arrays into buckets, as they become ready; as `lay_out`."""
+        return lay_out(self.sizes, self._dtypes, order, self._limits)
+
+    def spans(self, members: Iterable[int]) -> list[tuple[int, int]]:
+        """Return the stretches of memory in which the arrays of a bucket lie; as `spans`."""
+        return spans((self.starts[i], self.sizes[i]) for i in members)
 
 
 def portions(

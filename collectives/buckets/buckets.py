@@ -119,13 +119,17 @@ class Buckets:
                     f"(scale: {scale})"
                 )
             arrays = None if values is None else self._fitting(values)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             self._end_by(error)
             raise
         self._kept = []
-        for bucket in self._buckets:
-            if arrays is not None:
-                self._places.fill(bucket, arrays, scale)
+        for number, bucket in enumerate(self._buckets):
+            try:
+                if arrays is not None:
+                    self._places.fill(bucket, arrays, scale)
+            except Exception as error:  # as when a device has no memory left
+                self._end_by(error, number)
+                raise
             bucket.reduce()
         return self._places.results()
 
@@ -153,7 +157,7 @@ class Buckets:
             if index in step.order:
                 raise ValueError(f"ready: the array is ready already (array: {self._names[index]})")
             self._places.put(index, self._fitting_one("ready", index, value))
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             self._end_by(error)
             raise
         step.order[index] = None
@@ -232,10 +236,11 @@ class Buckets:
         """
         self._closed = True
         self._step = None
+        if not self._progress.close():
+            return  # a bucket that is still under way uses all of it
         if self._residuals is not None:
             for bucket in self._buckets:
                 self._residuals.forget(bucket.name)
-        self._progress.close()
         self._group.close()
 
     def __enter__(self) -> Buckets:
@@ -290,9 +295,11 @@ class Buckets:
 
         step.requests.append(self._progress.submit("buckets", run))
 
-    def _end_by(self, error: Exception) -> None:
+    def _end_by(self, error: Exception, first: int = 0) -> None:
+        """As `end_by`, where `first` is the bucket whose turn it is; in a step that is known."""
         step, self._step = self._step, None
-        first = 0 if step is None else len(step.requests)
+        if step is not None:
+            first = len(step.requests)
         learning = step is not None and not self._learned  # in which the others will meet
         if learning or any(bucket.has_elements for bucket in self._buckets[first:]):
             refused = _refusal(error)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from collectives import bucket_layout
-from collectives.arrays import host, views
+from collectives.arrays import host, reduction, views
 from collectives.arrays.host import Array, address
 from collectives.arrays.reduction import Op
 from collectives.arrays.views import Kind
+from collectives.bucket_layout import Layout
 from collectives.compression import Compression
 from collectives.operations.group import Group
 from collectives.operations.planned import plan_allreduce
@@ -21,7 +21,7 @@ from collectives.operations.reduce import allreduce
 from collectives.operations.shared import shared_empty
 from collectives.operations.signatures import Compressing
 
-__all__ = ["Bucket", "BucketMemory", "Options", "Places", "check_fits"]
+__all__ = ["Bucket", "BucketMemory", "Options", "Places", "check_fits", "layout_of"]
 
 
 class Bucket(NamedTuple):
@@ -109,13 +109,11 @@ class Places:
         self.kinds = kinds
         self.options = options
         self._group = group
-        self._sizes = [kind.nbytes for kind in kinds]
-        last_first = [i for group in self._groups(range(len(kinds) - 1, -1, -1)) for i in group]
-        self._starts, total = bucket_layout.places(self._sizes, last_first)
-        self._memory = shared_empty(group, total, np.uint8, timeout=options.timeout)
+        self._layout = layout_of(kinds, options)
+        self._memory = shared_empty(group, self._layout.total, np.uint8, timeout=options.timeout)
         self._views = [
             views.show(self._memory[start : start + kind.nbytes], kind)
-            for start, kind in zip(self._starts, kinds, strict=True)
+            for start, kind in zip(self._layout.starts, kinds, strict=True)
         ]
         self.shown = [view.shown for view in self._views]
 
@@ -143,20 +141,15 @@ class Places:
 
     def buckets(self, order: Sequence[int]) -> list[Bucket]:
         """Group the arrays as they become ready; *collective*."""
-        groups = self._groups(order)
         make = self._planned if self.options.in_memory else self._by_messages
         buckets = []
-        for number, group in enumerate(groups):
+        for number, members in enumerate(self._layout.groups(order)):
             name = f"{self.options.name}, {number}"
-            dtype = self.kinds[group[0]].dtype
-            spans = bucket_layout.spans([(self._starts[i], self._sizes[i]) for i in group])
+            dtype = self.kinds[members[0]].dtype
+            spans = self._layout.spans(members)
             parts = [self._memory[start:stop].view(dtype) for start, stop in spans]
-            buckets.append(Bucket(group, bool(parts), name, make(parts, name)))
+            buckets.append(Bucket(members, bool(parts), name, make(parts, name)))
         return buckets
-
-    def _groups(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        dtypes = [kind.dtype for kind in self.kinds]
-        return bucket_layout.lay_out(self._sizes, dtypes, order, self.options.limits)
 
     def _planned(self, parts: Sequence[Array], _: str) -> Callable[[], None]:
         """Make a function that reduces stretches of shared memory in place."""
@@ -195,6 +188,12 @@ class Places:
         return reduce
 
 
+def layout_of(kinds: Sequence[Kind], options: Options) -> Layout:
+    """Lay out arrays of these kinds, on the host or on a device."""
+    sizes, dtypes = [kind.nbytes for kind in kinds], [kind.dtype for kind in kinds]
+    return Layout(sizes, dtypes, options.limits)
+
+
 def check_fits(kind: Kind, array: Any, operation: str, name: str) -> None:
     """Refuse an array that does not fit its place.
 
@@ -217,4 +216,5 @@ def _fill(memory: Array, array: Array | None, scale: float) -> None:
         if address(array) != address(memory):  # written there before
             memory[...] = array
     else:
-        np.multiply(array, scale, out=memory, casting="same_kind")
+        with reduction.quiet():
+            np.multiply(array, scale, out=memory, casting="same_kind")

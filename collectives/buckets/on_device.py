@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from collectives import bucket_layout
 from collectives.arrays import host, libraries, streams
 from collectives.arrays.device import Device, DeviceBuffer, stored_as
 from collectives.arrays.foreign import Resident
 from collectives.arrays.reduction import MIN
 from collectives.arrays.views import Kind
-from collectives.buckets.memory import Bucket, Options, check_fits
+from collectives.buckets.memory import Bucket, Options, check_fits, layout_of
 from collectives.kernels.cuda import Packing
 from collectives.operations.group import Group
 from collectives.operations.reduce import allreduce
@@ -76,18 +75,16 @@ class PlacesOnDevice:
         self.options = options
         self._group = group
         self._like = like
-        self._sizes = [kind.nbytes for kind in kinds]
-        last_first = [i for group in self._groups(range(len(kinds) - 1, -1, -1)) for i in group]
-        self._starts, total = bucket_layout.places(self._sizes, last_first)
+        self._layout = layout_of(kinds, options)
         device = like[0].buffer.device
         self._cupy, self._context = device.cupy, device.context
         with self._context:
-            self._memory = self._cupy.empty(total, np.dtype(np.uint8))
+            self._memory = self._cupy.empty(self._layout.total, np.dtype(np.uint8))
         device.put()
         device.settle()  # the pool may give memory that earlier work still uses
         self.shown = [
             each.show(self._part(start, start + kind.nbytes, kind.dtype), kind.shape)
-            for each, start, kind in zip(like, self._starts, kinds, strict=True)
+            for each, start, kind in zip(like, self._layout.starts, kinds, strict=True)
         ]
         self._stretches: dict[tuple[int, ...], list[_Stretch]] = {}
         self._written: dict[int, Callable[[], None]] = {}  # waits for who has written there
@@ -100,10 +97,9 @@ class PlacesOnDevice:
         """Group the arrays as they become ready; *collective*."""
         made = []
         self._stretches = {}
-        for number, members in enumerate(self._groups(order)):
+        for number, members in enumerate(self._layout.groups(order)):
             name = f"{self.options.name}, {number}"
-            spans = bucket_layout.spans([(self._starts[i], self._sizes[i]) for i in members])
-            stretches = [self._stretch(members, *span) for span in spans]
+            stretches = [self._stretch(members, *span) for span in self._layout.spans(members)]
             self._stretches[members] = stretches
             reduce = functools.partial(self._reduce, members, stretches, name)
             made.append(Bucket(members, bool(stretches), name, reduce))
@@ -137,7 +133,7 @@ class PlacesOnDevice:
         if array is None:
             self._written[index] = streams.order([self.shown[index]])
             return
-        start, size = self._starts[index], self._sizes[index]
+        start, size = self._layout.starts[index], self._layout.sizes[index]
         place = self._part(start, start + size, array.dtype)
         place.copy_from(array)
         place.settle()
@@ -157,10 +153,6 @@ class PlacesOnDevice:
                 name=f"{name}, {number}" if number else name,
             )  # fmt: skip
 
-    def _groups(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        dtypes = [kind.dtype for kind in self.kinds]
-        return bucket_layout.lay_out(self._sizes, dtypes, order, self.options.limits)
-
     def _part(self, start: int, stop: int, dtype: np.dtype[Any]) -> DeviceBuffer:
         """Show some bytes of the memory, for work on the stream that is current now."""
         device = Device(self._cupy, self._context)
@@ -169,10 +161,11 @@ class PlacesOnDevice:
         return DeviceBuffer(device, view, dtype)
 
     def _stretch(self, members: Sequence[int], start: int, stop: int) -> _Stretch:
-        inside = [i for i in members if self._sizes[i] and start <= self._starts[i] < stop]
-        inside.sort(key=lambda i: self._starts[i])
+        starts, sizes = self._layout.starts, self._layout.sizes
+        inside = [i for i in members if sizes[i] and start <= starts[i] < stop]
+        inside.sort(key=lambda i: starts[i])
         dtype = self.kinds[members[0]].dtype
-        firsts = [(self._starts[i] - start) // dtype.itemsize for i in inside]
+        firsts = [(starts[i] - start) // dtype.itemsize for i in inside]
         show = self._like[inside[0]].show
         return _Stretch(
             tuple(inside), firsts, functools.partial(self._part, start, stop, dtype), show
@@ -184,7 +177,7 @@ class PlacesOnDevice:
             return array
         first = int(self._memory.data.ptr)
         elsewhere = not first <= array.address < first + self._memory.size
-        if elsewhere or array.address == first + self._starts[index]:
+        if elsewhere or array.address == first + self._layout.starts[index]:
             return array
         copy = array.empty(array.size)
         copy.copy_from(array)

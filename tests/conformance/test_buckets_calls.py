@@ -246,6 +246,36 @@ def test_a_mistake_of_one_rank_is_an_error_on_all_and_the_next_step_works(
     world.run(check)
 
 
+@pytest.mark.parametrize("told", ["all", "underflow"])
+def test_what_numpy_is_told_to_raise_stays_a_result(world, told):
+    def check(comm):
+        with comm.plan_buckets([((3,), "float32")], op=cc.SUM) as buckets:
+            given = [np.array([1e-30, 1e30, np.inf], np.float32)]
+            how = {"all": {"all": "raise"}, "underflow": {"under": "raise"}}[told]
+            with np.errstate(**how):
+                (own,) = buckets.allreduce(given, scale=1e-20 if comm.rank else 1e20)
+            assert np.isinf(own[1:]).all()
+
+    world.run(check)
+
+
+def test_a_rank_whose_values_cannot_be_scaled_tells_the_others(world):
+    def check(comm):
+        culprit = comm.size - 1
+        tiny = {"first_bucket_bytes": 1, "bucket_bytes": 1}
+        with comm.plan_buckets([((2,), "float32")] * 3, op=cc.SUM, **tiny) as buckets:
+            ones = [np.ones(2, np.float32)] * 3
+            if comm.rank == culprit:
+                with pytest.raises(TypeError):
+                    buckets.allreduce(ones, scale="two")
+            else:
+                with pytest.raises(cc.MismatchError, match=f"refused on rank {culprit}"):
+                    buckets.allreduce(ones, scale=2.0)
+            assert [x[0] for x in buckets.allreduce(ones)] == [comm.size] * 3
+
+    world.run(check)
+
+
 @pytest.mark.parametrize("before", [[], [3], [3, 2, 1, 0]], ids=str)
 @pytest.mark.parametrize("error", [TypeError("odd"), MemoryError("full")], ids=repr)
 def test_a_step_may_be_ended_by_an_error_of_the_caller(world, before, error):
