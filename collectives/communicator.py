@@ -192,6 +192,7 @@ class Communicator(Group):
             LaunchError: MPI was started without support for several threads.
         """
         with call.enter(self, "open_channel") as opening:
+            opening.describe()
             opening.agree()
             mailbox = self.transport.open_mailbox()
             return channel.open_channel(

@@ -149,9 +149,9 @@ def shutdown() -> None:
     """
     global _world
     if _world is not None:
-        timelines.stop(_world)
-        _world.close()
-        _world = None
+        world, _world = _world, None
+        timelines.stop(world)
+        world.close()
 
 
 def is_initialized() -> bool:

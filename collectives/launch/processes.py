@@ -63,7 +63,13 @@ def members(comm: MPI.Comm | Sequence[int], operation: str = "init") -> list[int
 
     if not isinstance(comm, MPI.Comm):
         size = MPI.COMM_WORLD.Get_size()
-        numbers = [operator.index(number) for number in comm]
+        try:
+            numbers = [operator.index(number) for number in comm]
+        except TypeError:
+            raise TypeError(
+                f"{operation}: expected a communicator of mpi4py or numbers of processes, got "
+                f"{comm!r}"
+            ) from None
         if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(size)):
             raise ValueError(
                 f"{operation}: expected processes 0 .. {size - 1}, each at most once, got {numbers}"

@@ -131,7 +131,9 @@ def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = No
         timeout: seconds.
     """
     known = group.plans.get("barrier") if algorithm == "auto" else None
-    if known is not None and (timeout is None or (isinstance(timeout, float) and timeout > 0)):
+    if known is not None and (
+        timeout is None or (isinstance(timeout, (int, float)) and timeout > 0)
+    ):
         known.run(0, 0, timeout)
         return
     with enter(group, "barrier", timeout) as call:

@@ -37,7 +37,8 @@ E = TypeVar("E", bound=BaseException)
 # Operations that tell each other how many rows they bring compare their calls even if nothing else
 # is compared.
 _ALWAYS_COMPARED = (
-    "allgather", "allgather_object", "alltoall", "gather", "gather_object", "sparse_allreduce",
+    "allgather", "allgather_object", "alltoall", "gather", "gather_object", "grouped_allgather",
+    "plan_allgather", "sparse_allreduce",
 )  # fmt: skip
 
 
@@ -171,6 +172,7 @@ class Call:
 
     def tell(self, *numbers: int) -> Array:
         """As `agree`, always, and return what numbers every rank tells, shape (size, n), int64."""
+        assert self.operation in _ALWAYS_COMPARED
         own = np.array(numbers, np.int64)
         told = np.zeros((self.group.size, own.size), np.int64)
         if self.engine is not None:

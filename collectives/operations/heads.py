@@ -30,7 +30,9 @@ ARRAY, OBJECT = "an array", "an object"
 _KINDS = (ARRAY, OBJECT)
 
 # Elements up to so many bytes travel in the head: their copies cost less than a message of its own.
-SHORT = 1 << 12
+# With the head no more than what every MPI sends without asking first (`compare.LETTER_BYTES`): who
+# looks whether a head has come takes it at once, and must not wait for its sender.
+SHORT = 3 << 10
 
 
 class Envelope(NamedTuple):

@@ -76,8 +76,12 @@ class Lane:
             return
         over = self.matching.advance(self.transport())
         self._handed_over += len(over)
-        for transfer in over:
-            transfer.deliver()
+        try:
+            for transfer in over:
+                transfer.deliver()
+        except BaseException:  # of a signal handler: the others are delivered when this moves again
+            self.matching.put_back([transfer for transfer in over if not transfer.over])
+            raise
 
     def finish(self, transfer: Transfer, deadline: Deadline) -> Any:
         """Wait until a transfer is over, and return what has come of it."""
@@ -123,12 +127,13 @@ class Lane:
             return
         self._closed = True
         sent = self.matching.sent
-        if sent and self._group.unusable is None:
-            try:
+        try:
+            if sent and self._group.unusable is None:
                 self.transport().wait(sent, Deadline("close", _DRAIN))
-            except CollectiveTimeout as error:
-                log.warning("what was sent has not been received: %s", error)
-        self.end()
+        except CollectiveError as error:
+            log.warning("what was sent has not been received: %s", error)
+        finally:
+            self.end()
 
     def end(self) -> None:
         """End the thread, and the requests that are open."""

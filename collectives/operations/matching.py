@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -103,6 +104,11 @@ class Matching:
                 self._spare = [*self._spare, *spare][-_KEPT_BUFFERS:]
             over, self._over = self._over, []
         return over
+
+    def put_back(self, over: Sequence[Transfer]) -> None:
+        """Return again, by the next `advance`, what was not delivered."""
+        with self.lock:
+            self._over = [*over, *self._over]
 
     def _match(self, lane: Transport, arrival: Arrival, source: int) -> None:
         """Give an array that has come to the oldest receive that wants it, or keep it."""

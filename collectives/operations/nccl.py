@@ -160,14 +160,13 @@ class Nccl:
                 return False
 
             self._wait(call, done, "in NCCL")
-        except CollectiveError:
+        except BaseException as error:  # also of a signal handler: the kernel would wait for ever
             self._abort()
+            if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+                raise CollectiveError(  # NCCL's own, and those of CUDA
+                    f"{call.operation}: NCCL failed: {error} ({self._group.transport.where})"
+                ) from error
             raise
-        except RuntimeError as error:  # NCCL's own, and those of CUDA
-            self._abort()
-            raise CollectiveError(
-                f"{call.operation}: NCCL failed: {error} ({self._group.transport.where})"
-            ) from error
         device.put()
 
     def _abort(self) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from collectives.arrays import streams
-from collectives.errors import CollectiveError, MismatchError
+from collectives.errors import CollectiveError
 from collectives.operations import call_sites, groups
 from collectives.operations.group import Group
 from collectives.operations.requests import Job, Request, warn_of
@@ -99,19 +99,23 @@ class Progress:
             self._changed.notify_all()
         return Request(job)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Wait for requests under way, and end the thread; closing twice is harmless.
 
         Requests that do not become complete within a few seconds are stopped, fail, and are named
         in one warning. *Collective.*
+
+        Returns:
+            Whether all were complete; else an operation may still use its arrays and its ranks.
         """
         if os.getpid() != self._process:
-            return
+            return False
         finished = self._finish(_DRAIN)
         with self._starting:
             private, self._private = self._private, None
-        if finished and private is not None:  # else an operation may still use it
+        if finished and private is not None:
             private.close()
+        return finished
 
     def _finish(self, drain: float) -> bool:
         """Take no more requests, and tell whether all were done within `drain` seconds."""
@@ -178,8 +182,8 @@ class Progress:
             with call_sites.calls_from(job.origin):
                 result = task.run(private)
         except BaseException as error:
-            # After these the ranks are still in step, and the next request can be carried out.
-            if not isinstance(error, (MismatchError, TypeError, ValueError)):
+            # What a rank refuses alone leaves the ranks in step: the next one can be carried out.
+            if private.unusable is not None:
                 self._failed = f"{job} failed: {type(error).__name__}: {error}"
             job.fail(error)
         else:
@@ -219,7 +223,11 @@ def asynchronous(
         ordered = streams.order((*args, *kwargs.values()))
 
         def run(private: Any) -> T:
-            ordered()  # after what this thread's streams still do for the arrays
+            try:
+                ordered()  # after what this thread's streams still do for the arrays
+            except Exception as error:  # of which the other ranks do not hear
+                private.failed(name, error)
+                raise
             return operation(private, *args, **kwargs)
 
         return group.kept(background).submit(name, run)

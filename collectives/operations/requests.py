@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -71,7 +72,8 @@ class Job:
         elif timeout != 0:
             # `Future.exception` would say by a TimeoutError that the time is over, which a signal
             # handler may raise as well.
-            concurrent.futures.wait([self.future], timeout)
+            limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+            concurrent.futures.wait([self.future], limit)
         return self.future.done()
 
 

@@ -230,13 +230,13 @@ def _exchange(ranks: Transport | None) -> Call:
     data = np.zeros(1)
     if ranks.in_c is None:
         return lambda deadline: doubling.allreduce(ranks, data, reduction.MAX, deadline)
-    ways = letters.Letters(ranks, data.nbytes)
-    block = letters.Block(ways, data.dtype, data.size, reduction.MAX, fill=True)
+    small = letters.Letters(ranks, data.nbytes)
+    block = letters.Block(small, data.dtype, data.size, reduction.MAX, fill=True)
 
     def exchange(deadline: Deadline) -> None:
         block.words[letters.HASH], block.words[letters.INVERSE] = 0, ~0
         block.words[letters.SEND] = block.words[letters.OUT] = address(data)
-        ways.exchange(block, deadline)
+        small.exchange(block, deadline)
 
     return exchange
 

@@ -210,6 +210,8 @@ def test_all_ranks_compare_as_much_as_the_strictest(caplog, levels):
         ("sample", lambda c: c.gather(np.ones(3)), lambda c: c.gather("text")),
         ("off", lambda c: c.gather(np.ones(3)), lambda c: c.gather("text")),
         ("off", lambda c: c.allgather_object(1), lambda c: c.allgather_object(lambda: 1)),
+        ("off", lambda c: c.grouped_allgather([1.0]), lambda c: c.grouped_allgather(["text"])),
+        ("off", lambda c: c.plan_allgather(np.ones(3)), lambda c: c.plan_allgather("text")),
     ],
 )
 def test_a_refusal_reaches_ranks_that_compare_though_their_call_is_not_sampled(check, good, bad):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import sys
@@ -30,6 +31,10 @@ class Private:
 
     def __init__(self):
         self.closed = 0
+        self.unusable = None
+
+    def failed(self, operation, error):
+        self.unusable = f"{operation}: {error}"
 
     def close(self):
         self.closed += 1
@@ -133,7 +138,7 @@ def test_an_error_is_raised_by_every_wait_with_the_operations_lines(owner):
         assert lines.count("wait") == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), MismatchError("x")])
+@pytest.mark.parametrize("error", [ValueError("x"), MemoryError("x"), MismatchError("x")])
 def test_requests_go_on_after_an_error_that_leaves_the_ranks_in_step(owner, error):
     def breaks():
         raise error
@@ -149,7 +154,8 @@ def test_after_a_failure_the_later_ones_fail_at_once_and_name_the_first(owner, g
 
     def breaks():
         gate.wait(LIMIT)
-        raise CollectiveTimeout("rank 3 is silent")
+        owner.private.failed("work", error := CollectiveTimeout("rank 3 is silent"))
+        raise error
 
     first = owner.work_async(breaks)
     line = sys._getframe().f_lineno - 1
@@ -164,6 +170,25 @@ def test_after_a_failure_the_later_ones_fail_at_once_and_name_the_first(owner, g
         with pytest.raises(CollectiveError, match=words):
             request.wait(LIMIT)
     assert not done
+
+
+def test_an_error_of_what_the_arrays_wait_for_ends_the_requests(owner, monkeypatch):
+    def broken(values):
+        def ordered():
+            raise RuntimeError("the device is gone")
+
+        return ordered
+
+    monkeypatch.setattr(carrying_out.streams, "order", broken)
+    first, second = owner.work_async(lambda: 1), owner.work_async(lambda: 2)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        first.wait(LIMIT)
+    with pytest.raises(CollectiveError, match="not carried out, since work_async"):
+        second.wait(LIMIT)
+
+
+def test_a_wait_may_be_without_end(owner):
+    assert owner.work_async(lambda: 5).wait(math.inf) == 5
 
 
 def test_a_wait_that_is_over_leaves_the_request_under_way(owner, gate):
@@ -233,7 +258,11 @@ def test_a_request_that_nobody_waits_for_is_named_once_when_it_is_dropped(owner,
 
 
 def test_a_failure_that_nobody_waits_for_is_in_the_warning(owner, caplog):
-    request = owner.work_async(lambda: 1 // 0)
+    def breaks():
+        owner.private.failed("work", ZeroDivisionError())
+        return 1 // 0
+
+    request = owner.work_async(breaks)
     with pytest.raises(CollectiveError, match="not carried out"):  # the next one, after it
         owner.work_async(lambda: 1).wait(LIMIT)
     del request
@@ -386,7 +415,7 @@ def test_closing_in_a_callback_while_another_thread_closes_closes_once(owner, ga
     closed = threading.Event()
     first = owner.work_async(lambda: gate.wait(LIMIT))
     first.add_done_callback(lambda _: owner.progress.close())
-    first.add_done_callback(lambda _: owner.progress.close() or closed.set())
+    first.add_done_callback(lambda _: (owner.progress.close(), closed.set()))
     later = owner.work_async(lambda: 5)
     closing = threading.Thread(target=owner.progress.close)
     closing.start()
