@@ -43,6 +43,7 @@ FLOORS = {
             "memory",
             "model_parallel",
             "options",
+            "programs",
             "structures",
             "urls",
         },  # fmt: skip

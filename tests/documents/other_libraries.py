@@ -313,6 +313,7 @@ def of_torch() -> dict:
         "pipelining, a model over several ranks by hand": lambda: (exchanged(), with_adjoints()),
         "`get_rank()`, `get_world_size()`": the_world,
         "`LOCAL_RANK`, `LOCAL_WORLD_SIZE`": the_world,
+        "`torch.multiprocessing.spawn(train, nprocs=4)`": the_world,
         "`all_reduce(x)`": sum_in_place,
         "`all_reduce(x, async_op=True)`, `work.wait()`": request,
         "`reduce(x, dst=0)`": reduced,

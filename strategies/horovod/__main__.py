@@ -1,0 +1,15 @@
+"""Runs a program for Horovod as it is: what it imports of horovod is what is here.
+
+mpirun -np 4 python -m strategies.horovod train.py ARGUMENTS
+mpirun -np 4 python -m strategies.horovod -m package.train ARGUMENTS
+"""
+
+from __future__ import annotations
+
+import sys
+
+from strategies import programs
+from strategies.horovod import aliases
+
+if __name__ == "__main__":
+    sys.exit(programs.run(sys.argv[1:], __doc__, aliases.install))
