@@ -18,10 +18,13 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from strategies.accumulators.sums import Gradient, Part, Sum, checked, form_of
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
+    InternalError,
     InvalidArgumentError,
     OpError,
 )
@@ -244,10 +247,19 @@ class Accumulation(Waiting):
                 take.weight, self._weight = self._weight, None
                 take.step = self._step
                 self._step += 1
-                number = take.taken if take.weight is None else take.weight
-                take.results = [
-                    None if total is None else total.result(mean=self.mean, number=number)
-                    for total in take.sums
-                ]
-                take.settle()
+                error = None
+                try:
+                    take.results = self._results(take)
+                except Exception as caught:  # as when there is no memory for them
+                    error = InternalError(f"take_grad: {type(caught).__name__}: {caught}")
+                take.settle(error)
             take.tell()
+
+    def _results(self, take: Take) -> list[Gradient]:
+        """Return the means or sums of what was taken."""
+        number = take.taken if take.weight is None else take.weight
+        with np.errstate(all="ignore"):  # whatever the program has told NumPy in this thread
+            return [
+                None if total is None else total.result(mean=self.mean, number=number)
+                for total in take.sums
+            ]

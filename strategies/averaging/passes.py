@@ -52,13 +52,16 @@ class Passes:
         examples: float | None = None,
         error: Exception | None = None,
         count: int = 1,
+        complete: bool = False,
     ) -> Contribution | None:
         """Take in the gradients of `count` passes; gives the contribution if these are enough.
 
-        An error is kept until then, since only then all ranks listen.
+        They are, too, if they are said to be `complete`. An error, whatever it is, is kept until
+        then, since only then all ranks listen.
         """
         self._error = self._error or error
-        alone = not self.count and count >= self._wanted  # nothing to add up
+        complete = complete or self.count + count >= self._wanted
+        alone = not self.count and complete  # nothing to add up
         try:
             self._check(gradients, examples)
             if not alone and self._error is None:
@@ -66,18 +69,19 @@ class Passes:
                 known = self._sums or [None] * len(gradients)
                 self._sums = [sums.add(s, g, weight) for s, g in zip(known, gradients, strict=True)]
             self._examples = None if examples is None else (self._examples or 0) + examples
-        except (TypeError, ValueError) as caught:
+            # Sums over examples would not fit a bucket of 16 bits, means do.
+            means = [sums.over(s, self._examples or 1) for s in self._sums] if complete else []
+        except Exception as caught:
             self._error = self._error or caught
+            means = []
         self.count += count
-        if self.count < self._wanted:
+        if not complete:
             return None
         if alone:
             weight = 1.0 if self._examples is None else self._examples
             given = gradients if weight else [None] * len(gradients)  # NaN, maybe, over no rows
         else:
-            weight = self._examples or 1
-            # Sums over examples would not fit a bucket of 16 bits, means do.
-            given = [sums.over(total, weight) for total in self._sums]
+            weight, given = self._examples or 1, means
         whole = Contribution(given, weight, self._examples, self.count, self._error, alone)
         self.clear()
         return whole

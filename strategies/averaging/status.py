@@ -17,8 +17,11 @@ __all__ = ["Exchange", "Status"]
 
 # What is added up. Behind these stand, for each leaf, the number of ranks with a gradient, and then
 # the number of ranks with a sparse one. Two sums tell whether all ranks have the same number of
-# steps: P times the sum of squares is then the square of the sum.
+# steps: P times the sum of squares is then the square of the sum. That of steps since the last
+# multiple of `_TURN`, so that it is exact in float64.
 _REFUSED, _CHANGED, _RETRY, _APART, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _HEAD = range(9)
+
+_TURN = 1 << 12
 
 
 class Status:
@@ -61,8 +64,8 @@ class Status:
         if sums[_SQUARES] * size != sums[_STEPS] ** 2:
             raise cc.MismatchError(
                 "apply_gradients: ranks are not in the same step, expected the same number of "
-                f"steps everywhere, got {sums[_STEPS] / size:g} on average and "
-                f"{steps} on {comm.name(comm.rank)}"
+                f"steps everywhere, got {sums[_STEPS] / size + steps // _TURN * _TURN:g} on "
+                f"average and {steps} on {comm.name(comm.rank)}"
             )
         if sums[_WEIGHTED] not in (0, size):
             raise ValueError(
@@ -112,7 +115,8 @@ class Exchange:
         sums[_APART] = not contribution.at_once
         sums[_EXAMPLES] = contribution.examples or 0
         sums[_WEIGHTED] = contribution.examples is not None
-        sums[_STEPS], sums[_SQUARES] = steps, steps**2
+        turn = steps % _TURN
+        sums[_STEPS], sums[_SQUARES] = turn, turn**2
         if contribution.error is None and changed:
             sums[_CHANGED] = True
         elif contribution.error is None:

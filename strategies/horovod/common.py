@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from strategies.averaging.metrics import metric_average
 from strategies.horovod import elastic, questions, sessions
 from strategies.horovod.compression import Compression
 from strategies.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
@@ -10,6 +9,7 @@ from strategies.horovod.objects import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
+    metric_average,
 )
 from strategies.horovod.operations import (
     Adasum,

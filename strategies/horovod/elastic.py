@@ -203,17 +203,22 @@ class ElasticSampler:
         self.epoch = 0
         self.processed_indices: set[int] = set()
         self._place: cc.Communicator | None = None
-        self._indices: list[int] = []
+        self._dealt: list[int] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, of which no row is done."""
         self.epoch = epoch
         self.processed_indices = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """Deal what is not done anew; until then length and rows stay, whatever is recorded."""
+        self._dealt = None
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that this rank has done a batch of the present pass, counted from 0."""
         begin = batch_idx * batch_size
-        self.processed_indices.update(self._indices[begin : begin + batch_size])
+        self.processed_indices.update(self._own()[begin : begin + batch_size])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and what this rank knows to be done in it; on this rank alone."""
@@ -223,6 +228,7 @@ class ElasticSampler:
         """Go on where `state_dict` says, with the same rows done on all ranks."""
         self.epoch = state["epoch"]
         self.processed_indices = set(state["processed_indices"])
+        self.reset()
 
     def state(self, comm: cc.Communicator) -> dict[str, Any]:
         """Return what all ranks have done; *collective*."""
@@ -240,15 +246,21 @@ class ElasticSampler:
         self.epoch = state["epoch"]
         self.processed_indices = set(state["processed_indices"])
         self._place = comm or self._place
+        self.reset()
 
     def __iter__(self) -> Iterator[int]:
-        self._indices = self._dealt()
-        return iter(self._indices)
+        return iter(self._own())
 
     def __len__(self) -> int:
-        return len(self._dealt())
+        return len(self._own())
 
-    def _dealt(self) -> list[int]:
+    def _own(self) -> list[int]:
+        """Return the rows of this rank."""
+        if self._dealt is None:
+            self._dealt = self._deal()
+        return self._dealt
+
+    def _deal(self) -> list[int]:
         comm = self._place or _world()
         order = np.arange(self._rows)
         if self._shuffle:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import strategies.averaging.broadcast as broadcasts
+from strategies.averaging import metrics as of_ranks
 from strategies.horovod.process_sets import Bound, ProcessSet, global_process_set
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "metric_average",
 ]
 
 
@@ -65,6 +67,14 @@ def broadcast_optimizer_state(
     bound = process_set.bound("broadcast_optimizer_state")
     root = _root(bound, root_rank, "broadcast_optimizer_state")
     broadcasts.broadcast_optimizer_state(optimizer, root, comm=bound.comm)
+
+
+def metric_average(
+    metrics: Any, examples: float = 1, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Average a metric, or several by name; as `strategies.metric_average`."""
+    comm = process_set.bound("metric_average").comm
+    return of_ranks.metric_average(metrics, examples, comm=comm)
 
 
 def _root(bound: Bound, root_rank: int, operation: str) -> int:

@@ -30,9 +30,11 @@ def DistributedOptimizer(
 
     It is `strategies.DistributedOptimizer`, whose methods and errors it has. Gradients of PyTorch
     are reduced while the backward pass computes others where ranks are on several nodes; on one
-    node that takes longer than a reduction in the step.
+    node that takes longer than a reduction in the step. A step that comes before
+    `backward_passes_per_step` passes updates with those that there were.
 
-    *Collective*: all ranks, with the same arguments.
+    *Collective*: all ranks of the process set, with the same arguments; of another rank steps are
+    its own.
 
     Args:
         optimizer: of PyTorch, of Optax, or one of `strategies.optimizers`.
@@ -52,7 +54,7 @@ def DistributedOptimizer(
         TypeError, ValueError, MismatchError: as `strategies.DistributedOptimizer`; on all ranks.
     """
     say = "DistributedOptimizer"
-    bound = process_set.bound(say)
+    comm = process_set.own_ranks(say)
     if op == Adasum:
         raise ValueError(
             f"{say}: Adasum is not supported, expected Average or Sum; see "
@@ -76,10 +78,11 @@ def DistributedOptimizer(
     return distributed_optimizer.DistributedOptimizer(
         optimizer,
         named_parameters=named_parameters,
-        comm=bound.comm,
+        comm=comm,
         op=op,
         compression=compression.codec,
         backward_passes_per_step=backward_passes_per_step,
+        partial_steps=True,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
     )

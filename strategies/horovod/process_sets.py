@@ -88,6 +88,19 @@ class ProcessSet:
             raise ValueError(f"{operation}: this rank is not a member of {self}")
         return bound
 
+    def own_ranks(self, operation: str) -> cc.Communicator:
+        """Return the communicator of the members; on another rank one of that rank alone.
+
+        Raises:
+            ValueError: it was not added.
+        """
+        if self._bound is not None and self._bound.comm is None:
+            alone: cc.Communicator = self._bound.session.alone()
+            return alone
+        comm = self.bound(operation).comm
+        assert comm is not None
+        return comm
+
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 

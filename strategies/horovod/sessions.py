@@ -57,8 +57,12 @@ class Session:
         private = self._kept(comm.split(0, comm.rank))
         assert private is not None
         self._bind(self.world, comm, Engine(private))
-        for process_set in process_sets:
-            self.add(process_set)
+        try:
+            for process_set in process_sets:
+                self.add(process_set)
+        except Exception:  # on all ranks
+            self.close()
+            raise
 
     def add(self, ranks: ProcessSet | Sequence[int]) -> ProcessSet:
         """Add a process set; *collective*: all ranks, also those that are no members.
@@ -100,6 +104,12 @@ class Session:
         self._release(self.sets.pop(number))
         self.comm.barrier()
         return True
+
+    def alone(self) -> cc.Communicator:
+        """Return a communicator of this rank, which ends with the session."""
+        comm = self._kept(self.comm.group([self.comm.rank], tag=0))
+        assert comm is not None
+        return comm
 
     def close(self) -> None:
         """Wait for all ranks, and end; *collective*. Calls that are not carried out fail."""
@@ -145,8 +155,8 @@ def init(
     """Begin; *collective*. Harmless if it was called before.
 
     Args:
-        comm: who takes part: all ranks of the job, a communicator, or a list of ranks, of which
-            the others are worlds of their own.
+        comm: who takes part: all ranks of the job, a communicator (of mpi4py, too), or a list of
+            ranks, of which the others are worlds of their own.
         process_sets: which there are from the beginning; more can be added at any time, whether
             this is "dynamic" or not.
 
@@ -165,6 +175,8 @@ def init(
 def _members(comm: Any) -> cc.Communicator:
     if isinstance(comm, cc.Communicator):
         return comm
+    if comm is not None and not isinstance(comm, Sequence):
+        return cc.init(comm)  # of mpi4py, or refused
     whole = cc.init()
     if comm is None or list(comm) == list(range(whole.size)):
         return whole

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import collectives as cc
 from strategies.horovod import autograd, common, operations
 from strategies.horovod.common import *  # noqa: F403  # listed there
 from strategies.horovod.compression import Compression, Compressor
@@ -30,7 +31,7 @@ from strategies.horovod.operations import (
     grouped_allreduce_async_,
 )
 from strategies.horovod.process_sets import Bound, ProcessSet, global_process_set
-from strategies.torch.sync_batch_norm import SyncBatchNorm
+from strategies.torch import sync_batch_norm
 
 __all__ = [
     "SyncBatchNorm",
@@ -52,6 +53,26 @@ __all__ = [
     "sparse_allreduce_async",
 ]
 __all__ += common.__all__
+
+
+class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
+    """Batch normalisation over the rows of all ranks of a process set.
+
+    Args:
+        arguments: as `strategies.torch.SyncBatchNorm`.
+        process_set: among whom; without `comm`.
+    """
+
+    def __init__(
+        self, *arguments: Any, process_set: ProcessSet = global_process_set, **how: Any
+    ) -> None:
+        super().__init__(*arguments, **how)
+        # Not the set of all ranks itself: models are copied.
+        self._process_set = None if process_set is global_process_set else process_set
+
+    def _ranks(self) -> cc.Communicator:
+        among = self._process_set or global_process_set
+        return self._comm or among.own_ranks("SyncBatchNorm")
 
 
 def allreduce(

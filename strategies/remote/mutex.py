@@ -35,7 +35,7 @@ class MutexLock:
     """A lock by name that all tasks of a service share, such as for a file that several write.
 
     It may be used from any thread. Those that wait get it in the order in which they came. It is
-    not reentrant: a thread that asks again for what it has waits for itself.
+    not reentrant: a thread that asks again for what it has gets an error.
 
     A task that dies, or closes its service, has it no longer; one that is stopped has it still, and
     the error of those whose time is over names it. If the lock is lost otherwise, since

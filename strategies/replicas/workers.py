@@ -6,6 +6,7 @@ replicas of a perceptron took 30 ms for a step in new threads and 20 in old ones
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -77,8 +78,11 @@ class Cores:
             free = sorted(allowed - others, key=lambda n: (n < here, n))  # the next one first
             self._taken[i] = free[0] if free else here
         if free:
-            os.sched_setaffinity(0, free[:1])
-            os.sched_setaffinity(0, allowed)
+            with contextlib.suppress(OSError):  # of a core that is not allowed any more
+                try:
+                    os.sched_setaffinity(0, free[:1])
+                finally:
+                    os.sched_setaffinity(0, allowed)
 
 
 @functools.cache

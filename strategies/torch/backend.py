@@ -32,6 +32,7 @@ from strategies.torch import messages, moves
 from strategies.torch.buckets import Buckets, is_bucket, tells_new_buckets
 from strategies.torch.line import Line
 from strategies.torch.moves import reduction
+from strategies.torch.rendezvous import limit_of
 from strategies.torch.work import DONE, Done, Pending, translated
 
 __all__ = ["UnisonoGroup", "create"]
@@ -53,6 +54,7 @@ class _Default:
     asyncOp = True
     reduceOp = distributed.ReduceOp(distributed.ReduceOp.SUM)
     rootRank = 0
+    timeout = timedelta(milliseconds=-1)  # by which PyTorch means none
 
 
 _DEFAULT = _Default()
@@ -71,6 +73,12 @@ def create(options: Any) -> UnisonoGroup:
     whole = cc.init()
     rank, size = options.group_rank, options.group_size
     ranks = list(options.global_ranks_in_group) or list(range(size))
+    if whole.size == 1 < size:
+        raise ValueError(
+            f"init_process_group: expected {size} ranks, but this process is a world of MPI of its "
+            "own; instead of torch.multiprocessing.spawn, or torchrun, start the program with "
+            f"`mpirun -np {size} python train.py`, which calls the function of a rank once"
+        )
     if len(ranks) != size or max(ranks) >= whole.size or ranks[rank] != whole.rank:
         raise ValueError(
             "init_process_group: ranks are not those of MPI, expected this process to be rank "
@@ -78,7 +86,7 @@ def create(options: Any) -> UnisonoGroup:
             "`mpirun -np N python train.py`, and leave rank and world_size away"
         )
     tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
-    limit = min(options.timeout.total_seconds(), whole.settings.timeout)
+    limit = limit_of(options.timeout, whole)
     comm = whole.group(ranks, tag=tag)
     assert comm is not None
     comm.barrier(timeout=limit)  # ranks meet by messages, before another thread may take over
@@ -93,6 +101,9 @@ class UnisonoGroup(distributed.ProcessGroup):
         store: by which torch.distributed tells its ranks what it pleases.
         limit: seconds that an operation may take.
     """
+
+    # What torch.distributed asks of any backend: whether it does these in a way of its own.
+    supports_splitting = supports_coalescing = supports_shrinking = False
 
     # C++ looks up methods by these names, also those in camel case.
     def __init__(self, comm: cc.Communicator, store: distributed.Store, limit: float) -> None:
@@ -281,7 +292,13 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def barrier(self, opts: Any = _DEFAULT) -> distributed.Work:
         """Return when every rank has called this."""
-        return self._start("barrier", partial(self.comm.barrier, timeout=self._limit), opts, ())
+        told = opts.timeout.total_seconds()
+        limit = told if told > 0 else self._limit
+        return self._start("barrier", partial(self.comm.barrier, timeout=limit), opts, ())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let operations that begin from now on take so long."""
+        self._limit = timeout.total_seconds()
 
     def average(self, bucket: torch.Tensor, compression: cc.Compression) -> distributed.Work:
         """Average a bucket of DDP over all ranks, in place."""
@@ -308,12 +325,12 @@ class UnisonoGroup(distributed.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def shutdown(self) -> None:
-        """Close the group's communicator; *collective*."""
-        self._line.close()
-        self.comm.close()
+        """Close the group's communicator, unless an operation still uses it; *collective*."""
+        if self._line.close():
+            self.comm.close()
 
     def abort(self) -> None:
-        """Close the group without waiting for other ranks."""
+        """Take no more operations, without waiting for other ranks."""
         self._line.close(0.0)
 
     def _message(

@@ -152,13 +152,15 @@ class Line:
             finally:
                 self._turn.release()
 
-    def close(self, drain: float = _DRAIN) -> None:
-        """Wait for what is in line, and end the thread; harmless when repeated."""
+    def close(self, drain: float = _DRAIN) -> bool:
+        """Wait for what is in line, and end the thread; tells whether that was in time."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(drain)
+            return not self._thread.is_alive()
+        return True
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ class Message:
     def __init__(self, request: cc.Request[Any], write: Callable[[], Any] | None = None) -> None:
         self._request = request
         self._write = write
+        self._writing = threading.Lock()  # `finish` is called by who waits, and as it arrives
 
     def done(self) -> bool:
         """Tell whether it has arrived, or has failed."""
@@ -34,9 +36,10 @@ class Message:
         """Wait until it has arrived, or has failed; tells whether it has."""
         if not self._request.complete(timeout):
             return False
-        write, self._write = self._write, None
-        if write is not None and self._request.exception() is None:
-            write()
+        with self._writing:
+            write, self._write = self._write, None
+            if write is not None and self._request.exception() is None:
+                write()
         return True
 
     @property

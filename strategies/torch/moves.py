@@ -223,9 +223,7 @@ def reduce_scatter(
     joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     sizes = [array.size for array in arrays] if len(arrays) > 1 else None
     if sizes is None and joined.size % comm.size:
-        raise ValueError(
-            f"reduce_scatter: expected elements for {comm.size} equal parts, got {joined.size}"
-        )
+        sizes = [joined.size // comm.size] * comm.size  # refused: the others hear of it
     own = _memory([output])
     op, sent = _prepared(joined, how)
     share = comm.reduce_scatter(sent, op=op, out=own, counts=sizes, timeout=limit)
@@ -299,7 +297,8 @@ def _prepared(array: Array, how: Reduction) -> tuple[Any, Array]:
     op = _OF_BOOL.get(how.op, how.op) if array.dtype.kind == "b" else how.op
     if how.factor is None:
         return op, array
-    return op, array * np.asarray(how.factor, array.dtype)
+    with np.errstate(all="ignore"):  # an error of this rank alone would leave the others waiting
+        return op, array * np.asarray(how.factor, array.dtype)
 
 
 def _reduce(

@@ -122,8 +122,9 @@ class TorchOptimizer(_Optimizer):
         gradient on any rank it is left alone.
 
         With `backward_passes_per_step=k`, a step that finds fewer than k backward passes since the
-        last update takes the gradients away, to add them up, and updates nothing. A step counts as
-        one pass if there was no backward pass before it, as when a rank has no data.
+        last update takes the gradients away, to add them up, and updates nothing, unless
+        `partial_steps` lets it. A step counts as one pass if there was no backward pass before it,
+        as when a rank has no data.
 
         Args:
             closure: computes the loss and the gradients. What it returns is averaged, too, so that
@@ -263,7 +264,10 @@ class TorchOptimizer(_Optimizer):
         self._backward.rescue(parameters)
         gradients, refusal = self._gradients(parameters)
         error = error or refusal
-        whole = self._passes.add(gradients, examples=examples, error=error, count=max(1, fresh))
+        whole = self._passes.add(
+            gradients, examples=examples, error=error, count=max(1, fresh),
+            complete=self._rule.partial_steps,
+        )  # fmt: skip
         if whole is None:
             self._held = _Held.ADDED
             for parameter in parameters:
@@ -276,15 +280,21 @@ class TorchOptimizer(_Optimizer):
     def _gradients(self, parameters: Sequence[torch.Tensor]) -> tuple[list[Any], Any]:
         """Return the gradients, sparse ones as rows, and why they cannot be averaged, or None."""
         gradients: list[Any] = [parameter.grad for parameter in parameters]
-        if self._rule.sparse_as_dense:
-            gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None and gradient.is_sparse and gradient.sparse_dim() != 1:
-                return [None] * len(gradients), ValueError(
-                    f"step: a sparse gradient has rows of one dimension only, expected "
-                    f"sparse_dim 1, got {gradient.sparse_dim()} (variable: {self._name(parameter)})"
-                )
-        return [_rows(gradient) for gradient in gradients], None
+        try:
+            if self._rule.sparse_as_dense:
+                gradients = [
+                    g.to_dense() if g is not None and g.is_sparse else g for g in gradients
+                ]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None and gradient.is_sparse and gradient.sparse_dim() != 1:
+                    raise ValueError(
+                        "step: a sparse gradient has rows of one dimension only, expected "
+                        f"sparse_dim 1, got {gradient.sparse_dim()} "
+                        f"(variable: {self._name(parameter)})"
+                    )
+            return [_rows(gradient) for gradient in gradients], None
+        except Exception as error:  # as when there is no memory for a dense one
+            return [None] * len(gradients), error
 
     def _average(
         self, parameters: Sequence[torch.Tensor], whole: Contribution, unchanged: Sequence[int]

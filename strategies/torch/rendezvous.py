@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from torch import distributed
+from torch.distributed.constants import default_pg_timeout
 
 import collectives as cc
 
-__all__ = ["addresses", "rendezvous"]
-
-_TIMEOUT = timedelta(minutes=30)  # as PyTorch's own
+__all__ = ["addresses", "limit_of", "rendezvous"]
 
 # Seconds in which an address of another machine answers, or is left for the next one. On rank 0's
 # own machine there is no next one: where jobs crowd the cores its store has taken more than that.
@@ -46,7 +45,7 @@ class _Place(NamedTuple):
 
 
 def rendezvous(
-    url: str, timeout: timedelta = _TIMEOUT, **options: Any
+    url: str, timeout: timedelta = default_pg_timeout, **options: Any
 ) -> Iterator[tuple[distributed.Store, int, int]]:
     """Yield a store, the rank and the number of ranks; *collective*.
 
@@ -71,6 +70,14 @@ def rendezvous(
         )
     yield _store(comm, timeout), comm.rank, comm.size
     raise RuntimeError("init_process_group: ranks of MPI do not meet a second time")
+
+
+def limit_of(timeout: timedelta, comm: cc.Communicator) -> float:
+    """Return the seconds for a program's `timeout`: `UNISONO_TIMEOUT` where it has not named one.
+
+    PyTorch tells its own 30 minutes then.
+    """
+    return comm.settings.timeout if timeout == default_pg_timeout else timeout.total_seconds()
 
 
 def addresses() -> list[str]:
@@ -100,7 +107,7 @@ def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
     Raises:
         LaunchError: a rank cannot reach rank 0; on all ranks.
     """
-    limit = min(timeout.total_seconds(), comm.settings.timeout)
+    limit = limit_of(timeout, comm)
     store: distributed.TCPStore | None = None
     place: _Place | None = None
     error: str | None = None

@@ -105,7 +105,7 @@ class SyncBatchNorm(_BatchNorm):
                 self.eps,
             )  # fmt: skip
             return result
-        comm = cc.init() if self._comm is None else self._comm
+        comm = self._ranks()
         count, mean, squares = _joined(input.detach(), comm)
         if count == 1:
             raise comm.raised_by_all(
@@ -122,6 +122,9 @@ class SyncBatchNorm(_BatchNorm):
             normal = normal * self.weight.to(wide).view(shape) + self.bias.to(wide).view(shape)
         made: torch.Tensor = normal.to(input.dtype)
         return made
+
+    def _ranks(self) -> cc.Communicator:
+        return cc.init() if self._comm is None else self._comm
 
     def _follow(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         """Move the running mean and variance."""

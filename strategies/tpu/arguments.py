@@ -7,6 +7,7 @@ for all is an array that every device has a copy of. The rest is a constant of t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -99,6 +100,14 @@ class Joined(PerReplica):
         return map_leaves(one, batch)
 
 
+class _Kind(Enum):
+    """How an argument comes to the replicas; whatever else stands for itself."""
+
+    ROWS = "each replica has some rows of an array"
+    ONE_ROW = "each replica has one row of an array, without its axis"
+    SAME = "all replicas have the whole array"
+
+
 class Arguments(NamedTuple):
     """The arguments of one call, taken apart.
 
@@ -123,43 +132,43 @@ class Arguments(NamedTuple):
         """
         split: list[Any] = []
         same: list[Any] = []
-        kinds: list[Any] = []
-        for leaf in leaves(given):
-            if isinstance(leaf, Stacked):
+
+        def taken(leaf: Any) -> Any:
+            """Take an array, and return of which kind it is; other leaves as they are."""
+            if isinstance(leaf, (Stacked, Joined)):
                 split.append(leaf.array)
-                kinds.append("one row")
-            elif isinstance(leaf, Joined):
-                split.append(leaf.array)
-                kinds.append("rows")
-            elif isinstance(leaf, PerReplica):
-                kinds.append(_kind(leaf))
+                return _Kind.ONE_ROW if isinstance(leaf, Stacked) else _Kind.ROWS
+            if isinstance(leaf, PerReplica):
+                kind = _kind(leaf)
                 split.append(mesh.joined(leaf.values))
-            elif isinstance(leaf, (bool, int, float, complex)) or arrays.is_array(leaf):
-                whole = not isinstance(leaf, Variable)
-                kinds.append("same" if whole else leaf)
-                if whole:
-                    same.append(mesh.everywhere(np.asarray(leaf) if np.isscalar(leaf) else leaf))
-            else:
-                kinds.append(leaf)
+                return kind
+            number = isinstance(leaf, (bool, int, float, complex))
+            if isinstance(leaf, Variable) or not (number or arrays.is_array(leaf)):
+                return leaf
+            same.append(mesh.everywhere(np.asarray(leaf) if np.isscalar(leaf) else leaf))
+            return _Kind.SAME
+
+        kinds = map_leaves(taken, given)
         shapes = tuple((x.shape, x.dtype) for x in [*split, *same])
         form = str(map_leaves(lambda leaf: None, given))
-        key = form, tuple(k if isinstance(k, str) else id(k) for k in kinds), shapes
+        constants = tuple(k if isinstance(k, (str, _Kind)) else id(k) for k in leaves(kinds))
 
         def fill(split: Sequence[Any], same: Sequence[Any]) -> Any:
-            rest, whole, order = iter(split), iter(same), iter(kinds)
+            rest, whole = iter(split), iter(same)
 
-            def one(leaf: Any) -> Any:
-                kind = next(order)
-                if isinstance(leaf, PerReplica):
-                    return next(rest)[0] if kind == "one row" else next(rest)
-                return next(whole) if isinstance(kind, str) and kind == "same" else leaf
+            def one(kind: Any) -> Any:
+                if kind is _Kind.SAME:
+                    return next(whole)
+                if isinstance(kind, _Kind):
+                    return next(rest)[0] if kind is _Kind.ONE_ROW else next(rest)
+                return kind
 
-            return map_leaves(one, given)
+            return map_leaves(one, kinds)
 
-        return cls(key, split, same, fill)
+        return cls((form, constants, shapes), split, same, fill)
 
 
-def _kind(leaf: PerReplica) -> str:
+def _kind(leaf: PerReplica) -> _Kind:
     """Say how the replicas' values lie in one array."""
     facts = {(np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaf.values}
     if len(facts) > 1:
@@ -168,7 +177,7 @@ def _kind(leaf: PerReplica) -> str:
         isinstance(x, (bool, int, float, complex)) or arrays.is_array(x) for x in leaf.values
     ):
         raise Untraceable(f"the replicas have values of type {type(leaf.values[0]).__name__}")
-    return "rows" if np.ndim(leaf.values[0]) else "one row"
+    return _Kind.ROWS if np.ndim(leaf.values[0]) else _Kind.ONE_ROW
 
 
 def is_array(x: Any) -> bool:

@@ -106,12 +106,12 @@ class Preemption:
         self.accepted = True
 
     def __enter__(self) -> Preemption:
-        _open.append(self)
         if self._comm is not None:
             self._notes = _Notes(self._comm, self)
         if threading.current_thread() is threading.main_thread():
             for each in self._signals:
                 self._before[each] = signal.signal(each, lambda *what: self.request())
+        _open.append(self)
         return self
 
     def __exit__(

@@ -440,3 +440,19 @@ def test_a_call_goes_on_while_nobody_waits(world):
         assert hvd.poll(handle)
 
     everyone(world, check)
+
+
+def test_a_sampler_keeps_its_rows_until_it_deals_anew(world):
+    def check(comm):
+        sampler = hvd.elastic.ElasticSampler(10, seed=3)
+        begin = {"rows": 10, "epoch": 1, "processed_indices": []}
+        sampler.load_state(begin, comm=comm)
+        rows = list(sampler)
+        assert len(rows) == len(sampler) == -(-10 // comm.size)
+        sampler.record_batch(0, 2)
+        assert list(sampler) == rows
+        sampler.reset()
+        assert len(sampler) == -(-8 // comm.size)
+        assert not set(rows[:2]) & set(sampler)
+
+    world.run(check)

@@ -203,6 +203,55 @@ def test_several_passes_and_another_number_of_them(world):
     everyone(world, check)
 
 
+def test_a_step_after_fewer_passes_updates_with_these(world):
+    def check(comm, ranks):
+        model, alone = network(), network()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(),
+            backward_passes_per_step=3, op=hvd.Sum, process_set=ranks,
+        )  # fmt: skip
+        passes = [(1, 2, 3), (4, 5)]  # the end of an epoch
+        own = train(model, optimizer, [[batch_of(comm.rank, k) for k in ks] for ks in passes])
+        steps = [[batch_of(r, k) for k in ks for r in range(comm.size)] for ks in passes]
+        one = train(alone, torch.optim.SGD(alone.parameters(), 0.1), steps)
+        for values, wanted in zip(own, one, strict=True):
+            np.testing.assert_allclose(values, wanted, rtol=1e-9, atol=1e-12)
+        optimizer.close()
+
+    everyone(world, check)
+
+
+def test_who_is_not_in_the_process_set_steps_alone(world):
+    def run(comm):
+        made = hvd.Session(comm)
+        some = made.world if comm.size == 1 else made.add([0])
+        model, alone = network(), network()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), process_set=some
+        )
+        steps = [[batch_of(comm.rank, 1)], [batch_of(comm.rank, 2)]]
+        own = train(model, optimizer, steps)
+        one = train(alone, torch.optim.SGD(alone.parameters(), 0.1), steps)
+        for values, wanted in zip(own, one, strict=True):
+            np.testing.assert_array_equal(values, wanted)
+        optimizer.close()
+        made.close()
+
+    world.run(run)
+
+
+def test_batch_norm_is_over_the_rows_of_a_process_set(world):
+    def check(comm, ranks):
+        rows = [rows_of(rank, 4, 5) for rank in range(comm.size)]
+        norm = hvd.SyncBatchNorm(5, process_set=ranks).double()
+        wanted = torch.nn.BatchNorm1d(5).double()(torch.cat(rows))[4 * comm.rank :][:4]
+        np.testing.assert_allclose(
+            norm(rows[comm.rank]).detach().numpy(), wanted.detach().numpy(), rtol=1e-9, atol=1e-12
+        )
+
+    everyone(world, check)
+
+
 def test_gradients_can_be_clipped_between_synchronize_and_step(world):
     def check(comm, ranks):
         model = network()

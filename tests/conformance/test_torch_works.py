@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,8 @@ from requirements import installed
 
 torch = installed("torch")
 dist = torch.distributed
+if torch:
+    from strategies.torch.rendezvous import limit_of
 
 
 def ones(rank, n=4):
@@ -113,6 +116,22 @@ def test_two_threads_with_a_group_each(torch_ranks):
     for thread in threads:
         thread.join(30)
     assert results == [[total(size) * (n + step) for step in range(50)] for n in (0, 1)]
+
+
+def test_a_barrier_has_a_limit_of_its_own(torch_ranks):
+    rank, size = torch_ranks
+    group = dist.new_group()
+    dist.barrier(group=group, timeout=datetime.timedelta(seconds=20))
+    if size > 1 and rank == 0:
+        with pytest.raises(cc.CollectiveTimeout, match="no answer within 0.5 s"):
+            dist.barrier(group=group, timeout=datetime.timedelta(seconds=0.5))
+
+
+def test_a_programs_limit_goes_before_the_setting():
+    comm = SimpleNamespace(settings=SimpleNamespace(timeout=5.0))
+    assert limit_of(datetime.timedelta(hours=2), comm) == 7200
+    assert limit_of(datetime.timedelta(seconds=1), comm) == 1
+    assert limit_of(dist.default_pg_timeout, comm) == 5
 
 
 def test_a_second_init_and_what_is_left_of_the_first(torch_ranks):

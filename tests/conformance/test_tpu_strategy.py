@@ -217,6 +217,23 @@ def test_errors_are_raised_on_all_ranks_and_the_next_run_works(world, jnp):
     world.run(check)
 
 
+def test_words_and_numbers_of_a_call_stay_what_they_are(world, jnp):
+    def check(comm):
+        strategy = make(comm, 2)
+
+        def fn(x, *words, scale, padding):
+            assert (*words, padding) == ("rows", "one row", "same")
+            return x.sum() * scale
+
+        for scale in (2.0, 3.0):
+            result = strategy.run(
+                fn, (np.ones(4, np.float32), "rows", "one row"), {"scale": scale, "padding": "same"}
+            )
+            assert [float(one) for one in strategy.local_results(result)] == [4 * scale] * 2
+
+    world.run(check)
+
+
 def test_a_resolver_says_what_there_is(caplog, jnp):
     with caplog.at_level("WARNING", "strategies.cluster.resolvers"):
         resolver = strategies.cluster.TPUClusterResolver("grpc://elsewhere", ranks=2)
