@@ -58,9 +58,8 @@ def main() -> None:
     options = argparse.Namespace(
         ranks=figures["ranks"], dtype=figures["dtype"], plot=KEPT / "allreduce-2-ranks.svg"
     )
-    # Two runs of two cores whose rate the host halves at times; each is near in its own.
-    tables = {"slower": figures["states"]["near"]}
-    tables["faster"] = kept("allreduce-2-ranks-fast")["states"]["near"]
+    # Of two cores with a common cache, whose rate the host halves at times.
+    tables = {"slower": figures["states"]["far"], "faster": figures["states"]["near"]}
     allreduce.draw(options, tables)
     spares = {int(spare): row for spare, row in kept("spare-replicas").items()}
     spare_replicas.picture(spares, str(KEPT / "spare-replicas.svg"))

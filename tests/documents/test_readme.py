@@ -35,25 +35,20 @@ def test_the_first_program_runs_as_pasted_and_prints_what_is_shown(tmp_path):
 def test_figures_are_those_of_the_files_of_measurements():
     files = ROOT / "docs" / "benchmarks"
     text = " ".join(README.split())
-    runs = [  # the worse one first
-        json.loads((files / f"{name}.json").read_text())["states"]["near"]["rows"]
-        for name in ("allreduce-2-ranks", "allreduce-2-ranks-fast")
-    ]
-    sentence = (
-        r"through a plan is (\S+) \(.*?\) to (\S+) times .* `shared_empty` (\S+) to (\S+) times, "
-        r".* GB/s; at .*? it is (\S+) to (\S+) and (\S+) to (\S+) times"
+    rates = json.loads((files / "allreduce-2-ranks.json").read_text())["states"].values()
+    table = README[README.index("| all-reduce | 8 B |") :].split("\n\n")[0]
+    head, _, *lines = (
+        [cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines()
     )
+    units = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20}
+    sizes = [int(number) * units[unit] for number, unit in map(str.split, head)]
+    for way, shown in zip(("call", "plan", "shared"), lines, strict=True):
+        of_sizes = [
+            {row["bytes"]: row["ratios"][way]["best"] for row in rate["rows"]} for rate in rates
+        ]
+        assert shown == [f"{min(ratios[n] for ratios in of_sizes):.2f}" for n in sizes]
+    sentence = r"share none, .*?, a plan is (\S+) to (\S+) times .*? arrays (\S+) to (\S+) times"
     (shown,) = re.findall(sentence, text)
-    measured = [
-        edge(row["ratios"][way]["best"] for row in rows)
-        for rows in runs
-        for way in ("plan", "shared")
-        for edge in (min, max)
-    ]
-    assert [float(x) for x in shown] == [
-        round(ratio, len(x.partition(".")[2])) for ratio, x in zip(measured, shown, strict=True)
-    ]
-    (shown,) = re.findall(r"share none, .*?, it is (\S+) to (\S+) and (\S+) to (\S+) times", text)
     apart = json.loads((files / "allreduce-far.json").read_text())["states"]["far"]["rows"]
     assert [float(x) for x in shown] == [
         round(edge(row["ratios"][way]["best"] for row in apart), 1)
@@ -63,7 +58,18 @@ def test_figures_are_those_of_the_files_of_measurements():
     lines = json.loads((files / "network.json").read_text())["cases"]
     alone = [c for c in lines if c["mbit"] == 1000 and "ring" in c["seconds"]]
     filled = max(case["line_seconds"] / case["seconds"]["ring"] for case in alone)
-    assert f"a ring fills {filled:.0%}".replace("%", " %") in text
+    assert f"a ring of 16 MiB fills {filled:.0%} of the line".replace("%", " %") in text
+    ours, mpi = "auto", "MPI, our settings"
+    small = [c["seconds"] for c in lines if c["machines"] == 2 and c["bytes"] <= 3000]
+    times = [seconds[ours] / seconds[mpi] for seconds in small]
+    assert f"small arrays take {min(times):.2f} to {max(times):.2f} times as long" in text
+    large = [
+        min(seconds for name, seconds in c["seconds"].items() if name.startswith("MPI"))
+        / c["seconds"][ours]
+        for c in lines
+        if c["machines"] == 4 and c["bytes"] == 16 << 20
+    ]
+    assert f"`auto` is {min(large):.1f} times as fast" in text
 
 
 def test_no_text_names_a_package_that_no_index_has():
