@@ -1,7 +1,9 @@
 """Runs a program for Horovod as it is: what it imports of horovod is what is here.
 
-mpirun -np 4 python -m strategies.horovod train.py ARGUMENTS
-mpirun -np 4 python -m strategies.horovod -m package.train ARGUMENTS
+    mpirun -np 4 python -m strategies.horovod train.py ARGUMENTS
+    mpirun -np 4 python -m strategies.horovod -m package.train ARGUMENTS
+
+Horovod need not be installed.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class Session:
         self.sets: dict[int, ProcessSet] = {}
         self.world = ProcessSet(range(comm.size))
         self._comms: list[cc.Communicator] = []
+        self._alone: cc.Communicator | None = None
         self._numbers = 0  # given so far
         private = self._kept(comm.split(0, comm.rank))
         assert private is not None
@@ -107,9 +108,10 @@ class Session:
 
     def alone(self) -> cc.Communicator:
         """Return a communicator of this rank, which ends with the session."""
-        comm = self._kept(self.comm.group([self.comm.rank], tag=0))
-        assert comm is not None
-        return comm
+        if self._alone is None:
+            self._alone = self._kept(self.comm.group([self.comm.rank], tag=0))
+            assert self._alone is not None
+        return self._alone
 
     def close(self) -> None:
         """Wait for all ranks, and end; *collective*. Calls that are not carried out fail."""

@@ -197,9 +197,7 @@ def test_training_goes_on_from_a_checkpoint_after_a_ps_was_killed(tmp_path):
     """
     first, second = start(tmp_path, 4, program), start(tmp_path, 4, program)
     assert lines(first) == [
-        f"rank {rank}: {what}"
-        for rank in (2, 3)
-        for what in ("begins at 0", "stops")
+        f"rank {rank}: {what}" for rank in (2, 3) for what in ("begins at 0", "stops")
     ], first
     assert lines(second) == [
         f"rank {rank}: {what}" for rank in (2, 3) for what in ("begins at 10", "ends with -20.0 20")
