@@ -275,3 +275,30 @@ def test_a_job_goes_on_by_elastic_names_when_a_rank_is_killed(tmp_path, library)
     assert sorted(re.findall(r"reset \d \d", result.stdout)) == ["reset 0 2", "reset 1 2"]
     assert result.stdout.count("before callbacks 2") == 2, result
     assert result.status == 0, result
+
+
+WORLDS = """
+import sys
+import numpy as np
+import strategies.horovod.numpy as hvd
+if sys.argv[1] == "mpi4py":
+    import collectives as cc
+    cc.init()
+    from mpi4py import MPI
+    hvd.init(comm=MPI.COMM_WORLD.Dup())
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum)[0] == hvd.size() == 2
+    hvd.shutdown()
+else:
+    try:
+        hvd.init(comm=5)
+    except TypeError as error:
+        assert "expected a communicator of mpi4py or numbers of processes, got 5" in str(error)
+print("as expected", flush=True)
+"""
+
+
+@pytest.mark.parametrize("comm", ["mpi4py", "a number"])
+def test_what_init_takes_for_its_ranks(comm):
+    result = mpirun(2, "-c", WORLDS, comm, timeout=40)
+    assert result.status == 0, result.stderr
+    assert result.stdout.count("as expected") == 2

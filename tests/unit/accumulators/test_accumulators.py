@@ -18,9 +18,11 @@ from strategies.accumulators.accumulators import (
     shared_accumulator,
 )
 from strategies.accumulators.engine import Take
+from strategies.accumulators.sums import Sum
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
+    InternalError,
     InvalidArgumentError,
     NotFoundError,
 )
@@ -106,6 +108,20 @@ def test_infinities_survive(make):
     accumulator.apply_grad([np.inf, np.inf])
     accumulator.apply_grad([1, -np.inf])
     np.testing.assert_array_equal(accumulator.take_grad(2), [np.inf, np.nan])
+
+
+def test_a_take_for_which_there_is_no_memory_ends_by_an_error(make, monkeypatch):
+    def full(*args, **options):
+        raise MemoryError("full")
+
+    accumulator = make(ConditionalAccumulator, np.float32, (2,))
+    accumulator.apply_grad([1, 2])
+    with monkeypatch.context() as patched:
+        patched.setattr(Sum, "result", full)
+        with pytest.raises(InternalError, match="MemoryError: full"):
+            accumulator.take_grad(1)
+    accumulator.apply_grad([3, 4], local_step=1)
+    np.testing.assert_array_equal(accumulator.take_grad(1), [3, 4])
 
 
 def test_stale_gradients_are_dropped_and_later_ones_are_not(make):

@@ -1,0 +1,35 @@
+"""Messages of two ranks that a signal interrupts while they are handed over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from collectives.operations.lane import Lane
+
+
+class Interrupted:
+    """A transfer whose delivery a signal handler interrupts the first time."""
+
+    def __init__(self, interruptions):
+        self.interruptions = interruptions
+        self.over = False
+
+    def deliver(self):
+        if self.interruptions:
+            self.interruptions -= 1
+            raise KeyboardInterrupt
+        self.over = True
+
+
+def test_what_a_signal_kept_from_being_handed_over_comes_with_the_next_move(monkeypatch):
+    lane = Lane(SimpleNamespace(transport=None, unusable=None))
+    monkeypatch.setattr(lane, "transport", lambda: SimpleNamespace(collect=lambda: None))
+    transfers = [Interrupted(0), Interrupted(1), Interrupted(0)]
+    lane.matching.put_back(transfers)
+    with pytest.raises(KeyboardInterrupt):
+        lane.move()
+    assert [transfer.over for transfer in transfers] == [True, False, False]
+    lane.move()
+    assert all(transfer.over for transfer in transfers)
