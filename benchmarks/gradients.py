@@ -5,10 +5,12 @@
 Jobs, turns, near and far, and gradients that are written anew before each call: `turns.py`; each
 setting of Open MPI has a job without support for threads beside. Figures are medians of the slowest
 rank, in milliseconds. `each` is one MPI call for each array; `packed` copies all arrays into a
-buffer, makes one call, and copies the results out; both into arrays that are made once. Of ours,
-`grouped` returns new arrays, `buckets` copies into the places that it returns; `views` finds the
-gradients in their places; `ready` hands them over one by one, last layer first; `copy` is the time
-in which all ranks at once copy as many bytes from private to private memory.
+buffer, makes one call, and copies the results out; both into arrays that are made once, `each in
+place` into the gradients. Of ours, `grouped` returns new arrays, `grouped into` and `grouped in
+place` have those of MPI and the gradients as `out`, `buckets` copies into the places that it
+returns; `views` finds the gradients in their places; `ready` hands them over one by one, last layer
+first; `copy` is the time in which all ranks at once copy as many bytes from private to private
+memory.
 
 With `--work 1000`, a step first computes: its matrix products alone, then `views`; and the same
 with each gradient handed over as soon as its share of the products is done.
@@ -109,13 +111,13 @@ def print_table(row: dict[str, Any]) -> None:
     """Print a line for each job, then how many times as long its calls take as ours."""
     times = row["milliseconds"]
     cases = list(next(iter(times.values())))
-    print(f"{'':24}" + "".join(f"{case:>12}" for case in cases))
+    print(f"{'':24}" + "".join(f"{case:>18}" for case in cases))
     for name, own in times.items():
-        print(f"{name:24}" + "".join(f"{own[case]:12.3f}" for case in cases))
+        print(f"{name:24}" + "".join(f"{own[case]:18.3f}" for case in cases))
     for name, own in row["ratios"].items():
         for peer in PEERS:
             ratios = "".join(f"{case} {own[peer][case]:5.2f}  " for case in OURS)
-            print(f"{name + ', ' + peer + ' / ours':40}{ratios}")
+            print(f"{name + ', ' + peer + ' / ours':48}{ratios}")
 
 
 def worker(options: argparse.Namespace) -> None:

@@ -346,6 +346,6 @@ class Buckets:
 
 
 def _refusal(error: Exception) -> Exception:
-    """Return an error that leaves the thread of the requests in order, to be told to the others."""
+    """Return an error by which this rank may refuse a call, to be told to the others."""
     kind = TypeError if isinstance(error, TypeError) else ValueError
     return kind(str(error) if type(error) is kind else f"{type(error).__name__}: {error}")

@@ -127,6 +127,14 @@ def train(model, optimizer, batches):
     return [p.detach().numpy() for p in model.parameters()]
 
 
+def assert_as_one_process(own, steps):
+    """Parameters are as one process leaves them that makes these steps."""
+    alone = network()
+    one = train(alone, torch.optim.SGD(alone.parameters(), 0.1), steps)
+    for values, wanted in zip(own, one, strict=True):
+        np.testing.assert_allclose(values, wanted, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("options", [{}, {"groups": 2}, {"gradient_predivide_factor": 4.0}])
 def test_the_optimizer_equals_one_process_with_all_rows(world, options):
     def check(comm, ranks):
@@ -192,12 +200,9 @@ def test_several_passes_and_another_number_of_them(world):
         own = train(model, optimizer, [[batch_of(comm.rank, 3)]])
         with pytest.raises(ValueError, match="expected an integer >= 1, got 0"):
             optimizer.set_backward_passes_per_step(0)
-        alone = network()
         steps = [[batch_of(r, k) for k in (1, 2) for r in range(comm.size)]]
         steps += [[batch_of(r, 3) for r in range(comm.size)]]
-        one = train(alone, torch.optim.SGD(alone.parameters(), 0.1), steps)
-        for values, wanted in zip(own, one, strict=True):
-            np.testing.assert_allclose(values, wanted, rtol=1e-9, atol=1e-12)
+        assert_as_one_process(own, steps)
         optimizer.close()
 
     everyone(world, check)
@@ -205,7 +210,7 @@ def test_several_passes_and_another_number_of_them(world):
 
 def test_a_step_after_fewer_passes_updates_with_these(world):
     def check(comm, ranks):
-        model, alone = network(), network()
+        model = network()
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(),
             backward_passes_per_step=3, op=hvd.Sum, process_set=ranks,
@@ -213,9 +218,7 @@ def test_a_step_after_fewer_passes_updates_with_these(world):
         passes = [(1, 2, 3), (4, 5)]  # the end of an epoch
         own = train(model, optimizer, [[batch_of(comm.rank, k) for k in ks] for ks in passes])
         steps = [[batch_of(r, k) for k in ks for r in range(comm.size)] for ks in passes]
-        one = train(alone, torch.optim.SGD(alone.parameters(), 0.1), steps)
-        for values, wanted in zip(own, one, strict=True):
-            np.testing.assert_allclose(values, wanted, rtol=1e-9, atol=1e-12)
+        assert_as_one_process(own, steps)
         optimizer.close()
 
     everyone(world, check)
@@ -225,15 +228,12 @@ def test_who_is_not_in_the_process_set_steps_alone(world):
     def run(comm):
         made = hvd.Session(comm)
         some = made.world if comm.size == 1 else made.add([0])
-        model, alone = network(), network()
+        model = network()
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), process_set=some
         )
         steps = [[batch_of(comm.rank, 1)], [batch_of(comm.rank, 2)]]
-        own = train(model, optimizer, steps)
-        one = train(alone, torch.optim.SGD(alone.parameters(), 0.1), steps)
-        for values, wanted in zip(own, one, strict=True):
-            np.testing.assert_array_equal(values, wanted)
+        assert_as_one_process(train(model, optimizer, steps), steps)
         optimizer.close()
         made.close()
 

@@ -56,6 +56,8 @@ try:
     import horovod.tensorflow
 except ModuleNotFoundError as error:
     assert "docs/migrate-from-horovod.md" in str(error)
+else:
+    sys.exit("horovod.tensorflow is found")
 print(f"rank {rank()}: {total.tolist()} {sys.argv[1:]} {__name__}", flush=True)
 hvd.shutdown()
 """

@@ -293,6 +293,8 @@ else:
         hvd.init(comm=5)
     except TypeError as error:
         assert "expected a communicator of mpi4py or numbers of processes, got 5" in str(error)
+    else:
+        sys.exit("5 is taken for ranks")
 print("as expected", flush=True)
 """
 
