@@ -16,7 +16,8 @@ Cost per rank: up to floor(log2 P) + 2 buffers of S bytes, scratch S. A buffer g
 MPI over TCP sends a long message one direction after the other (`ring.exchange`).
 
 Order: both partners compute the lower rank's part op the higher one's, so all ranks get the same
-bits, in every run.
+bits, in every run. Every NaN of the result has the bits of `numpy.nan`: which of two NaNs an
+operation keeps depends on the processor.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations
 in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), section 4.5.
@@ -41,6 +42,7 @@ __all__ = ["allreduce", "allreduce_seconds", "combine_all"]
 def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: Deadline) -> None:
     """Replace `buffer` by the reduction over all ranks, in place."""
     combine_all(transport, buffer, reduction.combine(op), deadline)
+    device.canonical_nans(buffer)
 
 
 def allreduce_seconds(nbytes: float, layout: Layout) -> float:

@@ -21,6 +21,7 @@ __all__ = [
     "BFLOAT16",
     "Device",
     "DeviceBuffer",
+    "canonical_nans",
     "combine",
     "copy",
     "divide",
@@ -173,6 +174,16 @@ def combine(function: str, into: Any, other: Any) -> None:
         into.combine(function, other)
     else:
         getattr(np, function)(into, other, out=into)
+
+
+def canonical_nans(buffer: Any) -> None:
+    """Store NumPy's NaN in place of every NaN, in host memory; a device makes only one NaN.
+
+    For elements that several ranks compute: `collectives.kernels.combine` has the reason.
+    """
+    if not isinstance(buffer, DeviceBuffer) and buffer.dtype.kind in "fc":
+        parts = buffer.view(buffer.real.dtype)
+        parts[np.isnan(parts)] = np.nan
 
 
 def divide(buffer: Any, divisor: int) -> None:

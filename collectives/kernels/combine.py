@@ -1,5 +1,13 @@
 """How two numbers become one in compiled loops: what `arrays.reduction.RULES` names.
 
+Every NaN that a function returns has the bits of `numpy.nan`: quiet, positive, no payload. Several
+ranks compute the same element (`node.rounds.one_shot` and `direct`, `algorithms.letters`) and must
+get the same bits. Of two NaNs the hardware keeps the first one, but LLVM may exchange the operands
+of a sum or product, in one loop and not in another, for one processor and not for another.
+
+Cost of the comparison, loops alone, as a multiple of loops without: 0.99 to 1.03 with AVX-512, up
+to 1.1 with AVX2 from the level 1 cache, 0.97 to 1.02 from 1 MiB on.
+
 Importing this module loads numba, so import it inside the function that needs it.
 """
 
@@ -9,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from collectives.kernels.float16 import jitable
+from collectives.kernels.intrinsics import canonical_nan
 
 __all__ = [
     "BITWISE",
@@ -26,25 +35,27 @@ __all__ = [
 @jitable
 def add(a: Any, b: Any) -> Any:
     """Return the sum."""
-    return a + b
+    total = a + b
+    return canonical_nan(total, total, total)
 
 
 @jitable
 def multiply(a: Any, b: Any) -> Any:
     """Return the product."""
-    return a * b
+    product = a * b
+    return canonical_nan(product, product, product)
 
 
 @jitable
 def minimum(a: Any, b: Any) -> Any:
     """Return the smaller one; a NaN on either side wins, as in numpy.minimum."""
-    return a if a < b or a != a else b
+    return canonical_nan(a if a < b else b, a, b)
 
 
 @jitable
 def maximum(a: Any, b: Any) -> Any:
     """Return the larger one; a NaN on either side wins."""
-    return a if a > b or a != a else b
+    return canonical_nan(a if a > b else b, a, b)
 
 
 @jitable

@@ -61,11 +61,18 @@ from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import loads
 
-from collectives.kernels import turn
+from collectives.kernels import intrinsics, turn
 from collectives.kernels.intrinsics import load, pointer
 from collectives.kernels.machine_code import KNOWN_SYMBOLS
 
-__all__ = ["compiled", "from_number", "object_code", "python_code", "to_number"]
+__all__ = [
+    "canonical_nans",
+    "compiled",
+    "from_number",
+    "object_code",
+    "python_code",
+    "to_number",
+]
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +123,7 @@ def compiled(
         42
     """
     dispatcher: Any = numba.njit(**options)(function)
-    cache = _cache_of(function, includes, options)
+    cache = _cache_of(function, [intrinsics.__file__, *includes], options)
     if cache is not None:
         dispatcher._cache = cache
         dispatcher.compile = cache.in_turn(dispatcher.compile)
@@ -201,6 +208,7 @@ def python_code(function: Callable[..., int], symbol: str, arguments: int = 1) -
 
 
 _PYTHON_SIGNATURE = types.int64(types.voidptr, types.voidptr)
+canonical_nans: Any = intrinsics.canonical_nans
 _object: Any = pointer
 _argument: Any = load
 to_number: Any = types.ExternalFunction("PyLong_AsLongLong", types.int64(types.voidptr))

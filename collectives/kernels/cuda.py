@@ -1,9 +1,8 @@
 """Kernels of CUDA devices: 16-bit floats from 32- and 64-bit ones and back, arrays into buckets.
 
 The same numbers, bit for bit, as `collectives.kernels.convert` makes on the host. The text is C++,
-which CuPy compiles for the device at first use; of CUDA it has the four names that see a float's
-bits as an integer and back, and instructions where the device's compiler runs. A device's
-arithmetic makes one NaN of all NaNs: they pass by their bits, but where arrays are scaled.
+which CuPy compiles for the device at first use; of CUDA it has the three names that see a float's
+bits as an integer and back, and instructions where the device's compiler runs.
 
 A kernel reads every element once: 4 bytes in and 2 out for a float32, 4 more each way with a
 residual, which is as fast as the device's memory.
@@ -94,8 +93,8 @@ __device__ inline unsigned short round_float16(float x) {
     if (magnitude < 0x38800000u)
         result = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u;
     if (magnitude >= 0x477ff000u) result = 0x7c00u;
-    if (magnitude > 0x7f800000u) result = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
-    return (unsigned short)(result | ((bits >> 16) & 0x8000u));
+    result |= (bits >> 16) & 0x8000u;
+    return (unsigned short)(magnitude > 0x7f800000u ? 0x7e00u : result);
 }
 __device__ inline float widen_bfloat16(unsigned short half) {
     return __uint_as_float((unsigned)half << 16);
@@ -103,16 +102,10 @@ __device__ inline float widen_bfloat16(unsigned short half) {
 __device__ inline unsigned short round_bfloat16(float x) {
     unsigned bits = __float_as_uint(x);
     unsigned result = bits + 0x7fffu + ((bits >> 16) & 1u);
-    if (x != x) result = bits | 0x00400000u;
-    return (unsigned short)(result >> 16);
+    return (unsigned short)(x != x ? 0x7fc0u : result >> 16);
 }
 __device__ inline float single(float x) { return x; }
 __device__ inline float single(double x) {
-    if (x != x) {
-        unsigned long long nan = (unsigned long long)__double_as_longlong(x);
-        unsigned high = (unsigned)(nan >> 32) & 0x80000000u;
-        return __uint_as_float(high | 0x7fc00000u | ((unsigned)(nan >> 29) & 0x003fffffu));
-    }
     float close = nearest(x);
     double rounded = same(close);
     double exact = x < 0 ? -x : x;
@@ -162,13 +155,11 @@ _FIND = """
 
 KERNELS = {
     "widen": Kernel("uint16 x", "T y", "widen(widen_HALF(x), y);"),
-    "narrow": Kernel(
-        "T x, T divisor", "uint16 y", "y = round_HALF(single(x != x ? x : quotient(x, divisor)));"
-    ),
+    "narrow": Kernel("T x, T divisor", "uint16 y", "y = round_HALF(single(quotient(x, divisor)));"),
     "carry": Kernel(
         "T x, T divisor",
         "uint16 y, T residual",
-        "T sum = x != x ? x : total(quotient(x, divisor), residual);"
+        "T sum = total(quotient(x, divisor), residual);"
         " y = round_HALF(single(sum));"
         " T kept; widen(widen_HALF(y), kept);"
         " T error = difference(sum, kept);"

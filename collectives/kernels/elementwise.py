@@ -14,11 +14,26 @@ from numba.extending import register_jitable
 
 from collectives.kernels import compiling, float16
 from collectives.kernels.combine import BITWISE, FUNCTIONS
-from collectives.kernels.intrinsics import pointer, put_two_halves, two_halves
+from collectives.kernels.intrinsics import canonical_nan, pointer, put_two_halves, two_halves
 
 __all__ = ["loop", "make"]
 
 _FUNCTIONS = FUNCTIONS | BITWISE
+
+
+@float16.jitable
+def _add_wide(a: Any, b: Any) -> Any:
+    return a + b
+
+
+@float16.jitable
+def _multiply_wide(a: Any, b: Any) -> Any:
+    return a * b
+
+
+# Of 16-bit floats in float32. Their rounding stores NumPy's NaN, so sums and products need not: 64
+# KiB of float16 take 4.8 us, and 5.6 where both do.
+_WIDE_FUNCTIONS = FUNCTIONS | {"add": _add_wide, "multiply": _multiply_wide}
 
 Loop = Callable[[int, int, int, int], None]
 
@@ -63,10 +78,10 @@ def _both(name: str, function: str) -> Loop:
     """Return a loop `f(dest, a, b, n)` that combines two arrays; `dest` may be one of them."""
     if name in float16.CONVERSIONS:
         return _both_halves(name, function)
-    dtype, parts, combined = np.dtype(name), 1, _FUNCTIONS.get(function)
-    if combined is None:  # the mean, of complex numbers by their parts
-        dtype = np.empty(0, name).real.dtype
-        parts, combined = np.dtype(name).itemsize // dtype.itemsize, _mean_of_two(dtype)
+    dtype, parts = np.dtype(name), 1
+    if dtype.kind == "c" and function != "multiply":  # by their parts
+        dtype, parts = np.empty(0, name).real.dtype, 2
+    combined = _mean_of_two(dtype) if function == "mean" else _FUNCTIONS[function]
 
     def both(dest: int, first: int, second: int, n: int) -> None:
         y = carray(pointer(dest), parts * n, dtype)
@@ -82,7 +97,8 @@ def _mean_of_two(dtype: np.dtype[Any]) -> Callable[..., Any]:
     half = dtype.type(0.5)
 
     def mean(a: Any, b: Any) -> Any:
-        return a * half + b * half  # where a + b is too large, too
+        result = a * half + b * half  # where a + b is too large, too
+        return canonical_nan(result, result, result)
 
     return float16.jitable(mean)
 
@@ -116,17 +132,13 @@ def _both_halves(name: str, function: str) -> Loop:
 
 
 def _combined_as_float32(function: str) -> Callable[..., Any]:
-    exact = FUNCTIONS["add" if function == "mean" else function]
+    exact = _WIDE_FUNCTIONS["add" if function == "mean" else function]
     half = np.float32(0.5)
 
     def mean(a: Any, b: Any) -> Any:
         return np.float32(exact(a, b) * half)
 
-    def one_of_them(a: Any, b: Any) -> Any:
-        return float16.quiet(exact(a, b))
-
-    known = {"mean": mean, "minimum": one_of_them, "maximum": one_of_them}
-    return float16.jitable(known[function]) if function in known else exact
+    return float16.jitable(mean) if function == "mean" else exact
 
 
 def _start(name: str, function: str) -> Loop:
@@ -157,7 +169,7 @@ def _behind(name: str, function: str) -> Loop:
 def _start_half(half: str, function: str) -> Loop:
     """Return a loop that combines two arrays of 16-bit floats into float32."""
     widen, _ = float16.CONVERSIONS[half]
-    combined = FUNCTIONS[function]
+    combined = _WIDE_FUNCTIONS[function]
 
     def start(dest: int, first: int, second: int, n: int) -> None:
         y = carray(pointer(dest), n, np.float32)
@@ -172,7 +184,7 @@ def _start_half(half: str, function: str) -> Loop:
 def _add_half(half: str, function: str) -> Loop:
     """Return a loop that combines float32 with 16-bit floats."""
     widen, _ = float16.CONVERSIONS[half]
-    combined = FUNCTIONS[function]
+    combined = _WIDE_FUNCTIONS[function]
 
     def add(dest: int, source: int, n: int, size: int) -> None:
         a = carray(pointer(dest), n, np.float32)

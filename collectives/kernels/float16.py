@@ -4,8 +4,8 @@ numba knows neither type, so that both are seen as their bits, uint16.
 
 *Widening* is exact. *Rounding* goes to the nearest, a tie to the even one, as IEEE 754 asks for: a
 number beyond the largest becomes an infinity, a small one a subnormal, an infinity and the sign of
-a zero stay. A NaN stays a NaN of its sign with the quiet bit set (except that widening a bfloat16,
-which only moves bits, keeps a signalling NaN).
+a zero stay. Every NaN is rounded to the same bits, those of `numpy.nan` (`kernels.combine` has the
+reason). Widening keeps a NaN's sign and payload, and sets the quiet bit of a float16.
 
 The functions are called from loops that numba compiles; they are inlined and vectorised there.
 `collectives.kernels.convert` has such loops over arrays.
@@ -30,7 +30,6 @@ __all__ = [
     "bits_of",
     "float_of",
     "jitable",
-    "quiet",
     "round_bfloat16",
     "round_half",
     "single",
@@ -71,15 +70,6 @@ def float_of(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.uint32), codegen
 
 
-@jitable
-def quiet(x: Any) -> Any:
-    """Return a float32 as it is, but a NaN with the quiet bit.
-
-    Conversion sets it, too; but LLVM leaves out the two of a number that is widened and rounded.
-    """
-    return float_of(_U(bits_of(x) | _U(0x00400000))) if x != x else x
-
-
 @intrinsic
 def _convert_from_half(typingctx: Any, half: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -103,7 +93,7 @@ def _widen_half_by_instruction(half: Any) -> Any:
 
 @jitable
 def _round_half_by_instruction(x: Any) -> Any:
-    return _convert_to_half(x)
+    return types.uint16(0x7E00) if x != x else _convert_to_half(x)
 
 
 # A float32 has 1 + 8 + 23 bits of sign, exponent (bias 127) and fraction, a float16 1 + 5 + 10
@@ -141,9 +131,10 @@ def _round_half_by_integers(x: Any) -> Any:
         result = _U(bits_of(float_of(magnitude) + np.float32(0.5)) - _U(0x3F000000))
     if magnitude >= _U(0x477FF000):
         result = _U(0x7C00)
+    result = _U(result | _U(_U(bits >> _U(16)) & _U(0x8000)))
     if magnitude > _U(0x7F800000):
-        result = _U(_U(0x7E00) | _U(_U(magnitude >> _U(13)) & _U(0x3FF)))
-    return types.uint16(_U(result | _U(_U(bits >> _U(16)) & _U(0x8000))))
+        result = _U(0x7E00)
+    return types.uint16(result)
 
 
 def _has_instruction() -> bool:
@@ -176,7 +167,7 @@ def _rounded_bits(x: Any) -> Any:
     odd = _U(_U(bits >> _U(16)) & _U(1))
     result = _U(bits + _U(0x7FFF) + odd)
     if x != x:
-        result = _U(bits | _U(0x00400000))
+        result = _U(0x7FC00000)
     return result
 
 

@@ -17,9 +17,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 __all__ = [
-    "call", "clock_gettime", "copy", "drain", "fence", "load", "look_at_message", "on_stack",
-    "pair", "pause", "pointer", "put_two_halves", "sched_yield", "start_message", "store", "stream",
-    "two_halves",
+    "call", "canonical_nan", "canonical_nans", "clock_gettime", "copy", "drain", "fence", "load",
+    "look_at_message", "on_stack", "pair", "pause", "pointer", "put_two_halves", "sched_yield",
+    "start_message", "store", "stream", "two_halves",
 ]  # fmt: skip
 
 # From so many bytes on the C library copies by the processor's instruction for strings, `rep
@@ -85,6 +85,45 @@ def put_two_halves(typingctx: Any, array: Any, i: Any, halves: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.uint32), codegen
+
+
+def _number_or_nan(builder: Any, number: Any, a: Any, b: Any) -> Any:
+    nan = ir.Constant(number.type, float("nan"))
+    return builder.select(builder.fcmp_unordered("uno", a, b), nan, number)
+
+
+@intrinsic
+def canonical_nan(typingctx: Any, result: Any, a: Any, b: Any) -> Any:
+    """Return `result`, or NumPy's NaN where `a` or `b` is a NaN; of complex numbers, by parts.
+
+    All are of one type. Integers are returned as they are.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        made = args[0]
+        if isinstance(result, types.Float):
+            return _number_or_nan(builder, *args)
+        if isinstance(result, types.Complex):
+            for i in range(2):
+                parts = [builder.extract_value(arg, i) for arg in args]
+                made = builder.insert_value(made, _number_or_nan(builder, *parts), i)
+        return made
+
+    return result(result, result, result), codegen
+
+
+@intrinsic
+def canonical_nans(typingctx: Any, numbers: Any) -> Any:
+    """Return a tuple of numbers of one type with NumPy's NaN in place of every NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (made,) = args
+        for i in range(len(numbers)):
+            number = builder.extract_value(made, i)
+            made = builder.insert_value(made, _number_or_nan(builder, number, number, number), i)
+        return made
+
+    return numbers(numbers), codegen
 
 
 @intrinsic

@@ -28,7 +28,7 @@ import numpy as np
 from collectives.algorithms import doubling, hierarchical, letters, selection
 from collectives.algorithms.layout import Layout
 from collectives.algorithms.letters import HEAD_BYTES, Letters
-from collectives.arrays import reduction
+from collectives.arrays import device, reduction
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MAX, Op
 from collectives.operations.descriptions import Description, raise_mismatch
@@ -210,7 +210,11 @@ def _written(hashes: tuple[int, int], data: Array) -> Array:
 def _read(letter: Array, like: Array) -> Array | None:
     """Return the contribution in a letter, None if it says that ranks disagree."""
     smallest, inverse = letter[:HEAD_BYTES].view(np.int64)
-    return _carried(letter, like) if smallest == ~inverse else None
+    if smallest != ~inverse:
+        return None
+    joined = _carried(letter, like)
+    device.canonical_nans(joined)
+    return joined
 
 
 def _combine(contribution: Contribution, ours: Array, theirs: Array) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypedDict, overload
 
 import numpy as np
 
-from collectives.arrays import host, reduction
+from collectives.arrays import device, host, reduction
 from collectives.arrays.host import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
 from collectives.operations.call import enter
@@ -159,6 +159,7 @@ def _joined(
     summed = np.zeros((len(found), *rows.shape[1:]), reduction.work_dtype(rows.dtype))
     with reduction.quiet():
         np.add.at(summed, place, all_rows)  # in the order of the ranks
+        device.canonical_nans(summed)
         if op is MEAN:
             summed /= group.size
     return found, summed

@@ -218,6 +218,15 @@ def test_rows_of_16_bits_are_added_in_32(world, dtype, num_rows):
     world.run(check)
 
 
+def test_a_nan_of_rows_that_every_rank_adds_is_numpys(world):
+    def check(comm):
+        bits = np.full((2, 3), 0xFFC00001 + comm.rank, np.uint32)  # of another sign and payload
+        _, rows = comm.sparse_allreduce([4, 4], bits.view(np.float32), algorithm="rows")
+        np.testing.assert_array_equal(rows.view(np.uint32), 0x7FC00000)
+
+    world.run(check)
+
+
 def test_sparse_rows_go_the_way_that_is_asked_for(world):
     def check(comm):
         # By rows all are added one by one; densely each rank's own ones first. 2^24 + 1 is no

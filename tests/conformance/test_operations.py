@@ -172,6 +172,29 @@ def test_infinities_and_nans_reach_every_rank(world, algorithm):
     world.run(check)
 
 
+# By these algorithms several ranks compute the same element.
+EACH_COMPUTES = ("node", "doubling")
+
+
+@pytest.mark.algorithms("allreduce")
+def test_all_ranks_get_the_same_nan(world, algorithm):
+    def check(comm):
+        for dtype in oracle.FLOATS:
+            bits = np.dtype(f"u{dtype.itemsize}")
+            numpys = np.array([np.nan], dtype).view(bits)
+            sign = (comm.rank + 1) % 2 << (8 * dtype.itemsize - 1)
+            x = np.full(70, int(numpys[0]) + sign + comm.rank, bits).view(dtype)
+            for op in (cc.SUM, cc.MEAN, cc.PRODUCT, cc.MIN, cc.MAX):
+                result = comm.allreduce(x, op=op, algorithm=algorithm)
+                assert np.isnan(result.astype(np.float64)).all(), (dtype, op)
+                if algorithm != "native":  # of which MPI does not promise the bits
+                    assert len(set(comm.allgather_object(result.tobytes()))) == 1, (dtype, op)
+                if comm.size > 1 and algorithm in EACH_COMPUTES:
+                    np.testing.assert_array_equal(result.view(bits), numpys[0])
+
+    world.run(check)
+
+
 def test_mean_does_not_overflow_where_it_fits(world):
     def check(comm):
         for dtype in (np.float16, np.float32, np.float64):

@@ -22,8 +22,6 @@ PROLOGUE = """
 #define __device__
 static inline unsigned __float_as_uint(float x) { unsigned b; std::memcpy(&b, &x, 4); return b; }
 static inline float __uint_as_float(unsigned b) { float x; std::memcpy(&x, &b, 4); return x; }
-static inline long long __double_as_longlong(double x)
-{ long long b; std::memcpy(&b, &x, 8); return b; }
 static inline double __longlong_as_double(long long b)
 { double x; std::memcpy(&x, &b, 8); return x; }
 """

@@ -1,4 +1,7 @@
-"""Loops over two arrays at once: the bits of those that begin, go on and save, and vectorised."""
+"""Loops over two arrays at once: the bits of those that begin, go on and save, and vectorised.
+
+`.ci/processors` runs this file with the code of other processors.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,23 @@ from collectives.kernels import elementwise, loops
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
 COUNTS = [0, 1, 2, 7, 64, 333]
+
+# Types of numbers that may be NaN, and how numpy.nan is stored: what every NaN of a result is.
+NANS = {
+    np.dtype(np.float16): 0x7E00,
+    np.dtype(ml_dtypes.bfloat16): 0x7FC0,
+    np.dtype(np.float32): 0x7FC00000,
+    np.dtype(np.float64): 0x7FF8 << 48,
+    np.dtype(np.complex64): 0x7FC00000,
+    np.dtype(np.complex128): 0x7FF8 << 48,
+}
+UFUNCS = {
+    cc.SUM: np.add,
+    cc.MEAN: np.add,
+    cc.MIN: np.minimum,
+    cc.MAX: np.maximum,
+    cc.PRODUCT: np.multiply,
+}
 
 # Zeros, subnormal, small, large and infinite ones and both kinds of NaN, of either type of 16 bits.
 KINDS = [
@@ -95,6 +115,51 @@ def test_two_at_once_have_the_bits_of_two_by_steps(dtype, op):
             result = place(b)
             call(loops.behind(dtype, op.value), result, place(a), count, 2)
             assert result.tobytes() == expected
+
+
+def parts_of(array):
+    """Return the numbers of an array, of complex ones the parts."""
+    return array.view(array.real.dtype) if array.dtype.kind == "c" else array
+
+
+def with_nans(dtype):
+    """Return two arrays: every NaN beside every other, numbers, zeros and infinities."""
+    nan = NANS[dtype]
+    part = parts_of(np.empty(0, dtype)).dtype
+    sign, last = 1 << (8 * part.itemsize - 1), 1
+    quiet_bit = nan & ~(nan << 1)  # the first bit of the fraction
+    infinity = nan ^ quiet_bit
+    kinds = [nan, nan | 1, nan | sign, nan | sign | 2, infinity | last, infinity | last | sign]
+    kinds += [0, sign, infinity, infinity | sign]
+    kinds = np.array(kinds, f"u{part.itemsize}").view(part)
+    kinds = np.append(kinds, np.array([1.5, -3], part))
+    pairs = np.repeat(kinds, len(kinds)), np.tile(kinds, len(kinds))
+    return [np.tile(x, 3).view(dtype) for x in pairs]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
+@pytest.mark.parametrize("dtype", NANS, ids=str)
+def test_every_nan_has_the_bits_of_numpys(dtype, op):
+    if not oracle.is_defined(op, dtype):
+        pytest.skip("not defined")
+    a, b = with_nans(dtype)
+    with np.errstate(all="ignore"):
+        wide = [x if dtype.kind == "c" else x.astype(np.float64) for x in (a, b)]
+        is_nan = np.isnan(parts_of(UFUNCS[op](*wide)))
+    whole, count = loops.loops(dtype, op.value, of_two=True), a.size
+    results = {name: np.zeros_like(a) for name in ("start", "steps", "add", "behind")}
+    call(whole.start, results["start"], a, b, count)
+    results["steps"][...] = by_steps(loops.loops(dtype, op.value), a, b)
+    results["add"][...] = a
+    call(whole.add, results["add"], b, count, 2)
+    results["behind"][...] = b
+    call(loops.behind(dtype, op.value), results["behind"], a, count, 2)
+    for name, result in results.items():
+        numbers = parts_of(result)
+        found = numbers.view(f"u{numbers.itemsize}")[is_nan]
+        assert found.size > 100, name
+        np.testing.assert_array_equal(found, NANS[dtype], err_msg=name)
+        assert not np.isnan(numbers.astype(np.float64)[~is_nan]).any(), name
 
 
 @pytest.mark.parametrize("function", ["add", "mean"])
