@@ -40,9 +40,6 @@ _CODECS = {
 _LANES = 256
 
 
-_callable_from_loops = functools.cache(register_jitable)
-
-
 @overload(rules.square_root)
 def _square_root(x: Any) -> Callable[[Any], Any]:
     def root(x: Any) -> Any:
@@ -138,12 +135,27 @@ def _typed(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> tuple[Any, ...]:
 def _compiled_rule(
     rule: rules.Rule, dtype: np.dtype[Any], slots: int, numbers: int
 ) -> Callable[..., None]:
-    _callable_from_loops(rule)
     number: Any = numba.from_dtype(dtype)
     changed, read = (types.Array(number, 1, "C", readonly=only) for only in (False, True))
     parameters = types.UniTuple(number, numbers)  # type: ignore[no-untyped-call]
     arguments = (changed, read, *[changed] * slots, parameters)
-    return _compiled(rules.loop(rule, slots), arguments)
+    return _compiled(rules.loop(_with_one_nan(rule), slots), arguments)
+
+
+@functools.cache
+def _with_one_nan(rule: rules.Rule) -> rules.Rule:
+    """Return a rule of which every NaN has the bits of `numpy.nan`, callable from loops.
+
+    `collectives.kernels.combine` has the reason.
+    """
+    formula = register_jitable(rule)
+    one_nan = compiling.canonical_nans
+
+    def settled(*inputs: Any) -> Any:
+        return one_nan(formula(*inputs))
+
+    made: rules.Rule = register_jitable(settled)
+    return made
 
 
 @functools.cache

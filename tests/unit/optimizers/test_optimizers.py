@@ -60,6 +60,25 @@ def test_16_bit_variables_are_computed_in_float32_and_rounded_once_per_step(name
         np.testing.assert_array_equal(slot, expected[key])
 
 
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("dtype", "bits", "nan"),
+    [(np.float32, "u4", 0x7FC00000), (ml_dtypes.bfloat16, "u2", 0x7FC0)],
+    ids=["float32", "bfloat16"],
+)
+def test_every_nan_of_a_variable_and_its_slots_is_numpys(name, dtype, bits, nan):
+    sign = np.dtype(bits).type(1 << (8 * np.dtype(bits).itemsize - 1))
+    given = [np.full(70, nan + sign + payload, bits) for payload in (1, 2, 3)]
+    variable, *gradients = (array.view(dtype) for array in given)
+    optimizer = MAKERS[name](0.05)
+    for gradient in gradients:
+        optimizer.apply_gradients([(gradient, variable)])
+    np.testing.assert_array_equal(variable.view(bits), nan)
+    for slot in optimizer.state_dict().values():
+        if hasattr(slot, "dtype"):
+            np.testing.assert_array_equal(slot.view("u4"), 0x7FC00000)
+
+
 def test_large_float16_gradients_do_not_overflow_in_between():
     variable = np.zeros(3, np.float16)
     optimizer = Momentum(1e-3, 0.9)
