@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import collectives as cc
+from limits import Limit
 
 __all__ = ["in_thread", "raised", "until"]
 
@@ -22,9 +23,9 @@ def in_thread(function, *args, **options):
 
 def until(condition):
     """Wait for what another thread brings about."""
-    give_up = time.monotonic() + LIMIT
+    limit = Limit(LIMIT)
     while not condition():
-        assert time.monotonic() < give_up
+        assert limit.left()
         time.sleep(0.001)
 
 

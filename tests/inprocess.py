@@ -21,6 +21,7 @@ from collectives.errors import MismatchError
 from collectives.settings import Settings
 from collectives.transport.mailbox import Mailbox
 from collectives.transport.transport import Transport
+from limits import Limit
 
 MODES = ("eager", "synchronous")
 
@@ -269,8 +270,10 @@ def run_ranks(size, function, mode="eager", *, timeout=20.0, leaders=None, setti
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
+    limit = Limit(timeout + 40)
     for thread in threads:
-        thread.join(timeout + 40)
+        while thread.is_alive() and (left := limit.left()):
+            thread.join(left)
         assert not thread.is_alive(), "a rank is still waiting after its deadline"
     for error in errors:
         if error is not None:

@@ -14,6 +14,7 @@ import pytest
 
 import strategies
 from launcher import ROOT, asked_to_stop, environment, mpirun, mpirun_path, run
+from limits import Limit, output_of
 from pairwise import also
 from requirements import needs
 
@@ -141,12 +142,12 @@ def test_a_signal_of_the_batch_system_leaves_a_checkpoint_to_go_on_from(tmp_path
     )  # fmt: skip
     try:
         metrics = tmp_path / "out" / "metrics.jsonl"
-        limit = time.monotonic() + 60
+        limit = Limit(60)
         while not metrics.exists() or not metrics.read_text():
-            assert time.monotonic() < limit, "training has not begun"
+            assert limit.left(), "training has not begun"
             time.sleep(0.05)
         process.send_signal(signal.SIGUSR1)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = output_of(process, 60)
     finally:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher import ROOT
+from limits import Limit
 from requirements import needs
 
 pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("machines")]
@@ -25,9 +26,9 @@ POLL_SECONDS = 0.02
 
 def until(what, true, seconds=RUN_SECONDS):
     """Wait until `true()`; fails after `seconds`."""
-    deadline = time.monotonic() + seconds
+    limit = Limit(seconds)
     while not true():
-        assert time.monotonic() < deadline, f"not after {seconds:g} s: {what}"
+        assert limit.left(), f"not after {seconds:g} s: {what}"
         time.sleep(POLL_SECONDS)
 
 

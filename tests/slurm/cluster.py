@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 import configuration
 from configuration import NODES
 
+from limits import Limit
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "sinfo", "srun", "scancel")
 BOOT_SECONDS = 60.0  # takes 1 to 3 s
 COMMAND_SECONDS = 30.0
@@ -293,9 +295,9 @@ class SlurmCluster:
         self, what: str, probe: Callable[[], T | None], timeout: float, job: int | str = 0
     ) -> T:
         """Return what the probe says, once that is not None; raises TimeoutError as wait does."""
-        deadline = time.monotonic() + timeout
+        limit = Limit(timeout)
         while (value := probe()) is None:
-            if time.monotonic() > deadline:
+            if not limit.left():
                 text = f"cluster: no {what} after {timeout:g} s"
                 if job:
                     text += f"\n{self.run('scontrol', 'show', 'job', str(job))}\n{self.output(job)}"
