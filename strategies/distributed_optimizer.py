@@ -145,8 +145,8 @@ def DistributedOptimizer(
 
     Raises:
         TypeError: there is no such kind of optimizer; on all ranks.
-        ValueError: an option is out of range, a parameter has no name or the name of another, or
-            the strategy does not average so; on all ranks.
+        ValueError: an option is out of range, the optimizer is wrapped already, a parameter has no
+            name or the name of another, or the strategy does not average so; on all ranks.
         MismatchError: ranks differ in what they gave; on all ranks.
 
     Cost: of the comparison in the first step, one read of parameters and state, 60 to 150 ms per GB
@@ -180,6 +180,7 @@ def DistributedOptimizer(
 
     def prepare() -> tuple[_Make, list[str]]:
         rule.check()
+        wrap.check_unwrapped(optimizer)
         make, facts = _recognised(optimizer, named_parameters)
         if strategy is not None:
             wrap.check_averaging(strategy, arrays=facts[0] == _ARRAYS)

@@ -51,6 +51,8 @@ class AveragingOptimizer:
     `facts_of_optimizer` of it.
     """
 
+    is_distributed = True
+
     def __init__(
         self,
         optimizer: ArrayOptimizer,

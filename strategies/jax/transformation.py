@@ -29,10 +29,16 @@ from strategies.replicas.context import require_one_replica
 from strategies.sparse import Rows
 from strategies.structures import WHOLE
 
-__all__ = ["PassesState", "wrap"]
+__all__ = ["AveragingTransformation", "PassesState", "wrap"]
 
 # By which name errors call what users make by it; as in `distributed_optimizer`.
 _KNOWN_AS = dict.fromkeys(["update", "on_the_host"], "DistributedOptimizer.update")
+
+
+class AveragingTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc,name-defined,unused-ignore]
+    """A transformation of Optax that averages over the ranks; made by `DistributedOptimizer`."""
+
+    is_distributed = True
 
 
 class PassesState(NamedTuple):
@@ -53,7 +59,7 @@ class PassesState(NamedTuple):
 
 def wrap(
     transformation: optax.GradientTransformation, comm: cc.Communicator, rule: Rule
-) -> optax.GradientTransformationExtraArgs:
+) -> AveragingTransformation:
     """Make a transformation average over the ranks; see `strategies.DistributedOptimizer`.
 
     *Collective*; so is every `update` of the result. Its state is that of the given transformation,
@@ -74,7 +80,7 @@ def wrap(
         return made, changed
 
     if rule.backward_passes_per_step == 1:
-        return optax.GradientTransformationExtraArgs(inner.init, update)
+        return AveragingTransformation(inner.init, update)
     return _with_passes(inner, average, rule.backward_passes_per_step)
 
 
@@ -118,7 +124,7 @@ def _with_passes(inner: Any, average: _Average, wanted: int) -> Any:
             return made, changed
         return enough() if int(count) == wanted else not_yet()
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return AveragingTransformation(init, update)
 
 
 def _weighted(gradient: Any, examples: Any) -> Any:

@@ -31,6 +31,7 @@ class Optax:
 
     Raises:
         TypeError: it is not a transformation.
+        ValueError: `DistributedOptimizer` has wrapped it.
 
     Attributes:
         step: number of updates so far.
@@ -51,6 +52,11 @@ class Optax:
             raise TypeError(
                 "Optax: expected a transformation, such as optax.adam(1e-3), got "
                 f"{type(transformation).__name__}"
+            )
+        if getattr(type(transformation), "is_distributed", False):
+            raise ValueError(
+                "Optax: the strategy averages gradients, expected a transformation that "
+                "DistributedOptimizer has not wrapped, got a wrapped one"
             )
         self._transformation = transformation
         self._names: list[str] = []

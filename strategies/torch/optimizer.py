@@ -76,6 +76,8 @@ class TorchOptimizer(_Optimizer):
         comm: the ranks that average.
     """
 
+    is_distributed = True
+
     # `Optimizer.__init__` is not called: groups, state and hooks are those of the one held here,
     # found by `__getattr__`.
     def __init__(

@@ -35,6 +35,8 @@ class StrategyTransformation(optax.GradientTransformationExtraArgs):  # type: ig
     (`strategy.state_dict()`).
     """
 
+    is_distributed = True
+
     def pull(self, params: Any) -> Any:
         """Return the newest values, such as for an evaluation; not in a compiled program.
 

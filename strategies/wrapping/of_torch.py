@@ -35,6 +35,8 @@ class StrategyTorchOptimizer(_Optimizer):
         strategy: that makes the steps.
     """
 
+    is_distributed = True
+
     # `Optimizer.__init__` is not called: groups and hooks are those of the one held here.
     def __init__(
         self, optimizer: torch.optim.Optimizer, strategy: HostingStrategy, named_parameters: Any

@@ -11,12 +11,35 @@ from strategies.optimizers import Optimizer
 from strategies.strategy import Strategy
 from strategies.wrapping.hosting import HostingStrategy
 
-__all__ = ["StrategyOptimizer", "check_averaging", "is_hosting", "ranks_of", "wrapped"]
+__all__ = [
+    "StrategyOptimizer",
+    "check_averaging",
+    "check_unwrapped",
+    "is_hosting",
+    "ranks_of",
+    "wrapped",
+]
 
 
 def is_hosting(strategy: Any) -> bool:
     """Whether a strategy makes steps elsewhere, not on every rank."""
     return hasattr(type(strategy), "host")
+
+
+def check_unwrapped(optimizer: Any) -> None:
+    """Refuse a wrapped optimizer, and one that holds a wrapped optimizer as its `optimizer`.
+
+    Raises:
+        ValueError: gradients would be combined twice.
+    """
+    held = optimizer
+    while held is not None:
+        if getattr(type(held), "is_distributed", False):
+            raise ValueError(
+                "DistributedOptimizer: the optimizer is wrapped already and would combine "
+                f"gradients twice, expected one that is not wrapped, got {type(held).__name__}"
+            )
+        held = getattr(held, "__dict__", {}).get("optimizer")
 
 
 def ranks_of(strategy: Strategy) -> cc.Communicator:
@@ -65,9 +88,11 @@ def wrapped(optimizer: Any, strategy: HostingStrategy, named_parameters: Any) ->
 
     Raises:
         TypeError: there is no such kind of optimizer.
-        ValueError: a process has several replicas, or no optimizer here takes the same steps.
+        ValueError: a process has several replicas, the optimizer is wrapped already, or no
+            optimizer here takes the same steps.
     """
     _check_alone(strategy.devices)
+    check_unwrapped(optimizer)
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
         from strategies.wrapping import of_torch
@@ -94,6 +119,8 @@ class StrategyOptimizer:
         optimizer: the one that it was made of.
         strategy: that makes the steps.
     """
+
+    is_distributed = True
 
     def __init__(self, optimizer: Optimizer, strategy: HostingStrategy) -> None:
         self.optimizer = optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import pytest
 
 import collectives as cc
 import strategies
+import strategies.horovod.numpy as hvd
 
 
 def batches_of(rank, steps=8, rows=None):
@@ -408,6 +410,31 @@ def test_wrong_options_of_one_rank_are_errors_on_all(world, case):
         with pytest.raises(kind, match=words):
             strategies.DistributedOptimizer(strategies.SGD(1.0), comm=comm, **own)
         assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+def test_a_wrapped_optimizer_is_not_wrapped_again(world):
+    class Holding(strategies.SGD):
+        def __init__(self, optimizer):
+            super().__init__(1.0)
+            self.optimizer = optimizer
+
+    def check(comm):
+        made = hvd.Session(comm)
+        wrappers = [
+            lambda given: strategies.DistributedOptimizer(given, comm=comm),
+            lambda given: hvd.DistributedOptimizer(given, process_set=made.world),
+        ]
+        for first, second in itertools.product(wrappers, repeat=2):
+            wrapped = first(strategies.SGD(1.0))
+            for given in (wrapped, Holding(wrapped)):
+                with pytest.raises(ValueError, match="is wrapped already and .* AveragingOptimi"):
+                    second(given)
+            odd = wrapped if comm.rank == comm.size - 1 else strategies.SGD(1.0)
+            with pytest.raises(ValueError, match="is wrapped already"):
+                second(odd)
+        made.close()
 
     world.run(check)
 

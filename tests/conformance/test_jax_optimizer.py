@@ -278,6 +278,21 @@ def test_a_forgotten_broadcast_or_another_rate_is_an_error_on_all(world, compile
     world.run(check)
 
 
+def test_a_wrapped_transformation_is_not_wrapped_again(world):
+    def check(comm):
+        wrapped = strategies.DistributedOptimizer(optax.sgd(0.1), comm=comm)
+        passes = strategies.DistributedOptimizer(
+            optax.sgd(0.1), comm=comm, backward_passes_per_step=2
+        )
+        for given in (wrapped, passes):
+            with pytest.raises(ValueError, match="is wrapped already and .*, got AveragingTrans"):
+                strategies.DistributedOptimizer(given, comm=comm)
+            with pytest.raises(ValueError, match="Optax: the strategy averages gradients"):
+                strategies.optimizers.Optax(given)
+
+    world.run(check)
+
+
 def test_rows_are_not_averaged_by_a_transformation(world):
     def check(comm):
         transformation = strategies.DistributedOptimizer(optax.sgd(0.1), comm=comm)

@@ -11,6 +11,7 @@ import pytest
 
 import collectives as cc
 import strategies
+import strategies.horovod.common as hvd
 from requirements import installed
 
 torch = installed("torch")
@@ -522,6 +523,20 @@ def test_wrong_names_on_one_rank_are_errors_on_all(world, case, kind, words):
                 torch.optim.SGD(model.parameters(), 0.1), named_parameters=named, comm=comm
             )
         assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+def test_a_wrapped_optimizer_is_not_wrapped_again(world):
+    def check(comm):
+        sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        wrapped = strategies.DistributedOptimizer(sgd, comm=comm)
+        with pytest.raises(ValueError, match="is wrapped already and .*, got TorchOptimizer"):
+            strategies.DistributedOptimizer(wrapped, comm=comm)
+        made = hvd.Session(comm)
+        with pytest.raises(ValueError, match="is wrapped already and .*, got TorchOptimizer"):
+            hvd.DistributedOptimizer(wrapped, process_set=made.world)
+        made.close()
 
     world.run(check)
 

@@ -290,6 +290,8 @@ def test_what_cannot_be_wrapped_is_an_error_on_all_tasks_and_the_next_call_works
         optimizer = strategies.DistributedOptimizer(sgd, strategy=strategy)
         with pytest.raises(ValueError, match="add_param_group: parameters are on other tasks"):
             optimizer.add_param_group({"params": []})
+        with pytest.raises(ValueError, match="is wrapped already and .* StrategyTorchOptimizer"):
+            strategies.DistributedOptimizer(optimizer, strategy=strategy)
         if training(server):
             weight.grad = torch.ones(3)
             sgd.param_groups[0]["lr"] = float("nan")
