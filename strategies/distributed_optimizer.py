@@ -128,9 +128,10 @@ def DistributedOptimizer(
             `step` is called once for all of them.
         compare: what ranks compare in the first step, before anything changes. "all": the bits of
             the parameters, the class and the settings of the optimizer, such as its learning rate,
-            and its state. "parameters": these alone, where settings differ on purpose. "nothing".
-            Optax shows no settings: the updates that it makes are compared instead, of the first
-            two steps, and parameters only if `update` is given them.
+            and its state; the settings also in every later step. "parameters": these alone, where
+            settings differ on purpose. "nothing". Optax shows no settings: the updates that it
+            makes are compared instead, of the first two steps, and in every step floating-point
+            scalars of its state; parameters only if `update` is given them.
         compare_every: compare again in every so many steps; None: in the first one only.
         strategy: whose ranks combine gradients, in place of `comm`; of `OneDeviceStrategy` this
             one alone. Several devices of a process are for optimizers of arrays, which are used in
@@ -149,9 +150,10 @@ def DistributedOptimizer(
             name or the name of another, or the strategy does not average so; on all ranks.
         MismatchError: ranks differ in what they gave; on all ranks.
 
-    Cost: of the comparison in the first step, one read of parameters and state, 60 to 150 ms per GB
-    on the host, and one message of 17 bytes to every rank, in place of the one that compares names
-    and shapes; of arrays on a device, their way to the host.
+    Cost: of the comparison of settings in each step 3 us for 11 of PyTorch in one group, 18 us for
+    55 in 5 groups, and no message. Of the comparison in the first step, one read of parameters and
+    state, 60 to 150 ms per GB on the host, and one message of 17 bytes to every rank, in place of
+    the one that compares names and shapes; of arrays on a device, their way to the host.
     """
     rule = Rule(
         op=op,

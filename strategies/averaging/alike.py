@@ -13,6 +13,7 @@ itself and -0.0 differs from 0.0.
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from strategies.optimizers.base import Optimizer
 from strategies.structures import named_leaves, state_of, value_of
 
 __all__ = [
+    "ON_PURPOSE",
     "Compare",
     "Fact",
     "Kind",
@@ -36,6 +38,7 @@ __all__ = [
     "facts_of_state",
     "setting",
     "settings_of",
+    "words",
 ]
 
 Compare = Literal["all", "parameters", "nothing"]
@@ -43,6 +46,10 @@ Kind = Literal["value", "parameter", "state", "setting", "update"]
 
 _MOST_RANKS = 8  # named in an error
 _OF_SHAPE = " of shape "
+
+# Numbers of a setting that are compared one by one. A longer array in a parameter group is a buffer
+# of the optimizer, whose contents need not be set.
+_MOST_NUMBERS = 16
 
 
 class Fact(NamedTuple):
@@ -59,7 +66,7 @@ class Fact(NamedTuple):
     words: str
 
 
-_ON_PURPOSE = 'compare="parameters" is for settings that differ on purpose'
+ON_PURPOSE = 'compare="parameters" is for settings that differ on purpose'
 
 # What a kind is called, and what to do where it differs before the first step.
 _KINDS: dict[Kind, tuple[str, str]] = {
@@ -72,8 +79,8 @@ _KINDS: dict[Kind, tuple[str, str]] = {
         "optimizer state",
         "call strategies.broadcast_optimizer_state(...) before the first step",
     ),
-    "setting": ("settings", _ON_PURPOSE),
-    "update": ("updates of the same gradients, as by another learning rate", _ON_PURPOSE),
+    "setting": ("settings", ON_PURPOSE),
+    "update": ("updates of the same gradients, as by another learning rate", ON_PURPOSE),
 }
 
 
@@ -114,6 +121,7 @@ def compare(
     facts: Callable[[], Sequence[Fact]],
     *,
     earlier: str | None = None,
+    remedy: str | None = None,
 ) -> None:
     """Raise an error on all ranks unless the facts of all are the same.
 
@@ -124,12 +132,13 @@ def compare(
         what: the operation, for errors.
         facts: makes those of this rank; an error of it is raised on all.
         earlier: if the ranks were alike before, when that was: then no broadcast was forgotten.
+        remedy: in place of the usual ones.
 
     Raises:
         MismatchError: they are not; names the first difference of each kind.
         Exception: as `raise_everywhere`.
     """
-    explain = partial(_explained, earlier=earlier)
+    explain = partial(_explained, earlier=earlier, remedy=remedy)
     agreement.compare(comm, what, lambda: (None, facts()), explain)
 
 
@@ -171,19 +180,25 @@ def checksum(array: Any) -> str:
 
 
 def setting(name: str, value: Any) -> Fact:
-    """Describe a setting of an optimizer: numbers by value, whatever their type."""
-    return Fact("setting", name, _words(value))
+    """Describe a setting of an optimizer by its `words`."""
+    return Fact("setting", name, words(value))
 
 
-def _words(value: Any) -> str:
-    if hasattr(value, "tolist"):  # an array of any library
-        value = value.tolist()
+def words(value: Any) -> str:
+    """Describe the value of a setting: numbers by value, whatever their type.
+
+    Example:
+        >>> words((np.float32(0.5), 1, True)), words(np.zeros(1000))
+        ('(0.5, 1.0, True)', 'of ndarray')
+    """
+    if hasattr(value, "tolist") and math.prod(value.shape) <= _MOST_NUMBERS:
+        value = value.tolist()  # an array of any library
     if value is None or isinstance(value, (bool, str)):
         return repr(value)
     if isinstance(value, numbers.Real):
         return repr(float(value))
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_words, value))})"
+        return f"({', '.join(map(words, value))})"
     return f"of {type(value).__qualname__}"
 
 
@@ -193,39 +208,42 @@ def facts_of_state(state: Any) -> list[Fact]:
 
 
 def facts_of_optimizer(optimizer: Any) -> list[Fact]:
-    """Say with what an optimizer of arrays steps: its class, its settings, and its state."""
+    """Describe what an optimizer of arrays steps with beside its settings: its state."""
     state = optimizer.state_dict() if callable(getattr(optimizer, "state_dict", None)) else None
-    return settings_of(optimizer) + facts_of_state(state)
+    return facts_of_state(state)
 
 
-def settings_of(optimizer: Any, *, schedules: bool = True) -> list[Fact]:
-    """Say of which class an optimizer of arrays is, and with which arguments it was made.
+def settings_of(optimizer: Any, *, schedules: bool = True) -> dict[str, Any]:
+    """Return the class of an optimizer of arrays, and the arguments it was made with, by name.
 
     Args:
         optimizer: of those of other packages only the `learning_rate` is known.
-        schedules: whether a learning rate that is a function counts, by this step's and the next.
+        schedules: whether a learning rate that is a function counts, by its value in this step.
     """
-    found = {"learning_rate": getattr(optimizer, "learning_rate", None)}
+    given = {"learning_rate": getattr(optimizer, "learning_rate", None)}
     if isinstance(optimizer, Optimizer):
-        found = optimizer.settings
-    facts = [setting("class", type(optimizer).__qualname__)]
-    for name, value in found.items():
+        given = optimizer.settings
+    found: dict[str, Any] = {"class": type(optimizer).__qualname__}
+    for name, value in given.items():
         if not callable(value):
-            facts.append(setting(name, value))
+            found[name] = value
         elif schedules:
-            # Of a warm-up the first rate is often zero.
-            rates = [float(value(step)) for step in (optimizer.step, optimizer.step + 1)]
-            facts.append(setting(f"{name} of this step and the next", rates))
-    return facts
+            found[name] = value(optimizer.step)
+    return found
 
 
 def _explained(
-    comm: cc.Communicator, what: str, told: Sequence[Sequence[Fact]], *, earlier: str | None
+    comm: cc.Communicator,
+    what: str,
+    told: Sequence[Sequence[Fact]],
+    *,
+    earlier: str | None,
+    remedy: str | None,
 ) -> str:
     """Say in what the ranks differ, given the facts of all, and what helps."""
     details: list[str] = []
     helps: list[str] = []
-    for kind, (words, remedy) in _KINDS.items():
+    for kind, (called, usual) in _KINDS.items():
         ranks = [[fact for fact in facts if fact.kind == kind] for facts in told]
         if kind in ("value", "parameter"):
             other = agreement.first_difference(
@@ -237,10 +255,10 @@ def _explained(
             break  # of other parameters or another state
         detail = _difference(comm, ranks)
         if detail is not None:
-            details.append(f"{words}, {detail}")
-            helps.append(remedy)
+            details.append(f"{called}, {detail}")
+            helps.append(usual)
     since = "" if earlier is None else f", which were alike {earlier}"
-    help_text = "" if earlier else "; ".join(filter(None, helps))
+    help_text = remedy or ("" if earlier else "; ".join(filter(None, helps)))
     return f"{what}: ranks differ in their {' and in their '.join(details)}{since}" + (
         help_text and f"; {help_text}"
     )

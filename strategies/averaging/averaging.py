@@ -1,20 +1,22 @@
 """The gradients of all ranks, averaged: what is alike for arrays, PyTorch and JAX.
 
 One step is two exchanges. The first is small and tells every rank what it has to know before any
-gradient moves: whether a rank refuses, whether parameters have changed, how many examples there
-are, and which ranks have a gradient for which parameter, dense or sparse. The second is that of the
-gradients: dense ones in buckets, which are planned once, sparse ones row by row. Where gradients
-come one by one, the second may have been made already; see `overlap`. `expect` lets the first step
-overlap, too. Where it is made in the step, gradients may be written to their `places` before.
+gradient moves: whether a rank refuses, whether parameters have changed, whether the settings of the
+optimizers are equal, how many examples there are, and which ranks have a gradient for which
+parameter, dense or sparse. The second is that of the gradients: dense ones in buckets, which are
+planned once, sparse ones row by row. Where gradients come one by one, the second may have been made
+already; see `overlap`. `expect` lets the first step overlap, too. Where it is made in the step,
+gradients may be written to their `places` before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import collectives as cc
 from strategies import arrays
@@ -26,6 +28,7 @@ from strategies.averaging.leaf import Leaf
 from strategies.averaging.overlap import Overlap
 from strategies.averaging.passes import Contribution
 from strategies.averaging.rule import OPERATION, Rule
+from strategies.averaging.settings import BITS, Settings
 from strategies.averaging.status import Exchange, Status
 from strategies.optimizers.clipping import clip_by_global_norm
 from strategies.sparse import Rows
@@ -41,6 +44,11 @@ _OVERLAPPED_BYTES = 4 << 20
 # a program that changes its gradients before each step would send all of them twice.
 _MISSES = 3
 
+_EQUAL_METRIC = (
+    "give the schedule a metric that is equal on all ranks, such as comm.allreduce(loss)"
+    f"; {alike.ON_PURPOSE}"
+)
+
 
 class Averaging:
     """Combines the gradients of the ranks of one group, step by step.
@@ -48,7 +56,8 @@ class Averaging:
     Args:
         comm: the ranks.
         rule: how.
-        facts: tells the optimizer's settings and its state, which are compared with the leaves
+        settings: returns the optimizer's settings by name, which are compared in every step.
+        state: describes what else the optimizer steps with, which is compared with the leaves
             themselves. None if the leaves are not the parameters: then the caller compares, in the
             steps in which `due` is set.
         one_by_one: gradients come before the step, one after the other.
@@ -63,7 +72,8 @@ class Averaging:
         self,
         comm: cc.Communicator,
         rule: Rule,
-        facts: Callable[[], list[Fact]] | None = None,
+        settings: Callable[[], Mapping[str, Any]],
+        state: Callable[[], list[Fact]] | None = None,
         *,
         one_by_one: bool = False,
     ) -> None:
@@ -71,8 +81,9 @@ class Averaging:
         self.rule = rule
         self.due = False
         self.overlaps = one_by_one and _overlaps(comm, rule)
-        self._compares = facts is not None and rule.compare != "nothing"
-        self._facts = facts if facts is not None and rule.compare == "all" else list[Fact]
+        self._compares = state is not None and rule.compare != "nothing"
+        self._settings = Settings(settings if rule.compare == "all" else dict[str, Any])
+        self._state = state if state is not None and rule.compare == "all" else list[Fact]
         self._compared: set[tuple[str, tuple[int, ...], str]] = set()
         self._given: Sequence[Leaf] = ()
         self._leaves: list[Leaf] = []
@@ -149,19 +160,27 @@ class Averaging:
         self, leaves: Sequence[Leaf], contribution: Contribution, unchanged: Collection[int]
     ) -> list[Any]:
         self._steps += 1
+        bits = np.zeros(BITS)
+        try:
+            bits = self._settings.checksum()
+        except Exception as error:  # of a schedule
+            contribution = contribution._replace(error=contribution.error or error)
         overlap, self.overlap = self.overlap, None
         reduced = [] if overlap is None else overlap.finish()
         if overlap is not None and overlap.error is not None:
             contribution = contribution._replace(error=contribution.error or overlap.error)
         retry = overlap is None or not overlap.holds(contribution, unchanged)
-        status = self._tell(leaves, contribution, retry)
+        status = self._tell(leaves, contribution, retry, bits)
         new = False
         if status.changed and not status.refused:
             new = self._agree_on(leaves)
-            status = self._tell(leaves, contribution, retry or self._bucketed.buckets is None)
+            retry = retry or self._bucketed.buckets is None
+            status = self._tell(leaves, contribution, retry, bits)
         if status.refused:
             raise_everywhere(contribution.error, self.comm, "apply_gradients")
         status.check(self.comm, self.rule, self._steps, [leaf.name for leaf in self._leaves])
+        if status.settings_differ:
+            alike.compare(self.comm, OPERATION, self._settings.facts, remedy=_EQUAL_METRIC)
         self._misses = self._misses + 1 if overlap is not None and status.retry else 0
         if self._misses == _MISSES and self.rule.overlap == "auto":
             self.overlaps = False
@@ -239,10 +258,18 @@ class Averaging:
             overlap.finish()
         self._bucketed.close()
 
-    def _tell(self, leaves: Sequence[Leaf], contribution: Contribution, retry: bool) -> Status:
+    def _tell(
+        self,
+        leaves: Sequence[Leaf],
+        contribution: Contribution,
+        retry: bool,
+        settings: npt.NDArray[np.float64],
+    ) -> Status:
         """Make the first exchange."""
         changed = leaves is not self._given and self._words != [leaf[:3] for leaf in leaves]
-        return self._exchange(contribution, steps=self._steps, retry=retry, changed=changed)
+        return self._exchange(
+            contribution, steps=self._steps, retry=retry, changed=changed, settings=settings
+        )
 
     def _agree_on(self, leaves: Sequence[Leaf]) -> bool:
         """Compare the parameters of all ranks, and make room for them; tells if any are new."""
@@ -261,6 +288,9 @@ class Averaging:
         self._given, self._leaves, self._words = leaves, list(leaves), words
         self._compared |= new
         return bool(new)
+
+    def _facts(self) -> list[Fact]:
+        return self._settings.facts() + self._state()
 
     def _compare(self, leaves: Sequence[Leaf], new: bool) -> None:
         """Compare the parameters again, if it is time; where some are `new` they just were."""

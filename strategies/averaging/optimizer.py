@@ -11,7 +11,7 @@ import numpy as np
 import collectives as cc
 from strategies import sums
 from strategies.arrays import is_array
-from strategies.averaging.alike import Fact, facts_of_optimizer
+from strategies.averaging.alike import Fact, facts_of_optimizer, settings_of
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.leaf import Leaf
 from strategies.averaging.passes import Passes
@@ -47,8 +47,13 @@ class AveragingOptimizer:
     """Averages the gradients over all ranks, then lets the wrapped optimizer apply them.
 
     Made by `DistributedOptimizer`. The gradients lie in buckets, laid out once, in memory that the
-    ranks of a node share. The ranks compare the `facts` of the optimizer, by default
-    `facts_of_optimizer` of it.
+    ranks of a node share.
+
+    Args:
+        optimizer: that is wrapped.
+        comm: the ranks.
+        rule: how gradients are combined.
+        settings: returns what the ranks compare in place of the optimizer's settings and state.
     """
 
     is_distributed = True
@@ -58,12 +63,14 @@ class AveragingOptimizer:
         optimizer: ArrayOptimizer,
         comm: cc.Communicator,
         rule: Rule,
-        facts: Callable[[], list[Fact]] | None = None,
+        settings: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.comm = comm
-        self._rule, self._facts = rule, facts or partial(facts_of_optimizer, optimizer)
-        self._averaging = Averaging(comm, rule, self._facts)
+        self._rule = rule
+        self._settings = settings or partial(settings_of, optimizer)
+        self._state = list[Fact] if settings else partial(facts_of_optimizer, optimizer)
+        self._averaging = self._begun(comm)
         self._passes = Passes(rule.backward_passes_per_step)
 
     @property
@@ -133,12 +140,15 @@ class AveragingOptimizer:
         For ranks that have outlived others: what the old communicator held is let go.
         """
         self.comm = comm
-        self._averaging = Averaging(comm, self._rule, self._facts)
+        self._averaging = self._begun(comm)
         self._passes.clear()
 
     def close(self) -> None:
         """Release the buckets; *collective*. They are made anew when they are needed."""
         self._averaging.close()
+
+    def _begun(self, comm: cc.Communicator) -> Averaging:
+        return Averaging(comm, self._rule, self._settings, self._state)
 
 
 def _leaf(variable: Any, position: int) -> Leaf:

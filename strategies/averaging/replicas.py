@@ -111,10 +111,10 @@ class Optimizers:
                 bucket_bytes=ranks.options.bytes_per_pack or None,
             )
             updates: Any = _Updates(self._strategy, optimizer)
-            # Not the state, which some strategies keep on one rank; there, functions of the step
-            # are at that rank's step.
-            facts = partial(settings_of, optimizer, schedules=False)
-            self._averaging[id(optimizer)] = AveragingOptimizer(updates, ranks.comm, rule, facts)
+            # Not the state: some strategies keep it, and count the steps, on one rank.
+            everywhere = self._strategy.updates_everywhere
+            settings = partial(settings_of, optimizer, schedules=everywhere)
+            self._averaging[id(optimizer)] = AveragingOptimizer(updates, ranks.comm, rule, settings)
         return self._averaging[id(optimizer)]
 
 

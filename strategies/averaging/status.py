@@ -11,6 +11,7 @@ import numpy.typing as npt
 import collectives as cc
 from strategies.averaging.passes import Contribution
 from strategies.averaging.rule import Rule
+from strategies.averaging.settings import BITS
 from strategies.sparse import Rows
 
 __all__ = ["Exchange", "Status"]
@@ -19,7 +20,10 @@ __all__ = ["Exchange", "Status"]
 # the number of ranks with a sparse one. Two sums tell whether all ranks have the same number of
 # steps: P times the sum of squares is then the square of the sum. That of steps since the last
 # multiple of `_TURN`, so that it is exact in float64.
-_REFUSED, _CHANGED, _RETRY, _APART, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _HEAD = range(9)
+# For each bit of the checksum of the settings, the number of ranks that have it set is that of all
+# or none where the settings are equal.
+_REFUSED, _CHANGED, _RETRY, _APART, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _SETTINGS = range(9)
+_HEAD = _SETTINGS + BITS
 
 _TURN = 1 << 12
 
@@ -35,10 +39,13 @@ class Status:
         examples: of all ranks.
         dense: leaves with a gradient on any rank, none of them sparse.
         sparse: leaves with a sparse gradient on any rank.
+        settings_differ: the ranks have told different checksums of settings.
     """
 
-    def __init__(self, sums: npt.NDArray[np.float64]) -> None:
+    def __init__(self, sums: npt.NDArray[np.float64], size: int) -> None:
         self._sums = sums
+        bits = sums[_SETTINGS:_HEAD]
+        self.settings_differ = bool(bits @ (size - bits))
         leaves = (len(sums) - _HEAD) // 2
         self._present, self._rows = sums[_HEAD : _HEAD + leaves], sums[_HEAD + leaves :]
         self.refused, self.changed, self.retry, self.apart = (
@@ -94,11 +101,18 @@ class Exchange:
     """
 
     def __init__(self, comm: cc.Communicator, leaves: int = 0) -> None:
+        self._size = comm.size
         self._sums = comm.shared_empty(_HEAD + 2 * leaves, np.float64)
         self._reduce: Any = comm.plan_allreduce(self._sums, op=cc.SUM)
 
     def __call__(
-        self, contribution: Contribution, *, steps: int, retry: bool, changed: bool
+        self,
+        contribution: Contribution,
+        *,
+        steps: int,
+        retry: bool,
+        changed: bool,
+        settings: npt.NDArray[np.float64],
     ) -> Status:
         """Tell all ranks of this one, and learn of them; *collective*.
 
@@ -107,6 +121,7 @@ class Exchange:
             steps: how many it has made, with this one.
             retry: what this rank has reduced before the step is not what the step needs.
             changed: it has other leaves than the exchange is for.
+            settings: `Settings.checksum` of this rank's optimizer; zeros if they may differ.
         """
         sums = self._sums
         sums[:] = 0
@@ -117,6 +132,7 @@ class Exchange:
         sums[_WEIGHTED] = contribution.examples is not None
         turn = steps % _TURN
         sums[_STEPS], sums[_SQUARES] = turn, turn**2
+        sums[_SETTINGS:_HEAD] = settings
         if contribution.error is None and changed:
             sums[_CHANGED] = True
         elif contribution.error is None:
@@ -124,4 +140,4 @@ class Exchange:
             sums[_HEAD:middle] = [g is not None for g in contribution.gradients]
             sums[middle:] = [isinstance(g, Rows) for g in contribution.gradients]
         self._reduce()
-        return Status(sums.copy())
+        return Status(sums.copy(), self._size)

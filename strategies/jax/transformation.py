@@ -74,7 +74,7 @@ def wrap(
     def update(
         updates: Any, state: Any, params: Any = None, *, examples: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        averaged, due = average(updates, examples, 1)
+        averaged, due = average(updates, examples, 1, state)
         made, changed = inner.update(averaged, state, params, **extra)
         average.compare(due, params, state, made)
         return made, changed
@@ -84,7 +84,7 @@ def wrap(
     return _with_passes(inner, average, rule.backward_passes_per_step)
 
 
-def _with_passes(inner: Any, average: _Average, wanted: int) -> Any:
+def _with_passes(inner: Any, average: _Average, wanted: int) -> AveragingTransformation:
     """Add up the gradients of `wanted` passes, and make no updates before."""
 
     def init(params: Any) -> PassesState:
@@ -109,7 +109,7 @@ def _with_passes(inner: Any, average: _Average, wanted: int) -> Any:
 
         def enough() -> tuple[Any, PassesState]:
             whole = jax.tree.map(lambda s, p: (s / divisor).astype(p.dtype), sums, likes)
-            gradients, due = average(whole, rows if told else None, wanted)
+            gradients, due = average(whole, rows if told else None, wanted, state.inner)
             made, changed = inner.update(gradients, state.inner, params, **extra)
             average.compare(due, params, state.inner, made)
             zeros = jax.tree.map(jnp.zeros_like, sums)
@@ -137,6 +137,19 @@ def _name(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(path) or WHOLE
 
 
+def _hyperparameters(state: Any) -> dict[str, Any]:
+    """Return the floating-point scalars of a state by name.
+
+    Such as learning rates (`optax.inject_hyperparams`) and the scale of `reduce_on_plateau`.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {
+        _name(path): leaf
+        for path, leaf in leaves
+        if getattr(leaf, "shape", None) == () and jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+
+
 def _plain(leaf: Any) -> Any:
     """Return the numbers of a key of random numbers, others as they are."""
     is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -147,7 +160,8 @@ class _Average:
     """Averages trees of arrays, inside and outside of compiled programs."""
 
     def __init__(self, comm: cc.Communicator, rule: Rule) -> None:
-        self._averaging = Averaging(comm, rule)
+        self._settings: dict[str, Any] = {}
+        self._averaging = Averaging(comm, rule, lambda: self._settings)
 
     def compare(self, due: Any, params: Any, state: Any, updates: Any) -> None:
         """Compare what the ranks have made of an average, if that is due; *collective* then."""
@@ -178,16 +192,21 @@ class _Average:
         else:
             jax.lax.cond(due, in_a_program, lambda values: None, values)
 
-    def __call__(self, updates: Any, examples: Any, passes: int) -> tuple[Any, Any]:
+    def __call__(self, updates: Any, examples: Any, passes: int, state: Any) -> tuple[Any, Any]:
         """Return the same tree with the averages of all ranks, and whether they compare now.
 
-        The updates are sums of so many passes; or means, if the number of examples is told.
+        Args:
+            updates: sums of so many passes; or means, if the number of examples is told.
+            examples: their number, or None.
+            passes: as above.
+            state: of the wrapped transformation, whose `_hyperparameters` are compared.
         """
         require_one_replica("update")
         paths, tree = jax.tree_util.tree_flatten_with_path(updates)
         arrays = [array for _, array in paths]
         names = [_name(path) for path, _ in paths]
         told = examples is not None
+        settings = _hyperparameters(state)
         for name, array in zip(names, arrays, strict=True):
             if isinstance(array, Rows):
                 raise TypeError(
@@ -196,18 +215,20 @@ class _Average:
                     f"{name})"
                 )
 
-        def on_the_host(rows: Any, *values: Any) -> tuple[Any, list[Any]]:
+        def on_the_host(rows: Any, own: Sequence[Any], *values: Any) -> tuple[Any, list[Any]]:
+            self._settings = dict(zip(settings, own, strict=True))
             hosts = [np.asarray(value) for value in values]
             averages = self._averaged(names, hosts, float(rows) if told else None, passes)
             return np.bool_(self._averaging.due), averages
 
         rows = np.float32(0) if examples is None else examples
-        if not any(isinstance(x, jax.core.Tracer) for x in [*arrays, rows]):
-            due, averages = on_the_host(rows, *arrays)
+        own = list(settings.values())
+        if not any(isinstance(x, jax.core.Tracer) for x in [*arrays, *own, rows]):
+            due, averages = on_the_host(rows, own, *arrays)
             results = [jnp.asarray(x) for x in averages]
         else:
             shapes = jax.eval_shape(lambda: (jnp.bool_(False), arrays))
-            due, results = io_callback(on_the_host, shapes, rows, *arrays, ordered=True)
+            due, results = io_callback(on_the_host, shapes, rows, own, *arrays, ordered=True)
         return jax.tree_util.tree_unflatten(tree, results), due
 
     def _averaged(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -78,7 +79,7 @@ class Optimizer(abc.ABC):
         positional, named = self._given
         return dict(inspect.signature(type(self)).bind(*positional, **named).arguments)
 
-    @property
+    @functools.cached_property  # asked in every step
     def settings(self) -> dict[str, Any]:
         """All arguments by name, those that were not given with their defaults."""
         parameters = inspect.signature(type(self)).parameters.values()

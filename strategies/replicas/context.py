@@ -32,6 +32,7 @@ class ReplicaStrategy(Protocol):
     ranks: Ranks
     devices: tuple[str, ...]
     is_placed: bool
+    updates_everywhere: bool
 
     @property
     def num_replicas_in_sync(self) -> int:

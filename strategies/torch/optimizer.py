@@ -32,7 +32,7 @@ from strategies.averaging.rule import Rule
 from strategies.replicas.context import require_one_replica
 from strategies.sparse import Rows
 from strategies.torch.backward import Backward
-from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of
+from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of, settings_of
 
 if TYPE_CHECKING:
     # For type checkers it is an optimizer of any class, since it has the attributes of the one that
@@ -88,7 +88,8 @@ class TorchOptimizer(_Optimizer):
         self._rule = rule
         self._names = dict(names)
         facts = functools.partial(facts_of_optimizer, optimizer, self._names)
-        self._averaging = Averaging(comm, rule, facts, one_by_one=True)
+        settings = functools.partial(settings_of, optimizer)
+        self._averaging = Averaging(comm, rule, settings, facts, one_by_one=True)
         self._passes = Passes(rule.backward_passes_per_step)
         self._backward = Backward(self._averaging)
         # Leaves are made anew for other parameters; these are kept, so that an id stays theirs.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from strategies.averaging.alike import Fact, facts_of_state, setting
+from strategies.averaging.alike import Fact, facts_of_state
 from strategies.averaging.leaf import Leaf
 
-__all__ = ["Names", "described", "facts_of_optimizer", "names_of", "parameters_of"]
+__all__ = ["Names", "described", "facts_of_optimizer", "names_of", "parameters_of", "settings_of"]
 
 # Of a parameter group: the parameters and their names, which are compared elsewhere.
 _NOT_SETTINGS = ("params", "param_names")
@@ -78,14 +79,25 @@ def described(optimizer: torch.optim.Optimizer, names: Names) -> list[str]:
     return [f"kind {type(optimizer).__module__}.{type(optimizer).__qualname__}", *lines]
 
 
-def facts_of_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> list[Fact]:
-    """Say with what an optimizer steps: the settings of its groups, and its state."""
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the settings of an optimizer's groups by name."""
     groups = optimizer.param_groups
-    settings = [
-        setting(name if len(groups) == 1 else f"{name} of group {i}", value)
+    if len(groups) == 1:
+        return {name: value for name, value in groups[0].items() if name not in _NOT_SETTINGS}
+    return {
+        _of_group(name, i): value
         for i, group in enumerate(groups)
         for name, value in group.items()
         if name not in _NOT_SETTINGS
-    ]
+    }
+
+
+@functools.cache  # asked for each setting in each step
+def _of_group(name: str, number: int) -> str:
+    return f"{name} of group {number}"
+
+
+def facts_of_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> list[Fact]:
+    """Describe what an optimizer steps with beside its settings: its state."""
     states = {names.get(p, "unnamed"): optimizer.state.get(p) for p in parameters_of(optimizer)}
-    return settings + facts_of_state(states)
+    return facts_of_state(states)

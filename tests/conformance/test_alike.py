@@ -117,8 +117,8 @@ def test_a_rank_without_a_gradient_is_compared_too(world):
         ("class is 'SGD' on rank 0, 'Adam'", lambda odd: (strategies.SGD, strategies.Adam)[odd](1)),
         ("momentum is 0.9 on rank 0, 0.8", lambda odd: strategies.Momentum(1, 0.8 if odd else 0.9)),
         (
-            r"learning_rate of this step and the next is \(0.0, 0.1\)",
-            lambda odd: strategies.SGD(lambda step: step * (0.2 if odd else 0.1)),
+            "learning_rate is 0.1 on rank 0, 0.2",
+            lambda odd: strategies.SGD(lambda step: 0.2 if odd else 0.1),
         ),
     ],
 )
@@ -133,6 +133,82 @@ def test_other_settings_are_an_error_unless_they_are_meant(world, words, make):
         step(optimizer("parameters"), w)
         w = strategies.Variable(np.full(3, float(comm.rank)), name="w")
         step(optimizer("nothing"), w)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_rate_that_differs_in_a_later_step_is_an_error_in_that_step(world, every):
+    def check(comm):
+        rates = [0.0, 0.5, 1.0 if last(comm) else 0.5, 0.5]
+        rate = strategies.SGD(lambda step: rates[step])
+        optimizer = strategies.DistributedOptimizer(rate, comm=comm, compare_every=every)
+        w = strategies.Variable(np.ones(3), name="w")
+        step(optimizer, w)
+        step(optimizer, w)
+        words = (
+            rf"in their settings, learning_rate is 0.5 on rank 0, 1.0 on rank {comm.size - 1}; "
+            r"give the schedule a metric that is equal .*comm.allreduce\(loss\); compare="
+        )
+        if comm.size > 1:
+            assert_differs(comm, words, lambda: step(optimizer, w))
+            rates[2] = 0.5
+        np.testing.assert_array_equal(w.value, 0.5)
+        step(optimizer, w)
+        step(optimizer, w)
+        np.testing.assert_array_equal(w.value, -0.5)
+
+    world.run(check)
+
+
+def test_rates_that_differ_on_purpose_and_integers_among_floats_are_no_error(world):
+    def check(comm):
+        rates = [1, 1.0, 2.0 if last(comm) else 1.0]
+        optimizer = strategies.DistributedOptimizer(
+            strategies.SGD(lambda step: rates[step]), comm=comm, compare="parameters"
+        )
+        w = strategies.Variable(np.ones(3), name="w")
+        for _ in rates:
+            step(optimizer, w)
+        typed = strategies.SGD(lambda step: (int, float)[last(comm)](step))
+        optimizer = strategies.DistributedOptimizer(typed, comm=comm)
+        for _ in range(3):
+            step(optimizer, strategies.Variable(np.ones(3), name="w"))
+
+    world.run(check)
+
+
+def test_a_schedule_that_fails_on_one_rank_is_an_error_on_all(world):
+    def check(comm):
+        def rate(count):
+            if count == 2 and comm.rank == comm.size - 1:
+                raise ValueError("no rate for step 2")
+            return 0.5
+
+        optimizer = strategies.DistributedOptimizer(strategies.SGD(rate), comm=comm)
+        w = strategies.Variable(np.ones(3), name="w")
+        step(optimizer, w)
+        step(optimizer, w)
+        with pytest.raises(ValueError, match="no rate for step 2"):
+            step(optimizer, w)
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+def test_strategies_compare_schedules_where_every_rank_updates(world):
+    def check(comm):
+        strategy = strategies.MultiWorkerMirroredStrategy(comm=comm)
+        rates = [0.5, 1.0 if last(comm) else 0.5]
+        optimizer = strategies.SGD(lambda step: rates[step])
+        w = strategy.variable(np.ones(3), name="w")
+
+        def apply():
+            strategy.run(lambda: strategy.apply_gradients(optimizer, [(np.ones(3), w)]))
+
+        apply()
+        words = f"learning_rate is 0.5 on rank 0, 1.0 on rank {comm.size - 1}; give the schedule"
+        assert_differs(comm, words, apply)
 
     world.run(check)
 

@@ -278,6 +278,33 @@ def test_a_forgotten_broadcast_or_another_rate_is_an_error_on_all(world, compile
     world.run(check)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_rate_that_differs_in_a_later_step_is_an_error_in_that_step(world, compiled, passes):
+    def check(comm):
+        if comm.size == 1:
+            return
+        odd = comm.rank == comm.size - 1
+        tx = strategies.DistributedOptimizer(
+            optax.inject_hyperparams(optax.sgd)(0.5), comm=comm, backward_passes_per_step=passes
+        )
+        params = {"w": jnp.ones(3)}
+        state = tx.init(params)
+        update = compiled(tx.update)
+        for _ in range(3 * passes):
+            updates, state = update({"w": jnp.ones(3)}, state, params)
+        np.testing.assert_array_equal(updates["w"], -0.5 * passes)
+        own = state if passes == 1 else state.inner
+        own.hyperparams["learning_rate"] = jnp.float32(0.25 if odd else 0.5)
+        for _ in range(passes - 1):
+            _, state = update({"w": jnp.ones(3)}, state, params)
+        errors = (cc.MismatchError, jax.errors.JaxRuntimeError)
+        words = rf"hyperparams\['learning_rate'\] is 0.5 on rank 0, 0.25 on rank {comm.size - 1}; "
+        with pytest.raises(errors, match=words):
+            jax.block_until_ready(update({"w": jnp.ones(3)}, state, params))
+
+    world.run(check)
+
+
 def test_a_wrapped_transformation_is_not_wrapped_again(world):
     def check(comm):
         wrapped = strategies.DistributedOptimizer(optax.sgd(0.1), comm=comm)

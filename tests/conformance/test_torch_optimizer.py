@@ -655,6 +655,42 @@ def test_a_forgotten_broadcast_or_another_rate_is_an_error_on_all(world, overlap
     world.run(check)
 
 
+def test_a_rate_that_differs_in_a_later_step_is_an_error_in_that_step(world):
+    def check(comm):
+        odd = comm.rank == comm.size - 1 > 0
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        groups = [{"params": [p], "lr": torch.tensor(0.25)} for p in parameters]
+        optimizer = strategies.DistributedOptimizer(
+            torch.optim.Adam(groups), comm=comm, overlap=overlaps({})
+        )
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        words = (
+            rf"in their settings, lr of group 0 is 0.25 on rank 0, 0.125 on rank {comm.size - 1} "
+            r"\(and 1 more\); give the schedule a metric that is equal on all ranks"
+        )
+
+        def step():
+            sum(p.sum() for p in parameters).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        for loss in (1.0, 2.0 if odd else 0.5):  # tensors are rates that change in place
+            schedule.step(loss)
+        before = [p.tolist() for p in parameters]
+        if comm.size > 1:
+            with pytest.raises(cc.MismatchError, match=words):
+                step()
+            assert [p.tolist() for p in parameters] == before
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"].fill_(0.125)
+        step()
+        strategies.check_alike(parameters, comm=comm)
+
+    world.run(check)
+
+
 def test_tensors_of_every_kind_have_a_checksum(world):
     def check(comm):
         tensors = [

@@ -1,0 +1,62 @@
+"""The settings of an optimizer, as ranks compare them in every step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from strategies.averaging import alike
+from strategies.averaging.alike import Fact
+
+__all__ = ["BITS", "Settings"]
+
+BITS = 32
+"""Length of the checksum."""
+
+# Types whose values never change, and which compare faster than the words that describe them.
+_CONSTANT = frozenset([bool, float, int, str, type(None)])
+
+
+class Settings:
+    """The settings of an optimizer and their checksum, which a step recomputes after a change only.
+
+    Args:
+        read: returns the present settings by name.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        self._read = read
+        self._values: Mapping[str, Any] = {}
+        self._seen: list[Any] = []
+        self._bits = np.zeros(BITS)
+
+    def checksum(self) -> npt.NDArray[np.float64]:
+        """Read the settings; return the bits of their checksum, shape (BITS,), each 0 or 1.
+
+        Cost: 3 us for 11 settings of PyTorch in a group, 18 us for 55 in 5 groups; where one has
+            changed, 22 and 96 us.
+        """
+        values = self._read()
+        seen = [*values, *map(_constant, values.values())]
+        if seen != self._seen:
+            self._values, self._seen = values, seen
+            text = "\n".join(f"{fact.name} {fact.words}" for fact in self.facts())
+            crc = np.array([zlib.crc32(text.encode())], ">u4")
+            self._bits = np.unpackbits(crc.view(np.uint8)).astype(np.float64)
+        return self._bits
+
+    def facts(self) -> list[Fact]:
+        """Describe the settings that `checksum` has read."""
+        return [alike.setting(name, value) for name, value in self._values.items()]
+
+
+def _constant(value: Any) -> Any:
+    """Return a value that does not change later and is equal for equal settings."""
+    kind = type(value)
+    if kind in _CONSTANT or (kind is tuple and _CONSTANT.issuperset(map(type, value))):
+        return value
+    return alike.words(value)
