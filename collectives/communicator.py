@@ -93,9 +93,21 @@ class Communicator(Group):
     After a `CollectiveTimeout` or a `PeerFailure` messages may still be under way, so every later
     call raises `CollectiveError` at once; `shrink` may make another one of the ranks that live.
 
+    A copy is the communicator itself. Pickled, it is a name: loaded in the same job it is the
+    communicator of the same ranks; loaded in another job, that of all ranks is `init()`, and that
+    of a group is a `ValueError`.
+
     `rank`, `size`, `local_rank`, `local_size`, `node_rank` and `num_nodes` say where this process
     stands; these attributes, and the arguments, are those of `collectives.operations.group.Group`.
     """
+
+    def __copy__(self) -> Communicator:
+        """Return this communicator: it belongs to the process, not to what holds it."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
+        """Return this communicator, as `__copy__`; so a model that holds one can be copied."""
+        return self
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from collectives import crowding, settings
 from collectives.communicator import Communicator, from_mpi
 from collectives.launch import processes, uncaught
 from collectives.operations import recorder, timelines
+from collectives.operations.group import open_groups
 from collectives.transport import whereabouts
 
 if TYPE_CHECKING:
@@ -140,6 +142,41 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     if _world.settings.timeline is not None:
         timelines.start(_world, _world.settings.timeline)
     return _world
+
+
+def _reduced(comm: Communicator) -> tuple[Callable[..., Communicator], tuple[Any, ...]]:
+    """Pickle a communicator as a name, by which the ranks of its job find their own."""
+    if comm is _world:
+        return init, ()
+    return _named, (comm.recorder.name, _world_ranks(comm))
+
+
+def _named(name: str, ranks: list[int]) -> Communicator:
+    """Return the open communicator of this process that was pickled by this name.
+
+    Raises:
+        ValueError: there is none, as in another job, or several.
+    """
+    found = [
+        group
+        for group in open_groups()
+        if isinstance(group, Communicator)
+        and group is not _world
+        and (group.recorder.name, _world_ranks(group)) == (name, ranks)
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            "unpickle: a communicator of a group is known in its own job only, while it is open, "
+            f"expected one of the ranks {ranks} named {name!r}, got {len(found)}"
+        )
+    return found[0]
+
+
+def _world_ranks(comm: Communicator) -> list[int]:
+    return list(range(comm.size) if comm.transport.world is None else comm.transport.world)
+
+
+copyreg.pickle(Communicator, _reduced)
 
 
 def shutdown() -> None:

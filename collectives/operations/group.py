@@ -23,7 +23,7 @@ from collectives.operations.watch import Members, Watch, Watcher
 from collectives.transport import liveness
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["Group", "watch_all"]
+__all__ = ["Group", "open_groups", "watch_all"]
 
 # UNISONO_CHECK=sample compares the first calls, where programs are wrong from the start, and then
 # every so many, where ranks drift apart. Counted per group, so that all ranks choose alike.
@@ -44,6 +44,11 @@ def watch_all() -> None:
     """Let all groups find out that there is a timeline, or none any more."""
     for group in list(_groups):
         group.watch()
+
+
+def open_groups() -> list[Group]:
+    """Return the groups of this process that can still be used."""
+    return [group for group in list(_groups) if group.unusable is None]
 
 
 class Group:

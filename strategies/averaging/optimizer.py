@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,12 +20,13 @@ from strategies.optimizers.pairs import is_variable, refuse_jax, split
 from strategies.replicas import context
 from strategies.sparse import Rows, fitted
 
-__all__ = ["ArrayOptimizer", "AveragingOptimizer", "like_variables"]
+__all__ = ["ArrayOptimizer", "AveragingOptimizer", "itself", "like_variables"]
 
 # By which name errors call what users make by it.
 _KNOWN_AS = {"AveragingOptimizer": "DistributedOptimizer"}
 
 Pair = tuple[Any, Any]
+T = TypeVar("T")
 
 
 class ArrayOptimizer(Protocol):
@@ -47,7 +48,7 @@ class AveragingOptimizer:
     """Averages the gradients over all ranks, then lets the wrapped optimizer apply them.
 
     Made by `DistributedOptimizer`. The gradients lie in buckets, laid out once, in memory that the
-    ranks of a node share.
+    ranks of a node share. Pickled or copied, it becomes the optimizer that it holds.
 
     Args:
         optimizer: that is wrapped.
@@ -72,6 +73,9 @@ class AveragingOptimizer:
         self._state = list[Fact] if settings else partial(facts_of_optimizer, optimizer)
         self._averaging = self._begun(comm)
         self._passes = Passes(rule.backward_passes_per_step)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itself, (self.optimizer,)
 
     @property
     def step(self) -> int:
@@ -149,6 +153,11 @@ class AveragingOptimizer:
 
     def _begun(self, comm: cc.Communicator) -> Averaging:
         return Averaging(comm, self._rule, self._settings, self._state)
+
+
+def itself(optimizer: T) -> T:
+    """Return an optimizer: what a wrapped one becomes where it is copied or unpickled."""
+    return optimizer
 
 
 def _leaf(variable: Any, position: int) -> Leaf:

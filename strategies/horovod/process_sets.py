@@ -46,6 +46,13 @@ class ProcessSet:
             raise ValueError(f"ProcessSet: a rank is listed twice, got {self.ranks}")
         self._bound: Bound | None = None
 
+    def __copy__(self) -> ProcessSet:
+        """Return this set: a model that holds it can be copied."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
+        return self
+
     @property
     def process_set_id(self) -> int | None:
         """Its number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copyreg
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -148,6 +149,22 @@ class Session:
 
 
 _session: Session | None = None
+
+
+def _of_ranks(ranks: list[int]) -> ProcessSet:
+    """Return the process set of this session that has these ranks, else one to be added."""
+    sets = () if _session is None else _session.sets.values()
+    return next((known for known in sets if known.ranks == ranks), ProcessSet(ranks))
+
+
+def _reduced(process_set: ProcessSet) -> str | tuple[Any, ...]:
+    """Pickle a process set as its ranks."""
+    if process_set is global_process_set:
+        return "global_process_set"
+    return _of_ranks, (process_set.ranks,)
+
+
+copyreg.pickle(ProcessSet, _reduced)
 
 
 def init(

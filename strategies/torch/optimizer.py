@@ -27,6 +27,7 @@ import collectives as cc
 from strategies import agreement
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.leaf import Leaf
+from strategies.averaging.optimizer import itself
 from strategies.averaging.passes import Contribution, Passes
 from strategies.averaging.rule import Rule
 from strategies.replicas.context import require_one_replica
@@ -114,7 +115,7 @@ class TorchOptimizer(_Optimizer):
         return f"TorchOptimizer(rank {self.comm.rank} of {self.comm.size}, {self.optimizer!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.optimizer,)
+        return itself, (self.optimizer,)
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, examples: float | None = None
@@ -353,10 +354,6 @@ class TorchOptimizer(_Optimizer):
     def _name(self, parameter: torch.Tensor) -> str:
         name: str = self._names.setdefault(parameter, f"parameter {len(self._names)}")
         return name
-
-
-def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return optimizer
 
 
 def _rows(gradient: torch.Tensor | None) -> Any:

@@ -66,6 +66,14 @@ class ShardedSampler(torch.utils.data.Sampler):
             yield row
         self.epoch += 1
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle keeps: all but the pass, which begins anew."""
+        return {**self.__dict__, "_pass": None, "_given": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._pass = self._begun()
+
     def __len__(self) -> int:
         """Return how many rows this rank has in the next pass."""
         return sum(1 for _ in self._begun())

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from strategies import arrays
+from strategies.averaging.optimizer import itself
 from strategies.optimizers.from_torch import equivalents, rate_of
 from strategies.sparse import Rows, as_rows
 from strategies.torch.parameters import names_of
@@ -28,7 +29,8 @@ class StrategyTorchOptimizer(_Optimizer):
     Made by `DistributedOptimizer` with a `strategy`; *collective* over its tasks. The parameters
     take the chief's values then, and at the end of every `step` the newest. It shows the
     `param_groups` and `defaults` of the optimizer that it holds, whose own `state` stays empty:
-    what has to be kept between steps is where they are made (`strategy.state_dict()`).
+    what has to be kept between steps is where they are made (`strategy.state_dict()`). Pickled or
+    copied, it becomes the optimizer that it holds.
 
     Attributes:
         optimizer: the one that it was made of.
@@ -69,6 +71,9 @@ class StrategyTorchOptimizer(_Optimizer):
 
     def __repr__(self) -> str:
         return f"StrategyTorchOptimizer({type(self.strategy).__name__}, {self.optimizer!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itself, (self.optimizer,)
 
     def step(self, closure: Callable[[], Any] | None = None, *, examples: Any = None) -> Any:
         """Push the gradients, and take the new values; as `strategy.apply_gradients`.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import collectives as cc
+from strategies.averaging.optimizer import itself
 from strategies.optimizers import Optimizer
 from strategies.strategy import Strategy
 from strategies.wrapping.hosting import HostingStrategy
@@ -126,6 +127,9 @@ class StrategyOptimizer:
         self.optimizer = optimizer
         self.strategy = strategy
         strategy.use(optimizer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return itself, (self.optimizer,)
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], *, examples: Any = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
+import pickle
 import re
 
 import ml_dtypes
@@ -410,6 +412,18 @@ def test_wrong_options_of_one_rank_are_errors_on_all(world, case):
         with pytest.raises(kind, match=words):
             strategies.DistributedOptimizer(strategies.SGD(1.0), comm=comm, **own)
         assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(check)
+
+
+def test_a_copy_of_a_wrapped_optimizer_is_the_optimizer_that_it_holds(world):
+    def check(comm):
+        optimizer = strategies.DistributedOptimizer(strategies.Momentum(1.0), comm=comm)
+        w = strategies.Variable(np.zeros(2), name="w")
+        optimizer.apply_gradients([(np.ones(2), w)])
+        for made in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert type(made) is strategies.Momentum
+            np.testing.assert_equal(made.state_dict(), optimizer.state_dict())
 
     world.run(check)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -245,9 +247,13 @@ def test_batch_norm_is_over_the_rows_of_a_process_set(world):
         rows = [rows_of(rank, 4, 5) for rank in range(comm.size)]
         norm = hvd.SyncBatchNorm(5, process_set=ranks).double()
         wanted = torch.nn.BatchNorm1d(5).double()(torch.cat(rows))[4 * comm.rank :][:4]
-        np.testing.assert_allclose(
-            norm(rows[comm.rank]).detach().numpy(), wanted.detach().numpy(), rtol=1e-9, atol=1e-12
-        )
+        for made in (norm, copy.deepcopy(norm)):
+            np.testing.assert_allclose(
+                made(rows[comm.rank]).detach().numpy(),
+                wanted.detach().numpy(),
+                rtol=1e-9,
+                atol=1e-12,
+            )
 
     everyone(world, check)
 

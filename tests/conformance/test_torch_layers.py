@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 import json
+import pickle
 
 import numpy as np
 import pytest
 
 import collectives as cc
+from conftest import UNDER_MPI
 from requirements import installed
 from strategies.averaging.metrics import metric_average
 
@@ -86,6 +90,55 @@ def test_sync_batch_norm_in_the_place_of_others(world):
         model(torch.ones(2, 3)).sum().backward()
         with pytest.raises(ValueError, match="expected an input of shape"):
             model[1](torch.ones(4))
+
+    world.run(check)
+
+
+def test_a_model_that_holds_a_communicator_is_copied_and_pickled(world):
+    def check(comm):
+        half = comm.split(comm.rank % 2)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        model = SyncBatchNorm.convert(model, comm=half)
+        copies = [copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module]
+        if UNDER_MPI:  # a process is one rank, and finds its communicators by name
+            saved = io.BytesIO()
+            torch.save(model, saved)
+            saved.seek(0)
+            copies += [pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
+            assert pickle.loads(pickle.dumps(cc.init())) is cc.init()
+        x = rows_of(comm.rank, 4, 3).float()
+        expected = model(x)
+        for made in copies:
+            assert torch.equal(made(x), expected)
+        assert copy.copy(half) is copy.deepcopy(half) is half
+        half.close()
+
+    world.run(check)
+
+
+def test_a_communicator_of_a_group_is_known_while_it_is_open(world):
+    def check(comm):
+        half = comm.split(comm.rank % 2)
+        pickled = pickle.dumps(half)
+        half.close()
+        with pytest.raises(ValueError, match=r"its own job only, while it is open, .*, got 0"):
+            pickle.loads(pickled)
+
+    world.run(check)
+
+
+def test_a_sampler_is_copied_and_pickled(world):
+    def check(comm):
+        comm = comm.split(0) if UNDER_MPI else comm
+        sampler = ShardedSampler(10, comm=comm, seed=4)
+        next(iter(sampler))  # a copy begins its pass anew
+        copies = [copy.deepcopy(sampler)]
+        if UNDER_MPI:
+            copies.append(pickle.loads(pickle.dumps(sampler)))
+        fresh = ShardedSampler(10, comm=comm, seed=4)
+        for made in copies:
+            assert made.state() == fresh.state()
+            assert list(made) == list(ShardedSampler(10, comm=comm, seed=4))
 
     world.run(check)
 
