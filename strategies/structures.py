@@ -8,6 +8,8 @@ from typing import Any
 
 __all__ = [
     "WHOLE",
+    "extra_states",
+    "is_module",
     "is_pair",
     "leaves",
     "map_leaves",
@@ -17,6 +19,8 @@ __all__ = [
     "value_of",
     "zip_leaves",
 ]
+
+_EXTRA = "_extra_state"  # as PyTorch calls it in a `state_dict()`
 
 WHOLE = "the array"
 """Name of a leaf that is in no structure."""
@@ -130,11 +134,32 @@ def registered(node: Any) -> tuple[list[Any], Any] | None:
     return None if jax.tree_util.treedef_is_leaf(tree) else (children, tree)
 
 
-def state_of(given: Any) -> Any:
-    """Return the `state_dict()` of a module of PyTorch, anything else as it is."""
+def is_module(given: Any) -> bool:
+    """Whether this is a module of PyTorch."""
     torch: Any = sys.modules.get("torch")
-    is_module = torch is not None and isinstance(given, torch.nn.Module)
-    return given.state_dict() if is_module else given
+    return torch is not None and isinstance(given, torch.nn.Module)
+
+
+def state_of(given: Any) -> Any:
+    """Return the tensors of a module of PyTorch by name, anything else as it is.
+
+    These are those of its `state_dict()`, and buffers that are not persistent.
+    """
+    if not is_module(given):
+        return given
+    state = {**dict(given.named_buffers()), **given.state_dict()}
+    extra = extra_states(given)
+    return {name: tensor for name, tensor in state.items() if name not in extra}
+
+
+def extra_states(module: Any) -> dict[str, Any]:
+    """Return the submodules of a module of PyTorch that have extra state, by its name there."""
+    default = sys.modules["torch"].nn.Module.get_extra_state
+    return {
+        f"{name}.{_EXTRA}" if name else _EXTRA: child
+        for name, child in module.named_modules()
+        if type(child).get_extra_state is not default
+    }
 
 
 def value_of(leaf: Any) -> Any:

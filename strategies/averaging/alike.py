@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 import collectives as cc
 from strategies import agreement, arrays
 from strategies.optimizers.base import Optimizer
-from strategies.structures import named_leaves, state_of, value_of
+from strategies.structures import extra_states, is_module, named_leaves, state_of, value_of
 
 __all__ = [
     "ON_PURPOSE",
@@ -92,9 +94,9 @@ def check_alike(structure: Any, *, comm: cc.Communicator | None = None) -> None:
     *Collective*: all ranks.
 
     Args:
-        structure: a module of PyTorch, which stands for its `state_dict()`, buffers included; or
-            arrays of any library and dtype, variables, numbers and text in nested dicts, lists,
-            tuples and trees of JAX.
+        structure: a module of PyTorch, which stands for its parameters, all its buffers and the
+            arrays, numbers, text and bytes of its extra state; or arrays of any library and dtype,
+            variables, numbers and text in nested dicts, lists, tuples and trees of JAX.
         comm: the ranks; the whole job if None.
 
     Raises:
@@ -112,7 +114,17 @@ def check_alike(structure: Any, *, comm: cc.Communicator | None = None) -> None:
     comm = cc.init() if comm is None else comm
     if isinstance(structure, Iterator):
         structure = list(structure)
-    compare(comm, "check_alike", lambda: facts_of("value", named_leaves(state_of(structure))))
+
+    def facts() -> list[Fact]:
+        extra = extra_states(structure) if is_module(structure) else {}
+        states = named_leaves({name: module.get_extra_state() for name, module in extra.items()})
+        seen = ((name, _seen_as_array(value)) for name, value in states)
+        return [
+            *facts_of("value", named_leaves(state_of(structure))),
+            *facts_of("value", ((name, value) for name, value in seen if _is_comparable(value))),
+        ]
+
+    compare(comm, "check_alike", facts)
 
 
 def compare(
@@ -167,6 +179,10 @@ def fact_of(kind: Kind, name: str, value: Any) -> Fact:
 
 def _is_comparable(value: Any) -> bool:
     return arrays.is_array(value) or isinstance(value, (numbers.Number, str))
+
+
+def _seen_as_array(value: Any) -> Any:
+    return np.frombuffer(value, np.uint8) if isinstance(value, (bytes, bytearray)) else value
 
 
 def checksum(array: Any) -> str:

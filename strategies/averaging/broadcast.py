@@ -14,6 +14,8 @@ from strategies import agreement
 from strategies.arrays import dtype_name, is_array
 from strategies.structures import (
     WHOLE,
+    extra_states,
+    is_module,
     is_pair,
     map_leaves,
     named_leaves,
@@ -46,9 +48,10 @@ def broadcast_parameters(
     *Collective*: all ranks, with the same names, shapes and dtypes.
 
     Args:
-        parameters: a module of PyTorch, which stands for its `state_dict()`; or arrays of any
-            kind, or variables: `module.named_parameters()`, a list, or a tree of dicts, lists and
-            tuples. Dicts are compared by their keys, whatever their order.
+        parameters: a module of PyTorch, which stands for its parameters, all its buffers, also
+            those that are not persistent, and its extra state (`set_extra_state`), by pickle; or
+            arrays of any kind, or variables: `module.named_parameters()`, a list, or a tree of
+            dicts, lists and tuples. Dicts are compared by their keys, whatever their order.
         root: whose parameters.
         comm: the ranks; the whole job if None.
 
@@ -75,11 +78,31 @@ def broadcast_parameters(
         given = list(parameters) if isinstance(parameters, Iterator) else parameters
         leaves = list(named_leaves(state_of(given)))
         facts = [_described(name, leaf) for name, leaf in leaves]
-        return (given, leaves), [f"root {root}", *facts]
+        extra = extra_states(given) if is_module(given) else {}
+        own = {}
+        if comm.rank == root:
+            own = {name: module.get_extra_state() for name, module in extra.items()}
+        return (given, leaves, extra, own), [f"root {root}", *facts, *extra]
 
-    given, leaves = agreement.compare(comm, "broadcast_parameters", prepare)
+    given, leaves, extra, own = agreement.compare(comm, "broadcast_parameters", prepare)
     received = {name: _received(leaf, root, comm) for name, leaf in leaves}
-    return given if state_of(given) is not given else _rebuilt(given, "", received)
+    if extra:
+        _give_extra(comm.broadcast_object(own, root), extra, root, comm)
+    return given if is_module(given) else _rebuilt(given, "", received)
+
+
+def _give_extra(
+    states: Mapping[str, Any], extra: Mapping[str, Any], root: int, comm: cc.Communicator
+) -> None:
+    """Give the modules of all ranks but the root the extra states of the root."""
+
+    def load() -> tuple[None, list[str]]:
+        if comm.rank != root:
+            for name, module in extra.items():
+                module.set_extra_state(states[name])
+        return None, []
+
+    agreement.compare(comm, "broadcast_parameters", load)
 
 
 def broadcast_optimizer_state(

@@ -22,6 +22,7 @@ from strategies.checks import integer
 from strategies.errors import InvalidArgumentError
 from strategies.horovod import objects, sessions
 from strategies.horovod.process_sets import global_process_set
+from strategies.structures import is_module
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
@@ -77,7 +78,7 @@ class State:
             if hasattr(thing, "load_state"):  # whose state is that of all ranks
                 continue
             if hasattr(thing, "parameters"):
-                objects.broadcast_parameters(thing.state_dict())
+                objects.broadcast_parameters(thing if is_module(thing) else thing.state_dict())
             elif hasattr(thing, "state_dict"):
                 objects.broadcast_optimizer_state(thing)
             else:

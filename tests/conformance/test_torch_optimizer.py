@@ -606,6 +606,46 @@ def test_optimizer_state_of_one_rank_reaches_all(world, kind):
     world.run(check)
 
 
+class WithExtra(torch.nn.Module if torch else object):
+    """A module with a buffer that is not persistent, and extra state."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 1)
+        self.register_buffer("cache", torch.full((2,), float(value)), persistent=False)
+        self.extra = {"count": value, "bytes": bytes([value]), "other": {value}}
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        if state["count"] < 0:
+            raise ValueError("a negative count")
+        self.extra = state
+
+
+def test_all_buffers_and_extra_state_of_a_module_are_broadcast(world):
+    def check(comm):
+        root = comm.size - 1
+        model = torch.nn.Sequential(WithExtra(comm.rank))
+        torch.nn.init.ones_(model[0].inner.weight)
+        torch.nn.init.ones_(model[0].inner.bias)
+        if comm.size > 1:
+            words = r"check_alike: .*, 0.cache: .* on ranks? 1.* is not as on rank 0 \(and 2 more\)"
+            with pytest.raises(cc.MismatchError, match=words):
+                strategies.check_alike(model, comm=comm)
+        strategies.broadcast_parameters(model, root, comm=comm)
+        strategies.check_alike(model, comm=comm)
+        assert model[0].cache.tolist() == [root] * 2
+        assert model[0].extra == {"count": root, "bytes": bytes([root]), "other": {root}}
+        if comm.size > 1:
+            model[0].extra["count"] = -1
+            with pytest.raises(ValueError, match="a negative count"):
+                strategies.broadcast_parameters(model, root, comm=comm)
+
+    world.run(check)
+
+
 def test_running_means_of_a_model_are_broadcast(world):
     def check(comm):
         model = torch.nn.BatchNorm1d(3)
