@@ -25,6 +25,7 @@ __all__ = [
     "fetched",
     "full",
     "host",
+    "in_memory_order",
     "is_array",
     "near",
     "on_several_devices",
@@ -90,6 +91,13 @@ def host(array: Any) -> npt.NDArray[Any] | None:
         bits = tensor.view(array_api_compat.array_namespace(tensor).int16).numpy()
         return np.asarray(bits.view(ml_dtypes.bfloat16))
     return np.asarray(tensor.numpy())
+
+
+def in_memory_order(array: Any) -> Any:
+    """View a dense array as a flat one, its elements as they lie in memory."""
+    if hasattr(array, "as_strided") and not array.is_contiguous():
+        return array.as_strided((array.numel(),), (1,))
+    return array.reshape(-1)
 
 
 def fetched(array: Any) -> npt.NDArray[Any]:

@@ -66,7 +66,7 @@ class Detour(NamedTuple):
 
     def lend(self, loan: Borrowed) -> Borrowed:
         """Return what is to be reduced, in place, in place of a caller's array."""
-        own = np.empty(loan.host.shape, self.dtype)
+        own = np.empty_like(loan.host, self.dtype)
         self.put(loan.host, own)
 
         def give_back(result: Array) -> Any:

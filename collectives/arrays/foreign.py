@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from collectives.arrays.device import DeviceBuffer
 
-__all__ = ["Foreign", "Resident", "why_repeated"]
+__all__ = ["Foreign", "Resident", "dense_axes", "why_repeated"]
 
 
 class Foreign(ABC):
@@ -46,6 +46,14 @@ class Foreign(ABC):
     @abstractmethod
     def write(self, result: npt.NDArray[Any]) -> None:
         """Make `result` the array's elements; if `shared`, they have been written already."""
+
+    def show(self, memory: npt.NDArray[Any]) -> Any:
+        """Show host memory as an array of this kind, with its strides; of what is `shared`."""
+        return self.wrap(memory)
+
+    def strides(self) -> tuple[int, ...] | None:
+        """Return the strides in elements that results keep; None for those of C order."""
+        return None
 
     def pinned(self, nbytes: int) -> npt.NDArray[Any]:
         """Allocate pinned memory, shape (nbytes,), uint8; of what is `pinnable`."""
@@ -88,3 +96,28 @@ def why_repeated(shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None
     if 0 not in shape and any(n > 1 and stride == 0 for n, stride in pairs):
         return "several of its elements are the same memory"
     return None
+
+
+def dense_axes(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
+    """Return the axes with several elements, from the slowest to the fastest in memory.
+
+    Args:
+        shape: of an array.
+        strides: in elements.
+
+    Returns:
+        None if the elements do not fill one stretch of memory, each once.
+
+    Example:
+        >>> dense_axes((4, 3, 2), (6, 1, 3)), dense_axes((4, 3), (8, 2)), dense_axes((5, 1), (1, 9))
+        ([0, 2, 1], None, [0])
+    """
+    if 0 in shape:
+        return None
+    axes = sorted((i for i, n in enumerate(shape) if n > 1), key=lambda i: -strides[i])
+    expected = 1
+    for i in reversed(axes):
+        if strides[i] != expected:
+            return None
+        expected *= shape[i]
+    return axes

@@ -30,6 +30,7 @@ __all__ = [
     "flat",
     "flat_copy",
     "flat_target",
+    "in_order_of",
     "raw_bytes",
     "room",
     "store",
@@ -267,6 +268,15 @@ def address(array: Array) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]  # 0.2 us
     except (TypeError, ValueError):  # read-only, empty, or bfloat16: 0.9 us
         return int(array.__array_interface__["data"][0])
+
+
+def in_order_of(array: Array, result: Array) -> Array:
+    """Return a result for an array in the order of its elements, as NumPy's `order="K"`."""
+    if array.ndim < 2 or array.flags.c_contiguous:
+        return result
+    made = np.empty_like(array, result.dtype)
+    made[...] = result
+    return made
 
 
 def raw_bytes(array: Array) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from collectives.arrays.device import BFLOAT16, Device, DeviceBuffer, stored_as
-from collectives.arrays.foreign import Foreign, Resident, why_repeated
+from collectives.arrays.foreign import Foreign, Resident, dense_axes, why_repeated
 from collectives.arrays.of_cuda import has_cupy, load_cupy
 
 __all__ = ["tensor"]
@@ -55,7 +55,20 @@ class _Tensor(Foreign):
         self._shown(into).copy_(self._x.detach())
 
     def wrap(self, result: npt.NDArray[Any]) -> Any:
-        return self._shown(result).to(self._x.device)
+        made = self._shown(result).to(self._x.device)
+        # As `torch.empty_like`: optimizers that work on lists of tensors are fast where a tensor
+        # and its gradient have the same strides.
+        if len(self.shape) > 1 and result.shape == self.shape and made.stride() != self._x.stride():
+            like = self._torch.empty_like(self._x.detach())
+            made = made if like.stride() == made.stride() else like.copy_(made)
+        return made
+
+    def show(self, memory: npt.NDArray[Any]) -> Any:
+        return self._shown(memory)
+
+    def strides(self) -> tuple[int, ...] | None:
+        strides = tuple(self._x.stride())
+        return None if dense_axes(self.shape, strides) is None else strides
 
     def write(self, result: npt.NDArray[Any]) -> None:
         if self.shared:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from collectives.arrays import host, libraries
-from collectives.arrays.foreign import Foreign
+from collectives.arrays.foreign import Foreign, dense_axes
 from collectives.arrays.host import Array
 
 __all__ = ["Kind", "View", "kind_of", "numpy_kind", "show"]
@@ -23,11 +23,19 @@ class Kind(NamedTuple):
     Attributes:
         shape, dtype: as of NumPy arrays.
         library: an array of the other library that results are for, or None for NumPy.
+        strides: in elements, of a dense array whose strides are kept; None for C order.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     library: Foreign | None
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def order(self) -> list[int] | None:
+        """The axes as `dense_axes`, equal for all ranks; None where they are in C order."""
+        axes = None if self.strides is None else dense_axes(self.shape, self.strides)
+        return None if axes is None or axes == sorted(axes) else axes
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +70,8 @@ def kind_of(x: Any, *, operation: str) -> Kind:
     if library is None:
         array = host.borrow(x, operation=operation).host
         return Kind(array.shape, array.dtype, None)
-    return Kind(tuple(library.shape), _checked(library.dtype, operation), library)
+    shape, dtype = tuple(library.shape), _checked(library.dtype, operation)
+    return Kind(shape, dtype, library, library.strides())
 
 
 def numpy_kind(
@@ -79,11 +88,16 @@ def numpy_kind(
 def show(memory: Array, kind: Kind) -> View:
     """Show memory, shape (nbytes,), uint8, as an array of a kind."""
     library = kind.library
-    view: Array = memory.view(kind.dtype).reshape(kind.shape)
+    view: Array = memory.view(kind.dtype)
+    if kind.strides is None:
+        view = view.reshape(kind.shape)
+    else:
+        steps = [step * kind.dtype.itemsize for step in kind.strides]
+        view = np.lib.stride_tricks.as_strided(view, kind.shape, steps)
     if library is None:
         return View(view, view, lambda: view)
     if library.shared:
-        shown = library.wrap(view)
+        shown = library.show(view)
         return View(view, shown, lambda: shown)
     # Arrays that never change must not see what is written to this memory later.
     return View(view, view, lambda: library.wrap(view if library.private else view.copy()))

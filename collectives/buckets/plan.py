@@ -10,6 +10,7 @@ from typing import Any
 from collectives import bucket_layout
 from collectives.arrays import reduction, views
 from collectives.arrays.reduction import MEAN, Op
+from collectives.arrays.views import Kind
 from collectives.buckets import on_device
 from collectives.buckets.buckets import Buckets
 from collectives.buckets.memory import BucketMemory, Options, Places
@@ -51,7 +52,8 @@ def plan_buckets(
 
     Args:
         like: for every array one of its kind, shape and dtype, which is not changed, or a pair of
-            a shape and a dtype, which stands for a NumPy array.
+            a shape and a dtype, which stands for a NumPy array. Places on the host have the strides
+            of dense tensors of PyTorch (`channels_last`), which are the same on all ranks.
         op: how to combine, defined for all of the dtypes.
         compression: as for `allreduce`; with feedback, every bucket has its own residual.
         bucket_bytes: after how many bytes a bucket is full.
@@ -96,7 +98,7 @@ def plan_buckets(
             )
         call.describe(
             op=op.value, count=len(kinds), compression=compression, bytes=limits,
-            arrays=bucket_layout.shortened([(kind.dtype.name, kind.shape) for kind in kinds]),
+            arrays=bucket_layout.shortened([(_words(kind), kind.shape) for kind in kinds]),
             algorithm=algorithm,
         )  # fmt: skip
         call.agree()
@@ -110,3 +112,8 @@ def plan_buckets(
         PlacesOnDevice(ranks, kinds, options, there) if there else Places(ranks, kinds, options)
     )
     return Buckets(ranks, places, names or [str(i) for i in range(len(kinds))])
+
+
+def _words(kind: Kind) -> str:
+    """Describe the dtype of an array and the order of its elements in memory."""
+    return kind.dtype.name if kind.order is None else f"{kind.dtype.name} in order {kind.order} "

@@ -106,19 +106,21 @@ def broadcast(
         plan = plans.broadcast(call, buffer, root, algorithm)  # step 5
         plan.first(call, buffer, buffer)  # step 6
         repeats.keep(group, key, loan.host, loan.target, plan)  # step 7
-    result = buffer.reshape(array.shape) if loan.target is None else loan.target
+    result = loan.target
+    if result is None:
+        result = host.in_order_of(loan.host, buffer.reshape(array.shape))
     return loan.give_back(host.store(buffer, result))
 
 
 def _copied(x: Any, out: Any) -> Any:
     """Return the root's array as its result, in `out` if there is one, which fits."""
     if type(x) is np.ndarray and out is None:
-        return x.copy()
+        return x.copy("K")
     if type(x) is np.ndarray and type(out) is np.ndarray:
         np.copyto(out, x)
         return out
     loan = host.borrow(x, out, operation="broadcast")
-    target = np.empty(loan.host.shape, loan.host.dtype) if loan.target is None else loan.target
+    target = np.empty_like(loan.host) if loan.target is None else loan.target
     np.copyto(target, loan.host)
     return loan.give_back(target)
 

@@ -171,7 +171,10 @@ def _on_host(
         if direct:
             return [loan.give_back(loan.host) for loan in loans if loan is not None]
         places = zip(hosts, known.starts, strict=True)
-        made = [np.ndarray(array.shape, array.dtype, results, start) for array, start in places]
+        made = [
+            host.in_order_of(array, np.ndarray(array.shape, array.dtype, results, start))
+            for array, start in places
+        ]
         both = zip(made, loans, strict=True)
         return [array if loan is None else handed(array, loan, out) for array, loan in both]
 

@@ -113,7 +113,8 @@ def grouped_broadcast(
             if own:
                 part[...] = loan.host
         plans.broadcast(call, stream, root, algorithm).first(call, stream, stream)
-    return [handed(part, loan, out) for part, loan in zip(parts, loans, strict=True)]
+    made = [host.in_order_of(loan.host, part) for part, loan in zip(parts, loans, strict=True)]
+    return [handed(part, loan, out) for part, loan in zip(made, loans, strict=True)]
 
 
 @overload

@@ -240,4 +240,6 @@ def _candidates(values: Array, best: Array, indices: Array) -> Array:
 
 
 def _given(loan: Borrowed, result: Array) -> Any:
-    return loan.give_back(result if loan.target is None else host.store(result, loan.target))
+    if loan.target is None:
+        return loan.give_back(host.in_order_of(loan.host, result))
+    return loan.give_back(host.store(result, loan.target))

@@ -87,7 +87,8 @@ def allreduce(
         timeout: seconds.
 
     Returns:
-        `out`, or a new array of the kind, shape and dtype of `x`, on its device; the same bits
+        `out`, or a new array of the kind, shape and dtype of `x`, on its device, on the host with
+        its order of elements (`channels_last`, Fortran's); the same bits
         on all ranks (with "native" and "nccl" as far as that library does so). With MINLOC and
         MAXLOC `x`, `out` and the result are pairs (see `collectives.operations.located`).
 
@@ -321,5 +322,5 @@ def reduce_scatter(
 def _memory(loan: Borrowed) -> tuple[Array, Array, Array]:
     """Return flat memory of what is sent and of the result, and the result in its own shape."""
     array = loan.host
-    result = np.empty(array.shape, array.dtype) if loan.target is None else loan.target
+    result = np.empty_like(array) if loan.target is None else loan.target
     return host.flat(array), host.flat_target(result, array), result

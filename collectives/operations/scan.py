@@ -204,7 +204,7 @@ def _scan(
         if op is MEAN and count > 1:
             with reduction.quiet():
                 device.divide(total, count)
-        result = np.empty(array.shape, array.dtype) if loan.target is None else loan.target
+        result = np.empty_like(array) if loan.target is None else loan.target
     return loan.give_back(host.store(total, result))
 
 

@@ -24,7 +24,7 @@ from strategies.agreement import raise_everywhere
 from strategies.averaging import alike
 from strategies.averaging.alike import Fact
 from strategies.averaging.bucketed import Bucketed
-from strategies.averaging.leaf import Leaf
+from strategies.averaging.leaf import Leaf, Words
 from strategies.averaging.overlap import Overlap
 from strategies.averaging.passes import Contribution
 from strategies.averaging.rule import OPERATION, Rule
@@ -84,10 +84,10 @@ class Averaging:
         self._compares = state is not None and rule.compare != "nothing"
         self._settings = Settings(settings if rule.compare == "all" else dict[str, Any])
         self._state = state if state is not None and rule.compare == "all" else list[Fact]
-        self._compared: set[tuple[str, tuple[int, ...], str]] = set()
+        self._compared: set[Words] = set()
         self._given: Sequence[Leaf] = ()
         self._leaves: list[Leaf] = []
-        self._words: list[tuple[str, tuple[int, ...], str]] = []
+        self._words: list[Words] = []
         self._exchange = Exchange(comm)
         self._bucketed = Bucketed(comm, self._op, rule.compression)
         self._steps = 0
@@ -243,7 +243,7 @@ class Averaging:
             return
         # Each rank measures its share, and all join the same shares: the same bits everywhere.
         rank, size = self.comm.rank, self.comm.size
-        flat = [g.reshape(-1) for g in gradients if g is not None]
+        flat = [arrays.in_memory_order(g) for g in gradients if g is not None]
         shares = [g[len(g) * rank // size : len(g) * (rank + 1) // size] for g in flat]
         _, norm = clip_by_global_norm(shares, limit, self.comm)
         if limit < norm < math.inf:
@@ -266,23 +266,23 @@ class Averaging:
         settings: npt.NDArray[np.float64],
     ) -> Status:
         """Make the first exchange."""
-        changed = leaves is not self._given and self._words != [leaf[:3] for leaf in leaves]
+        changed = leaves is not self._given and self._words != [leaf.words for leaf in leaves]
         return self._exchange(
             contribution, steps=self._steps, retry=retry, changed=changed, settings=settings
         )
 
     def _agree_on(self, leaves: Sequence[Leaf]) -> bool:
         """Compare the parameters of all ranks, and make room for them; tells if any are new."""
-        words = [leaf[:3] for leaf in leaves]
+        words = [leaf.words for leaf in leaves]
         new = set(words) - self._compared
         compared = new if self._compares else set()
 
         def facts() -> list[Fact]:
             own = [] if self._compared else self._facts()
-            return own + [leaf.fact(leaf[:3] in compared) for leaf in leaves]
+            return own + [leaf.fact(leaf.words in compared) for leaf in leaves]
 
         alike.compare(self.comm, OPERATION, facts)
-        if words != [leaf[:3] for leaf in self._leaves]:
+        if words != [leaf.words for leaf in self._leaves]:
             self.close()
         self._exchange = Exchange(self.comm, len(leaves))
         self._given, self._leaves, self._words = leaves, list(leaves), words

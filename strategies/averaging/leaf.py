@@ -8,24 +8,45 @@ from strategies import arrays
 from strategies.averaging import alike
 from strategies.averaging.alike import Fact
 
-__all__ = ["Leaf"]
+__all__ = ["Leaf", "Words"]
+
+Words = tuple[str, tuple[int, ...], str, tuple[int, ...] | None]
 
 
 class Leaf(NamedTuple):
-    """One parameter: its name for people, its shape and dtype, and an array of its kind."""
+    """One parameter.
+
+    Attributes:
+        name: for people.
+        shape: of its elements.
+        dtype: of its elements, by name.
+        strides: in elements, of a tensor of PyTorch that is not contiguous, else None; its gradient
+            has the same.
+        like: an array of its kind.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    strides: tuple[int, ...] | None
     like: Any
 
     @classmethod
     def of(cls, name: str, array: Any) -> Leaf:
         """Return the leaf of a parameter that is this array."""
-        return cls(name, tuple(array.shape), arrays.dtype_name(array), array)
+        strides = None
+        if hasattr(array, "is_contiguous") and not array.is_contiguous():
+            strides = tuple(array.stride())
+        return cls(name, tuple(array.shape), arrays.dtype_name(array), strides, array)
+
+    @property
+    def words(self) -> Words:
+        """What is equal on all ranks, whatever the parameter holds."""
+        return self[:4]
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.dtype} of shape {self.shape}"
+        strides = "" if self.strides is None else f" with strides {self.strides}"
+        return f"{self.name}: {self.dtype} of shape {self.shape}{strides}"
 
     def fact(self, compared: bool) -> Fact:
         """Say what it is, and what it holds if that is compared, too."""

@@ -156,6 +156,48 @@ def test_a_zero_dimensional_array_stays_one(world, name):
     world.run(check)
 
 
+ORDERED = {
+    "allreduce": lambda comm, x: comm.allreduce(x),
+    "scaled": lambda comm, x: comm.allreduce(x, postscale=2.0),
+    "logical": lambda comm, x: comm.allreduce(x, op=cc.LOGICAL_OR),
+    "grouped_allreduce": lambda comm, x: comm.grouped_allreduce([x, x])[1],
+    "grouped_broadcast": lambda comm, x: comm.grouped_broadcast([x])[0],
+    "broadcast": lambda comm, x: comm.broadcast(x, comm.size - 1),
+    "reduce": lambda comm, x: [x, comm.reduce(x, 0)][comm.rank == 0],
+    "scan": lambda comm, x: comm.scan(x),
+    "allreduce_async": lambda comm, x: comm.allreduce_async(x).wait(),
+    "in place": lambda comm, x: comm.allreduce(x, out=x),
+}
+LAYOUTS = {  # of an array of shape (4, 3, 2, 1), whose elements may lie in another order
+    "C": (0, 1, 2, 3),
+    "Fortran": (3, 2, 1, 0),
+    "channels last": (0, 2, 3, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("operation", ORDERED)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_result_has_the_order_of_elements_of_its_array(world, library, operation, layout):
+    torch = installed("torch") if library == "torch" else None
+    axes = LAYOUTS[layout]
+
+    def check(comm):
+        plain = np.arange(24.0).reshape(4, 3, 2, 1) + comm.rank
+        x = np.empty([plain.shape[i] for i in axes]).transpose(np.argsort(axes))
+        x[...] = plain
+        wanted = ORDERED[operation](comm, plain.copy())
+        for _ in range(2):  # again by what was kept of the first call
+            given = x.copy("K") if torch is None else torch.from_numpy(x.copy("K"))
+            made = ORDERED[operation](comm, given)
+            like = np.empty_like(given) if torch is None else torch.empty_like(given)
+            strides = [a.strides if torch is None else a.stride() for a in (made, like)]
+            assert strides[0] == strides[1]
+            np.testing.assert_array_equal(np.asarray(made), wanted)
+
+    world.run(check)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_joined_arrays_may_have_different_lengths(world, name):
     kind = kind_of(name)

@@ -455,17 +455,18 @@ def test_tensors_share_the_memory_that_is_reduced(world):
     torch = installed("torch")
 
     def check(comm):
-        like = [torch.empty(2, 3), torch.empty(5, dtype=torch.bfloat16), torch.empty(())]
+        like = [torch.empty(3, 2).t(), torch.empty(5, dtype=torch.bfloat16), torch.empty(())]
         with comm.plan_buckets(like, op=cc.SUM) as buckets:
             for step in range(2):
                 values = [torch.full_like(x, comm.rank + step) for x in like]
-                values[0] = values[0].t().contiguous().t()  # strides do not matter
+                values[0] = values[0].contiguous()  # strides of values do not matter
                 ready_all(buckets, values, [2, 1, 0])
                 results = buckets.wait(LIMIT)
                 total = sum(range(comm.size)) + step * comm.size
                 for x, result, view in zip(like, results, buckets.views, strict=True):
                     assert (result.dtype, result.shape) == (x.dtype, x.shape)
                     assert result.data_ptr() == view.data_ptr()
+                    assert result.stride() == view.stride() == x.stride()
                     assert (result == total).all()
             for view in buckets.views:
                 view.fill_(1)

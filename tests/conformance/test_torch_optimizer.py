@@ -269,6 +269,51 @@ def test_more_passes_than_announced_and_fewer_are_no_trap(world):
     world.run(check)
 
 
+def convolutions():
+    """A convolution, and one whose kernels have one element."""
+    made = torch.Generator().manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 1)).double()
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=made, dtype=torch.float64)
+    return model
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_gradient_has_the_strides_of_its_parameter(world, clip):
+    def check(comm):
+        x = torch.tensor(np.random.default_rng(comm.rank).random((2, 3, 5, 5)))
+        trained = []
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            model = convolutions().to(memory_format=memory_format)
+            optimizer = wrapped(comm, model, clip_global_norm=clip)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(x.to(memory_format=memory_format)).square().sum().backward()
+                optimizer.step()
+                for parameter in model.parameters():
+                    assert parameter.grad.stride() == parameter.stride()
+            trained.append(model)
+        assert trained[1][0].weight.stride() == (27, 1, 9, 3)
+        # Sums in another order, 3 steps that multiply: as `assert_alike`.
+        assert_alike(comm, trained[1], trained[0])
+
+    world.run(check)
+
+
+def test_strides_that_differ_are_an_error_on_all(world):
+    def check(comm):
+        odd = comm.rank == comm.size - 1 > 0
+        model = convolutions()
+        if not odd:
+            model.to(memory_format=torch.channels_last)
+        if comm.size > 1:
+            words = r"\(4, 3, 3, 3\) with strides \(27, 1, 9, 3\) on rank 0, 0.weight: "
+            with pytest.raises(cc.MismatchError, match=words):
+                wrapped(comm, model)
+
+    world.run(check)
+
+
 def test_gradients_are_clipped_after_the_average(world):
     def check(comm):
         ranks = [batches_of(r) for r in range(comm.size)]
