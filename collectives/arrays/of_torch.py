@@ -58,7 +58,8 @@ class _Tensor(Foreign):
         made = self._shown(result).to(self._x.device)
         # As `torch.empty_like`: optimizers that work on lists of tensors are fast where a tensor
         # and its gradient have the same strides.
-        if len(self.shape) > 1 and result.shape == self.shape and made.stride() != self._x.stride():
+        strided = len(self.shape) > 1 and not self._x.is_contiguous()  # 0.1 us
+        if strided and result.shape == self.shape:
             like = self._torch.empty_like(self._x.detach())
             made = made if like.stride() == made.stride() else like.copy_(made)
         return made

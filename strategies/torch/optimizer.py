@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from strategies.averaging.rule import Rule
 from strategies.replicas.context import require_one_replica
 from strategies.sparse import Rows
 from strategies.torch.backward import Backward
+from strategies.torch.other_methods import watched
 from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of, settings_of
 
 if TYPE_CHECKING:
@@ -66,6 +68,10 @@ class TorchOptimizer(_Optimizer):
     `step` averages the `.grad` of all parameters and lets the wrapped optimizer step. Whoever wants
     to see or change averaged gradients before, calls `synchronize` first.
 
+    Another method of the wrapped optimizer that changes parameters, such as `first_step` of a
+    sharpness-aware one, raises a ValueError unless `synchronize` was called since the last backward
+    pass: it would step by gradients of this rank alone.
+
     An averaged gradient lies in a bucket, and `.grad` is a view of it, which the next backward pass
     overwrites: clone what is to be kept. Where gradients are averaged in the step, that pass writes
     its own ones there, so that the step copies nothing.
@@ -75,6 +81,7 @@ class TorchOptimizer(_Optimizer):
     Attributes:
         optimizer: the one that it was made of.
         comm: the ranks that average.
+        harmless: other methods of the wrapped optimizer that were seen to leave parameters alone.
     """
 
     is_distributed = True
@@ -86,6 +93,7 @@ class TorchOptimizer(_Optimizer):
     ) -> None:
         self.optimizer = optimizer
         self.comm = comm
+        self.harmless: set[str] = set()
         self._rule = rule
         self._names = dict(names)
         facts = functools.partial(facts_of_optimizer, optimizer, self._names)
@@ -109,7 +117,8 @@ class TorchOptimizer(_Optimizer):
             raise AttributeError(name)
         if name == "param_groups":
             self._held = _Held.AVERAGED if self._held is _Held.ASKED else self._held
-        return getattr(self.optimizer, name)
+        found = getattr(self.optimizer, name)
+        return watched(self, name, found) if inspect.ismethod(found) else found
 
     def __repr__(self) -> str:
         return f"TorchOptimizer(rank {self.comm.rank} of {self.comm.size}, {self.optimizer!r})"
@@ -247,6 +256,11 @@ class TorchOptimizer(_Optimizer):
                 )
             self._held = _Held.ASKED
         return False
+
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether there was a backward pass since gradients were last averaged."""
+        return self._backward.passes > 0
 
     @property
     def _averaged(self) -> bool:

@@ -423,6 +423,65 @@ def test_schedulers_states_and_copies(world):
     world.run(check)
 
 
+class TwoSteps(torch.optim.SGD if torch else object):
+    """A sharpness-aware optimizer, with a method that does not step."""
+
+    @torch.no_grad()
+    def first_step(self, unseen=False):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["moved"] = p.grad * 0.05
+            (p.data if unseen else p).add_(self.state[p]["moved"])  # .data is not counted
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.state[p]["moved"]).sub_(p.grad, alpha=0.1)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def eval(self):
+        for p in self.param_groups[0]["params"]:
+            p.mul_(2.0).mul_(0.5)
+
+    def largest(self):
+        return max(float(p.grad.abs().max()) for p in self.param_groups[0]["params"])
+
+
+def test_methods_that_step_need_averaged_gradients(world):
+    def check(comm):
+        def backward(rank, net):
+            x = torch.tensor(np.random.default_rng(rank).random((3, 2)))
+            (net(x).square().mean() / (1 if net is model else comm.size)).backward()
+
+        model, alone = torch.nn.Linear(2, 1).double(), torch.nn.Linear(2, 1).double()
+        for net in (model, alone):
+            torch.nn.init.ones_(net.weight)
+            torch.nn.init.ones_(net.bias)
+        exact = TwoSteps(alone.parameters())
+        optimizer = strategies.DistributedOptimizer(
+            TwoSteps(model.parameters()), comm=comm, overlap=overlaps({})
+        )
+        for _ in range(3):
+            for method in ("first_step", "second_step"):
+                backward(comm.rank, model)
+                assert optimizer.largest() > 0
+                optimizer.eval()
+                assert optimizer.synchronize()
+                getattr(optimizer, method)()
+                for rank in range(comm.size):
+                    backward(rank, alone)
+                getattr(exact, method)()
+        assert_alike(comm, model, alone)
+        backward(comm.rank, model)
+        for unseen in (False, True):
+            with pytest.raises(ValueError, match=r"first_step: .*optimizer.synchronize\(\) after"):
+                optimizer.first_step(unseen)
+            backward(comm.rank, model)
+
+    world.run(check)
+
+
 def test_hooks_of_the_wrapped_optimizer_run(world):
     def check(comm):
         model = Network()
