@@ -44,7 +44,7 @@ class Settings:
         seen = [*values, *map(_constant, values.values())]
         if seen != self._seen:
             self._values, self._seen = values, seen
-            text = "\n".join(f"{fact.name} {fact.words}" for fact in self.facts())
+            text = "\n".join(sorted(f"{fact.name} {fact.words}" for fact in self.facts()))
             crc = np.array([zlib.crc32(text.encode())], ">u4")
             self._bits = np.unpackbits(crc.view(np.uint8)).astype(np.float64)
         return self._bits

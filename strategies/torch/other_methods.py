@@ -2,7 +2,7 @@
 
 Sharpness-aware optimizers step by methods of their own (`first_step`, `second_step`), before which
 gradients are not averaged. A method that changes parameters between a backward pass and the next
-average makes the replicas part, so it is an error.
+average lets the replicas diverge, so it is an error.
 """
 
 from __future__ import annotations
