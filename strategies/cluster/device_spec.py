@@ -59,24 +59,24 @@ class DeviceSpec:
 
         Args:
             text: parts such as job:ps, replica:0, task:1, device:GPU:0, cpu:0 and gpu in any order,
-                with / between them and none of them twice; "" for any device.
+                with / between them; "" for any device. Of several jobs, replicas or tasks the last
+                one counts, as in TensorFlow.
 
         Raises:
-            ValueError: it is not such a name, or has two parts for the same thing.
+            ValueError: it is not such a name, or has two devices.
             TypeError: it is not a text.
         """
         if not isinstance(text, str):
             raise TypeError(f"device: expected a text such as /job:ps/task:0/cpu:0, got {text!r}")
         parts = text.removeprefix("/")
-        said: set[str] = set()
+        has_device = False
         found: dict[str, Any] = {}
         for part in parts.split("/") if parts else ():
             thing, fields = _read(part, text)
-            if thing in said:
-                raise ValueError(
-                    f"device: more than one {thing}, expected each part once, got {text!r}"
-                )
-            said.add(thing)
+            if thing == "device":
+                if has_device:
+                    raise ValueError(f"device: more than one device, expected one, got {text!r}")
+                has_device = True
             found |= fields
         return cls(**found)
 
