@@ -13,6 +13,8 @@ What rank 0 says of a world is shown at its end; the others write to `out/WORLD-
 last lines say how many tests passed, and what was not tested because this machine lacks something.
 A test that is skipped in every world for another reason is a failure: it would never run.
 
+SIGTERM, SIGINT and SIGHUP end all processes of the run, whatever session they are in.
+
 With the folder of an earlier run's reports, what passed there is left out, and what was skipped
 there must run here.
 """
@@ -22,12 +24,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import reports
@@ -63,6 +69,9 @@ MOST_WORKERS = 4
 # Seconds for all tests of one size; a world that hangs beyond pytest's own limit is killed.
 LIMIT = 1500
 
+# Seconds between SIGTERM and SIGKILL: mpirun needs about one to end its ranks.
+GRACE = 10
+
 # The exit status of pytest where no test was chosen, as with `-k` in some worlds.
 NOTHING_CHOSEN = 5
 
@@ -74,6 +83,7 @@ def main(arguments: list[str]) -> int:
     earlier = sorted(options.without.glob("*.xml")) if options.without else []
     if options.without and (not earlier or options.without.resolve() == OUT):
         parser.error(f"--without: no reports of another checkout's run in {options.without}")
+    end_children_on_signals()
     # Hundreds of processes start: what Python compiles is kept, whatever the shell says.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     OUT.mkdir(exist_ok=True)
@@ -99,7 +109,7 @@ def main(arguments: list[str]) -> int:
             worlds.append((world, partial(_world, library, STORING_SIZE, report, further)))
 
     def work_off() -> None:
-        while True:
+        while not _ending:
             try:
                 world, run_world = worlds.popleft()
             except IndexError:
@@ -112,6 +122,62 @@ def main(arguments: list[str]) -> int:
         work_off()  # two at a time, now that nothing else runs
         other.result()
     return _summary(statuses, earlier, absent if _is_open_mpi() else set())
+
+
+_ending: list[int] = []  # the signal that ends this run
+
+
+def end_children_on_signals() -> None:
+    """Let SIGTERM, SIGINT and SIGHUP end all processes that this one has started."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End all descendants, then this process by the same signal.
+
+    The programs of tests are in sessions of their own, so a signal to a process group would leave
+    them.
+    """
+    _ending.append(number)
+    if len(_ending) > 1:  # the first one is being handled
+        return
+    limit = time.monotonic() + GRACE
+    told: set[tuple[int, str]] = set()
+    while alive := told & _processes().keys() | set(_descendants(os.getpid())):
+        late = time.monotonic() > limit
+        for process in alive:
+            # A second SIGTERM would make mpirun leave its ranks behind.
+            if late or process not in told:
+                with suppress(ProcessLookupError):
+                    os.kill(process[0], signal.SIGKILL if late else signal.SIGTERM)
+        told |= alive
+        time.sleep(0.05)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _descendants(root: int) -> list[tuple[int, str]]:
+    """Return the living descendants of a process: number and time of start."""
+    found: list[tuple[int, str]] = []
+    parents = {root}
+    processes = _processes()
+    while parents:
+        children = [one for one, parent in processes.items() if parent in parents]
+        found += children
+        parents = {pid for pid, _ in children}
+    return found
+
+
+def _processes() -> dict[tuple[int, str], int]:
+    """Return all living processes by number and time of start, with the number of the parent."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()  # the name may hold anything
+            if fields[0] not in "ZX":
+                found[int(path.parent.name), fields[19]] = int(fields[1])
+    return found
 
 
 def _alone(arguments: list[str]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -187,3 +189,34 @@ def test_what_every_first_call_needs_is_compiled_before_the_tests(tmp_path):
     files = [file.name for file in tmp_path.rglob("*.o")]
     for kind in ("one_shot", "direct", "pipelined", "publish", "shared"):
         assert any(name.startswith(f"rounds.{kind}") for name in files), (kind, files)
+
+
+# A run with a child that has a child in a session of its own, as the programs of tests have.
+STARTED = """
+import subprocess, sys
+sys.path.insert(0, sys.argv[1])
+import run
+run.end_children_on_signals()
+program = "print('started', flush=True); import time; time.sleep(60)"
+child = (
+    "import subprocess, sys;"
+    f"subprocess.run([sys.executable, '-c', {program!r}], start_new_session=True)"
+)
+subprocess.run([sys.executable, "-c", child])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_run_ends_the_programs_of_its_tests(number):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTED, str(ROOT / "tests")],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(number)
+        assert process.communicate(timeout=30)[0] == ""  # all that could write there have ended
+        assert process.returncode == -number
+    finally:
+        if process.poll() is None:
+            process.kill()
