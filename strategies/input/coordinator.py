@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from strategies.errors import OutOfRangeError
+from strategies.remote.limits import chosen
 
 __all__ = ["Coordinator", "LooperThread"]
+
+_log = logging.getLogger(__name__)
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
@@ -42,6 +47,7 @@ class Coordinator:
         self.joined = False
         self.error: BaseException | None = None
         self._threads: set[threading.Thread] = set()
+        self._idle: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # until the stop
 
     def request_stop(self, ex: BaseException | ExcInfo | None = None) -> None:
         """Ask all threads to stop; only the first request matters.
@@ -87,10 +93,18 @@ class Coordinator:
         except BaseException as error:
             self.request_stop(error)
 
-    def register_thread(self, thread: threading.Thread) -> None:
-        """Let `join` also wait for this thread."""
+    def register_thread(self, thread: threading.Thread, *, waits_for_stop: bool = False) -> None:
+        """Let `join` also wait for this thread.
+
+        Args:
+            thread: to wait for.
+            waits_for_stop: whether it does nothing before the stop. `join` asks for the stop itself
+                once only such threads are left.
+        """
         with self._lock:
             self._threads.add(thread)
+            if waits_for_stop:
+                self._idle.add(thread)
 
     def join(
         self,
@@ -100,6 +114,12 @@ class Coordinator:
         ignore_live_threads: bool = False,
     ) -> None:
         """Wait until all threads have ended, or a while after somebody asked to stop.
+
+        Where all sources of queue runners have ended, and only threads are left that wait for the
+        stop, it asks for the stop.
+
+        A thread that has a method `stalled`, as those of a `QueueRunner` have, is asked after each
+        `UNISONO_STALL_WARNING` seconds why it does not get on; the first answer is logged.
 
         Args:
             threads: to wait for besides those that are registered.
@@ -114,11 +134,23 @@ class Coordinator:
             waited = self._threads.union(threads or ())
         # A thread that ends and a stop that is asked for are two events, and one can only wait for
         # one of them: look at the other a few times per second.
-        while not self._stop.is_set() and any(thread.is_alive() for thread in waited):
-            for thread in waited:
+        asked = time.monotonic()
+        can_stall = {thread for thread in waited if hasattr(thread, "stalled")}
+        busy = [thread for thread in waited if thread not in self._idle]
+        while not self._stop.is_set() and any(thread.is_alive() for thread in busy):
+            if can_stall and time.monotonic() - asked > chosen().stall_warning:
+                asked = time.monotonic()
+                for thread in [thread for thread in can_stall if thread.is_alive()]:
+                    why = thread.stalled()
+                    if why is not None:
+                        _log.warning("Coordinator.join: %s (thread: %s)", why, thread.name)
+                        can_stall.discard(thread)
+            for thread in busy:
                 if thread.is_alive():
                     thread.join(0.05)
                     break
+        if any(thread.is_alive() for thread in waited):
+            self.request_stop()  # for those that wait for it
         # One deadline for all of them: a grace for each would add up.
         deadline = time.monotonic() + stop_grace_period_secs
         for thread in waited:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from strategies.errors import OpError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
 from strategies.queues.kinds import Queue
-from strategies.remote.limits import unlimited
+from strategies.queues.queue import Filling
+from strategies.remote.limits import chosen, unlimited
 
 __all__ = ["QueueRunner", "start_queue_runners"]
 
@@ -21,7 +23,8 @@ class QueueRunner:
     """A queue and the functions that fill it, each called again and again in a thread of its own.
 
     When a function says that its source has ended, its thread ends, and the last one closes the
-    queue. Any other exception stops the coordinator, which raises it where the threads are joined.
+    queue; `Coordinator.join` then returns. Any other exception stops the coordinator, which raises
+    it where the threads are joined.
 
     Args:
         queue: to fill.
@@ -69,7 +72,8 @@ class QueueRunner:
         self._cancel_op = cancel_op or (lambda: queue.close(cancel_pending_enqueues=True))
         self._lock = threading.Lock()
         self._running = 0  # threads that have not ended
-        self._threads: list[threading.Thread] = []
+        self._filling = Filling()
+        queue.fillings.append(self._filling)
 
     @property
     def name(self) -> str:
@@ -95,13 +99,8 @@ class QueueRunner:
                 return []
             self._running = len(self.enqueue_ops)
             self.exceptions_raised = []
-            self._threads = threads = [
-                threading.Thread(
-                    target=self._fill,
-                    args=(enqueue, coord),
-                    name=f"QueueRunnerThread-{self.name}-{index}",
-                    daemon=daemon,
-                )
+            threads: list[threading.Thread] = [
+                _Filler(self, enqueue, coord, f"QueueRunnerThread-{self.name}-{index}", daemon)
                 for index, enqueue in enumerate(self.enqueue_ops)
             ]
             if coord is not None:
@@ -113,20 +112,24 @@ class QueueRunner:
                         daemon=daemon,
                     )
                 )
-        for thread in threads:
+        for index, thread in enumerate(threads):
             if coord is not None:
-                coord.register_thread(thread)
+                coord.register_thread(thread, waits_for_stop=index == len(self.enqueue_ops))
             if start:
                 thread.start()
         return threads
 
-    def _fill(self, enqueue: Callable[[], Any], coord: Coordinator | None) -> None:
-        """Call one function until it or the coordinator says stop."""
+    def _fill(
+        self, enqueue: Callable[[], Any], coord: Coordinator | None, done: Callable[[], object]
+    ) -> None:
+        """Call one function until it or the coordinator says stop; `done` after each call."""
+        self._filling.started = True
         ended = False
         try:
             with unlimited():  # whoever is slow to take what is here does no wrong
                 while coord is None or not coord.should_stop():
                     enqueue()
+                    done()
         except self.queue_closed_exception_types:
             ended = True
         except BaseException as error:
@@ -152,6 +155,40 @@ class QueueRunner:
             op()
         except Exception as error:
             _log.info("QueueRunner: %s the queue: %s (queue: %s)", what, error, self.name)
+
+
+class _Filler(threading.Thread):
+    """A thread of a queue runner, which knows whether it gets on."""
+
+    def __init__(
+        self,
+        runner: QueueRunner,
+        enqueue: Callable[[], Any],
+        coord: Coordinator | None,
+        name: str,
+        daemon: bool,
+    ) -> None:
+        super().__init__(name=name, daemon=daemon)
+        self._runner, self._enqueue, self._coord = runner, enqueue, coord
+        self._calls = self._seen = 0  # calls that have ended: now, and at the last question
+
+    def run(self) -> None:
+        self._runner._fill(self._enqueue, self._coord, self._done)
+
+    def _done(self) -> None:
+        self._calls += 1
+
+    def stalled(self) -> str | None:
+        """Return why no call has ended since the last question; None if one has."""
+        before, self._seen = self._seen, self._calls
+        if self._calls != before:
+            return None
+        queue, seconds = self._runner.queue, chosen().stall_warning
+        full = False
+        with suppress(OpError):  # of a task that cannot be reached
+            full = 0 <= queue.capacity <= queue.size()
+        why = "nothing is taken out of the full queue" if full else "its source gives nothing"
+        return f"QueueRunner has put nothing into {queue.name!r} for {seconds:g} s: {why}"
 
 
 def start_queue_runners(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from strategies.errors import InvalidArgumentError
@@ -9,8 +10,20 @@ from strategies.queues.components import Components
 from strategies.queues.engine import Close, Dequeue, Engine, Enqueue
 from strategies.queues.store import RowStore
 from strategies.remote.attempt import perform
+from strategies.remote.limits import is_unlimited
 
-__all__ = ["Queue"]
+__all__ = ["Filling", "Queue"]
+
+
+@dataclass
+class Filling:
+    """What a queue knows of a `QueueRunner` that fills it; no reference, which would be a circle.
+
+    Attributes:
+        started: whether its threads were ever started.
+    """
+
+    started: bool = False
 
 
 class Queue:
@@ -29,6 +42,7 @@ class Queue:
         names: keys of the elements if they are dicts, or None.
         components: what elements consist of; checks and converts values.
         engine: the state machine, for those who submit attempts instead of waiting in a thread.
+        fillings: the queue runners that fill it.
     """
 
     def __init__(
@@ -49,6 +63,7 @@ class Queue:
         self.engine = Engine(
             store, components, capacity=capacity, min_after_dequeue=min_after_dequeue, name=name
         )
+        self.fillings: list[Filling] = []
         self._context = f" (queue: {name}, capacity: {capacity})"  # of errors
 
     @staticmethod
@@ -88,7 +103,7 @@ class Queue:
             ValueError: wrong number of components or wrong keys.
         """
         attempt = Enqueue(self.components.row(values))
-        perform(self.engine, attempt, "enqueue", timeout, self._context)
+        perform(self.engine, attempt, "enqueue", timeout, self._context, self._stalled)
 
     def enqueue_many(self, values: Any, *, timeout: float | None = None) -> None:
         """Put several elements in, in order and not mixed with those of other callers.
@@ -107,7 +122,7 @@ class Queue:
             ValueError: wrong number of components or wrong keys.
         """
         attempt = Enqueue(*self.components.columns(values))
-        perform(self.engine, attempt, "enqueue_many", timeout, self._context)
+        perform(self.engine, attempt, "enqueue_many", timeout, self._context, self._stalled)
 
     def dequeue(self, *, timeout: float | None = None) -> Any:
         """Take one element out, waiting until there is one.
@@ -120,7 +135,7 @@ class Queue:
             DeadlineExceededError: nothing came within `timeout`.
         """
         attempt = Dequeue()
-        perform(self.engine, attempt, "dequeue", timeout, self._context)
+        perform(self.engine, attempt, "dequeue", timeout, self._context, self._stalled)
         return self.components.result(attempt.row)
 
     def dequeue_many(self, count: int, *, timeout: float | None = None) -> Any:
@@ -162,7 +177,7 @@ class Queue:
         if cancel_pending_enqueues:
             self.engine.close_now()
             return
-        perform(self.engine, Close(), "close", timeout, self._context)
+        perform(self.engine, Close(), "close", timeout, self._context, self._stalled)
 
     def cancel_pending(self) -> None:
         """Fail all operations that wait, of any thread, with `CancelledError`.
@@ -179,6 +194,19 @@ class Queue:
         """Return whether the queue is closed; False while a close waits for pending enqueues."""
         return self.engine.closed
 
+    def _stalled(self, operation: str) -> str | None:
+        """Say why an operation has waited for long; None where that is no fault."""
+        if operation.startswith("dequeue"):
+            if any(not filling.started for filling in self.fillings):
+                return (
+                    "the queue's QueueRunner was not started, expected create_threads(start=True) "
+                    "or start_queue_runners([runner])"
+                )
+            why = "too few elements are put in"
+        else:
+            why = "nothing is taken out"
+        return None if is_unlimited() else why
+
     def _dequeue_batch(
         self, operation: str, count: int, timeout: float | None, *, up_to: bool
     ) -> Any:
@@ -189,5 +217,5 @@ class Queue:
         if count < 0:
             raise ValueError(f"{operation}: count must not be negative, got {count}")
         attempt = Dequeue(count, up_to=up_to)
-        perform(self.engine, attempt, operation, timeout, self._context)
+        perform(self.engine, attempt, operation, timeout, self._context, self._stalled)
         return self.components.result(self.components.join(attempt.pieces or ()))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -24,7 +25,7 @@ from strategies.errors import CancelledError, DeadlineExceededError, OpError, Un
 from strategies.remote import outgoing
 from strategies.remote.containers import Address
 from strategies.remote.incoming import Work
-from strategies.remote.limits import wait_limit
+from strategies.remote.limits import chosen, wait_limit
 from strategies.remote.outgoing import Answer
 from strategies.remote.service import Service
 
@@ -99,8 +100,16 @@ class Waiting(Protocol):
         """End an attempt for which nobody waits any more; what it has taken goes back."""
 
 
+Stalled = Callable[[str], str | None]
+
+
 def perform(
-    where: Waiting, attempt: Attempt, operation: str, timeout: float | None, context: str = ""
+    where: Waiting,
+    attempt: Attempt,
+    operation: str,
+    timeout: float | None,
+    context: str = "",
+    stalled: Stalled | None = None,
 ) -> None:
     """Run an attempt to its end; sleep if it must wait, but not past the deadline.
 
@@ -110,6 +119,8 @@ def perform(
         operation: beginning of a message.
         timeout: in seconds; None for that of `UNISONO_WAIT_LIMIT`, or any time without.
         context: end of a message.
+        stalled: says of an operation that has waited for `UNISONO_STALL_WARNING` why that may be,
+            for one warning; None to log nothing yet.
 
     Raises:
         DeadlineExceededError: it has not finished after `timeout` seconds.
@@ -120,7 +131,7 @@ def perform(
         raise ValueError(f"{operation}: timeout must be seconds >= 0 or None, got {timeout}")
     where.submit(attempt)
     if not attempt.done:
-        finish(where, attempt, operation, wait_limit(timeout), context)
+        finish(where, attempt, operation, wait_limit(timeout), context, stalled)
     elif attempt.error is not None:
         raise attempt.error
 
@@ -131,14 +142,15 @@ def finish(
     operation: str,
     timeout: float | None = None,
     context: str = "",
+    stalled: Stalled | None = None,
 ) -> None:
     """As `perform`, for an attempt that was submitted before."""
     asleep = threading.Lock()
     asleep.acquire()
     try:
         if where.when_done(attempt, asleep.release):
-            limit = -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-            if not asleep.acquire(timeout=limit):
+            limit = math.inf if timeout is None else timeout
+            if not _woken(asleep, operation, limit, context, stalled):
                 late = f"{operation}: not finished after {timeout} s{context}"
                 where.withdraw(attempt, DeadlineExceededError(late))
                 if not asleep.acquire(timeout=outgoing.DECISION):
@@ -150,6 +162,25 @@ def finish(
         raise
     if attempt.error is not None:
         raise attempt.error
+
+
+def _woken(
+    asleep: threading.Lock, operation: str, limit: float, context: str, stalled: Stalled | None
+) -> bool:
+    """Sleep until the lock is released, or `limit` seconds; return whether it was."""
+    if stalled is not None:
+        pause = chosen().stall_warning
+        waited = 0.0
+        while waited + pause < limit:
+            if asleep.acquire(timeout=min(pause, threading.TIMEOUT_MAX)):
+                return True
+            waited += pause
+            why = stalled(operation)
+            if why is not None:
+                _log.warning("%s has waited %g s: %s%s", operation, waited, why, context)
+                break
+        limit -= waited
+    return asleep.acquire(timeout=-1 if limit == math.inf else min(limit, threading.TIMEOUT_MAX))
 
 
 class _Sent(NamedTuple):

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from collectives import settings
 from collectives.settings import Settings
 
-__all__ = ["chosen", "unlimited", "wait_limit"]
+__all__ = ["chosen", "is_unlimited", "unlimited", "wait_limit"]
 
 _unlimited: ContextVar[bool] = ContextVar("unlimited", default=False)
 
@@ -28,6 +28,11 @@ def chosen() -> Settings:
 def wait_limit(timeout: float | None) -> float | None:
     """Return how long a call may wait that was given this timeout: `UNISONO_WAIT_LIMIT` if None."""
     return chosen().wait_limit if timeout is None and not _unlimited.get() else timeout
+
+
+def is_unlimited() -> bool:
+    """Return whether this thread is inside of `unlimited`."""
+    return _unlimited.get()
 
 
 @contextmanager

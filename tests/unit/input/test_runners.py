@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 
 import numpy as np
 import pytest
 
+from launcher import run
 from strategies.errors import CancelledError, InvalidArgumentError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
 from strategies.input.producers import string_input_producer
@@ -153,6 +155,60 @@ def test_other_close_and_cancel_ops():
     coord.request_stop()
     coord.join(stop_grace_period_secs=LIMIT)
     assert calls == ["close", "cancel"]
+
+
+@pytest.mark.parametrize("runners", [1, 3])
+def test_join_returns_after_the_last_file(runners):
+    """As in a program that only loads, where nothing asks for the stop."""
+    coord = Coordinator()
+    made = [string_input_producer(list("abc"), num_epochs=1) for _ in range(runners)]
+    threads = start_queue_runners([producer.runner for producer in made], coord)
+    joining = threading.Thread(target=coord.join, args=(threads,), daemon=True)
+    joining.start()
+    joined([joining])
+    assert [sorted(producer.queue.dequeue_many(3)) for producer in made] == [list("abc")] * runners
+
+
+# Waits that would have no end; each warning ends its own.
+STALLED = """
+import logging
+from strategies.errors import OutOfRangeError
+from strategies.input import Coordinator, batch, start_queue_runners, string_input_producer
+
+class Ends(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage(), flush=True)
+        self.end()
+
+ends = Ends()
+logging.getLogger().addHandler(ends)
+names = string_input_producer(["a"], name="by_hand").queue
+ends.end = names.close
+try:
+    names.dequeue()
+except OutOfRangeError:
+    pass
+names = string_input_producer(["a"], name="of_batches").queue
+ends.end = names.close
+with batch(names.dequeue, 1) as batches:
+    assert list(batches) == []
+coord = Coordinator()
+runner = string_input_producer(list("abc"), capacity=1, name="without_trainer").runner
+ends.end = coord.request_stop
+coord.join(start_queue_runners([runner], coord))
+"""
+
+
+def test_waits_without_an_end_name_queue_and_runner():
+    result = run([sys.executable, "-c", STALLED], timeout=60, UNISONO_STALL_WARNING="0.1")
+    assert result.status == 0, result
+    by_hand, of_batches, without_trainer = result.stdout.splitlines()
+    for line, name in (by_hand, "by_hand"), (of_batches, "of_batches"):
+        assert "dequeue has waited 0.1 s: the queue's QueueRunner was not started" in line
+        assert f"queue: {name}" in line
+    assert "join: QueueRunner has put nothing into 'without_trainer' for 0.1 s" in without_trainer
+    assert "nothing is taken out of the full queue" in without_trainer
+    assert "QueueRunnerThread-without_trainer-0" in without_trainer
 
 
 def test_runner_arguments():
