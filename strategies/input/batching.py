@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from strategies.input.csv import decode_csv
-from strategies.input.files import match_files
+from strategies.input.files import Compression, match_files
 from strategies.input.pipelines import Batches, Options, Read
 from strategies.input.producers import string_input_producer
 from strategies.input.reader import Damage
@@ -189,11 +189,15 @@ def csv_batches(
     seed: int | None = None,
     min_after_dequeue: int = 1024,
     skip_header_lines: int = 0,
+    encoding: str = "utf-8",
+    compression: Compression = None,
     allow_smaller_final_batch: bool = False,
     on_damage: Damage = "raise",
     **decode_options: Any,
 ) -> Iterator[Batches]:
     """Read CSV files in threads, mix their rows, and iterate over batches.
+
+    A field in quotes may hold line ends. Empty lines are no rows.
 
     `Saver` takes the batches as a thing: with a seed where rows are shuffled, and the same number
     of threads, a run that was interrupted inside an epoch goes on with the batches of one that was
@@ -218,6 +222,8 @@ def csv_batches(
         seed: of the shuffling. The same files and number of threads then give the same batches.
         min_after_dequeue: rows among which a row is drawn, at least.
         skip_header_lines: lines at the beginning of each file to pass over.
+        encoding: of the files, as for `TextLineReader`.
+        compression: of the files, as for `TextLineReader`.
         allow_smaller_final_batch: whether to return the rest that fills no batch; otherwise it is
             dropped.
         on_damage: what to do about damaged files and lines that do not fit: "raise", or "skip" and
@@ -229,7 +235,7 @@ def csv_batches(
 
     Raises:
         NotFoundError: a file does not exist.
-        DataLossError: a file is damaged or not UTF-8.
+        DataLossError: a file is damaged, or has text that is not of its encoding.
         InvalidArgumentError: a line does not fit; like the others it names file and line.
         ValueError: no files, or other arguments that are wrong.
 
@@ -247,7 +253,17 @@ def csv_batches(
     names = string_input_producer(
         match_files(files), num_epochs=num_epochs, shuffle=shuffle, seed=seed, name="csv_files"
     )
-    readers = [TextLineReader(skip_header_lines, on_damage=on_damage) for _ in range(num_threads)]
+    has_quotes = decode_options.get("use_quote_delim", True)
+    readers = [
+        TextLineReader(
+            skip_header_lines,
+            encoding=encoding,
+            quotes_end_at=decode_options.get("field_delim", ",") if has_quotes else None,
+            compression=compression,
+            on_damage=on_damage,
+        )
+        for _ in range(num_threads)
+    ]
     decode_options.update(record_defaults=record_defaults, on_damage=on_damage)
 
     # Without a seed the order is another one each time anyway, and nobody need wait for a turn.
@@ -263,6 +279,9 @@ def csv_batches(
                 keys, lines = reader.read_up_to(queue, _ROWS_PER_READ)
             finally:
                 batches.count_skipped(reader.num_skipped() - before)
+            if not all(lines):  # which decode_csv takes for records that have no field
+                keys = [key for key, line in zip(keys, lines, strict=True) if line]
+                lines = [line for line in lines if line]
             columns = decode_csv(lines, keys=keys, **decode_options)
             batches.count_skipped(len(lines) - len(columns[0]) if columns else 0)
             return transform(columns)

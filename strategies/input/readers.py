@@ -6,11 +6,13 @@ the record. What they have in common is in `reader`.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 from typing import IO
 
 from strategies.errors import DataLossError, InvalidArgumentError
 from strategies.input.files import Compression, check_compression, open_source, pass_over
+from strategies.input.quoting import Quoting
 from strategies.input.reader import Damage, Reader, Records, Value
 from strategies.input.records import unframe
 
@@ -28,6 +30,7 @@ MAX_RECORD_BYTES = 16 << 20
 """Longest record in bytes unless the user says otherwise: memory that a damaged file can take."""
 
 _PIECE = 64 << 10  # bytes read at a time: enough that the work per call does not count
+_GZIP = b"\x1f\x8b"  # how a gzip file begins, and no text
 
 
 class _FileReader(Reader[Value]):
@@ -54,23 +57,29 @@ class TextLineReader(_FileReader[str]):
     r"""The lines of text files, without their ends `\n` or `\r\n`.
 
     Keys are `file:line`, where lines count from 1 and include the header. Empty lines are records,
-    and so is a last line without an end. The text must be UTF-8.
+    and so is a last line without an end. A byte order mark at the beginning of a UTF-8 file belongs
+    to no line.
 
     Args:
         skip_header_lines: lines to skip at the beginning of each file.
+        encoding: of the text; any in which a line end is the byte 10, so not UTF-16.
+        quotes_end_at: a delimiter of fields. Lines are then joined by `\n` to records as long as a
+            field in quotes goes on; the key names the first line. None: each line is a record.
         max_record_bytes: longest line, without its end, that is not damage.
         compression: "GZIP", "ZLIB", "" for none; None for GZIP if the name ends in `.gz`.
         on_damage: "raise" or "skip", see `Reader`.
 
     Raises:
         InvalidArgumentError: a negative number of header lines, or no room for a record.
-        ValueError: an unknown compression, or an unknown way with damage.
+        ValueError: an unknown compression or encoding, or an unknown way with damage.
     """
 
     def __init__(
         self,
         skip_header_lines: int = 0,
         *,
+        encoding: str = "utf-8",
+        quotes_end_at: str | None = None,
         max_record_bytes: int = MAX_RECORD_BYTES,
         compression: Compression = None,
         on_damage: Damage = "raise",
@@ -83,13 +92,18 @@ class TextLineReader(_FileReader[str]):
             max_record_bytes=max_record_bytes, compression=compression, on_damage=on_damage
         )
         self._skip = skip_header_lines
+        self._encoding = _checked_encoding(encoding)
+        self._quotes_end_at = quotes_end_at
 
     def _open(self, work: str) -> Records[str]:
         number = 0
+        quoting = None if self._quotes_end_at is None else Quoting(self._quotes_end_at, self._limit)
         # The line after the last good one is where people have to look.
         with open_source(work, self._compression, lambda: f"{work}:{number + 1}") as (file, _):
             read = getattr(file, "read1", file.read)
-            while data := read(_PIECE):
+            head = self._head(file, work)
+            while data := head + read(_PIECE):
+                head = b""
                 # Most lines are whole and good: those are taken apart all at once.
                 block, newline, tail = data.rpartition(b"\n")
                 texts: Iterable[str | None] | None = self._texts(block, number) if newline else ()
@@ -98,25 +112,51 @@ class TextLineReader(_FileReader[str]):
                     texts = (
                         self._text(line, work, at) for at, line in enumerate(lines, number + 1)
                     )
-                for text in texts:
-                    number += 1
-                    if text is not None:
-                        yield f"{work}:{number}", text
+                if quoting is not None and (quoting.is_open or b'"' in block):
+                    for text in texts:
+                        number += 1
+                        for first, record in quoting.add(number, text):
+                            yield f"{work}:{first}", record
+                else:
+                    for text in texts:
+                        number += 1
+                        if text is not None:
+                            yield f"{work}:{number}", text
                 if tail:
                     line = _completed(file, tail, self._limit)
                     text = self._text(line, work, number + 1)
                     number += 1
-                    if text is not None:
+                    if quoting is not None:
+                        for first, record in quoting.add(number, text):
+                            yield f"{work}:{first}", record
+                    elif text is not None:
                         yield f"{work}:{number}", text
                     while line is None and (piece := file.readline(_PIECE)):
                         line = b"" if piece.endswith(b"\n") else None
+            for first, record in () if quoting is None else quoting.end():
+                yield f"{work}:{first}", record
+
+    def _head(self, file: IO[bytes], work: str) -> bytes:
+        """Return the first bytes of a file, without a byte order mark.
+
+        Raises:
+            DataLossError: a gzip file, which is not to be unpacked.
+        """
+        head = file.read(len(codecs.BOM_UTF8))
+        if head.startswith(_GZIP):
+            raise DataLossError(
+                f"read: the file begins as a gzip file does, expected text, compressed? A name "
+                f"that ends in .gz, or compression='GZIP', unpacks it ({work})"
+            )
+        has_mark = self._encoding == "utf-8" and head == codecs.BOM_UTF8
+        return b"" if has_mark else head
 
     def _texts(self, block: bytes, before: int) -> list[str] | None:
         """The lines of a block, or None if they have to be looked at one by one."""
         if len(block) > self._limit or before < self._skip:
             return None
         try:
-            texts = block.decode().split("\n")
+            texts = block.decode(self._encoding).split("\n")
         except UnicodeDecodeError:
             return None
         return [text.removesuffix("\r") for text in texts] if b"\r" in block else texts
@@ -130,9 +170,11 @@ class TextLineReader(_FileReader[str]):
         if number <= self._skip:
             return None
         try:
-            return line.decode()
+            return line.decode(self._encoding)
         except UnicodeDecodeError as error:
-            self._damaged(DataLossError(f"read: line is not UTF-8: {error} ({work}:{number})"))
+            name = self._encoding.upper()
+            why = f"line is not {name}: {error}; `encoding=` names another encoding"
+            self._damaged(DataLossError(f"read: {why} ({work}:{number})"))
             return None
 
 
@@ -254,6 +296,25 @@ class IdentityReader(Reader[str]):
 
     def _open(self, work: str) -> Records[str]:
         yield work, work
+
+
+def _checked_encoding(name: str) -> str:
+    """Return the name of an encoding as Python writes it.
+
+    Raises:
+        ValueError: there is none of that name, or its line ends are not the byte 10.
+    """
+    try:
+        known = codecs.lookup(name).name
+        fits = "\n".encode(known) == b"\n"
+    except LookupError:  # also one of bytes to bytes, such as "hex"
+        fits = False
+    if not fits and name.lower().replace("_", "-") != "utf-8-sig":
+        raise ValueError(
+            f"TextLineReader: bad encoding, expected one in which a line end is the byte 10, such "
+            f"as 'utf-8' or 'latin-1', got {name!r}"
+        )
+    return known if fits else "utf-8"
 
 
 def _completed(file: IO[bytes], beginning: bytes, limit: int) -> bytes | None:

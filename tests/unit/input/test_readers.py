@@ -420,6 +420,23 @@ def test_skipping_damaged_lines(tmp_path, caplog):
     assert caplog.text.count("skipped") == 2  # once per file
     with pytest.raises(ValueError, match="on_damage"):
         TextLineReader(on_damage="ignore")
+    with pytest.raises(DataLossError, match=r"not UTF-8: .*; `encoding=` names .*plain:2\)"):
+        read_all(TextLineReader(), names_queue(plain))
+
+
+@pytest.mark.parametrize("name", ["utf-16", "utf-32", "hex", "no such"])
+def test_encodings_without_lines_are_refused(name):
+    with pytest.raises(ValueError, match=f"bad encoding, expected .* got '{name}'"):
+        TextLineReader(encoding=name)
+
+
+def test_a_record_that_is_open_has_a_limit(tmp_path):
+    path = write(tmp_path / "open", b'"a\nb\nc\nd\ne",1\nf,2\n')
+    long, short = (TextLineReader(quotes_end_at=",", max_record_bytes=n) for n in (12, 6))
+    assert read_all(long, names_queue(path)) == [
+        (f"{path}:1", '"a\nb\nc\nd\ne",1'), (f"{path}:6", "f,2"),
+    ]  # fmt: skip
+    assert [line for _, line in read_all(short, names_queue(path))][:3] == ['"a', "b", "c"]
 
 
 def test_a_missing_file_is_not_skipped(tmp_path):
