@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy.typing as npt
 
+import collectives as cc
 from strategies.cluster.cluster import Cluster
 from strategies.parameter_server import saved
 from strategies.parameter_server.served_variable import ServedVariable
@@ -42,15 +43,34 @@ class ByParts:
         self._variables = variables
 
     def slices(self) -> dict[str, Slice]:
-        """See `ParameterServerStrategy.state_slices`."""
+        """See `ParameterServerStrategy.state_slices`; *collective*."""
+        # A ps that comes early waits here for the workers, whose last updates have been answered.
+        self._ranks.agree("state_slices")
+        slices, updates = self._ranks.prepared("state_slices: collect", self._own)
+        is_synchronous = self._shard is not None and self._shard.rules.synchronous
+        told = self._comm.allgather_object(updates if is_synchronous else None)
+        known = [(rank, count) for rank, count in enumerate(told) if count is not None]
+        if len({count for _, count in known}) > 1:
+            counts = ", ".join(f"{count} on {self._comm.name(rank)}" for rank, count in known)
+            raise self._comm.raised_by_all(
+                cc.MismatchError(
+                    f"state_slices: ps tasks are in different steps, expected no training "
+                    f"meanwhile, got updates {counts}"
+                )
+            )
+        return slices
+
+    def _own(self) -> tuple[dict[str, Slice], int]:
+        """Return what this ps holds, and how many updates it has made."""
         if self._shard is None:
-            return {}
+            return {}, 0
         states, updates = self._shard.own_state()
-        return saved.slices(self._variables.values(), states, self._index, self._count, updates)
+        variables = self._variables.values()
+        return saved.slices(variables, states, self._index, self._count, updates), updates
 
     def boxes(self) -> dict[str, Box]:
         """See `ParameterServerStrategy.state_boxes`; *collective*."""
-        slices = self._ranks.prepared("state_boxes", self.slices)
+        slices, _ = self._ranks.prepared("state_boxes", self._own)
         own = {name: part.box for name, part in slices.items() if saved.is_large(name, part)}
         known = self._comm.allgather_object({name: len(box.start) for name, box in own.items()})
         axes = {name: number for told in known for name, number in told.items()}

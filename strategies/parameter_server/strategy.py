@@ -423,14 +423,18 @@ class ParameterServerStrategy(Strategy):
         self._client.load_state_dict(state)
 
     def state_slices(self) -> dict[str, Slice]:
-        """Return what this ps holds of `state_dict`, for a checkpoint by parts.
+        """Return what this ps holds of `state_dict`, for a checkpoint by parts; *collective*.
 
         All tasks save together, `CheckpointManager(path, cluster.comm).save(...)`, so that nobody
-        needs the memory for a whole variable. Variables are views, slots are copies. It is empty on
-        other tasks. Nobody trains meanwhile: an update would first copy what is still held.
+        needs the memory for a whole variable. A ps that comes early waits for the workers, so the
+        state contains all updates that they made before. Variables are views, slots are copies. It
+        is empty on other tasks. Nobody trains meanwhile: an update would first copy what is still
+        held.
 
         Raises:
             ValueError: this ps has several parts of one variable: a slice is one box.
+            MismatchError: of a synchronous strategy, ps tasks have made different numbers of
+                updates; on all tasks.
         """
         return self._by_parts.slices()
 

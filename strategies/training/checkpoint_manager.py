@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies import errors
+from strategies.agreement import first_difference
 from strategies.ranks import Ranks
 from strategies.training import checkpoint, directory, manifest, reading, sharing, together
 from strategies.training.background import Background
@@ -124,7 +125,8 @@ class CheckpointManager:
 
         Args:
             tensors: as the function `save` takes them, or slices of larger ones.
-            step: likewise; that of rank 0 counts, as do the next two.
+            step: likewise; that of rank 0 counts, as do the next two. Sharded it is the same on all
+                ranks.
             metadata: likewise.
             metric: how good the model is, for `best`. What is not finite counts as None.
 
@@ -134,6 +136,7 @@ class CheckpointManager:
         Raises:
             OpError: as the function `save`, the same on every rank. In the background it may be
                 that of the save before; then nothing has been saved now.
+            MismatchError: sharded, and ranks save another step; on all ranks.
         """
 
         def prepared() -> Draft:
@@ -171,7 +174,11 @@ class CheckpointManager:
         draft = self._ranks.prepared("save: prepare", prepared)
         self._on_rank_0("save", self._claim)  # after what is in the background
         crew = self._crew = self._crew or together.Crew(comm)
-        share = sharing.writers(comm.allgather_object(draft.held()))[comm.rank]
+        told = comm.allgather_object((draft.step, draft.held()))
+        difference = first_difference(comm, "save", [[f"step {step}"] for step, _ in told])
+        if difference is not None:  # the parts would be of different steps
+            raise comm.raised_by_all(cc.MismatchError(difference))
+        share = sharing.writers([held for _, held in told])[comm.rank]
         number, given = crew.next(), checkpoint.pieces(draft, share)
         if self._background is not None:
             given = self._ranks.prepared("save: copy", lambda: self._copied(given))

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import collectives as cc
 import strategies
 from inprocess import run_ranks
 from strategies import errors
@@ -255,6 +256,8 @@ def test_wrong_calls_are_errors_on_all_ranks_and_leave_nothing(world):
             if comm.size > 1:
                 with pytest.raises(errors.InvalidArgumentError, match=r"ranks differ.*tensor: w"):
                     manager.save({"w": np.ones(2 + last)}, step=1)
+                with pytest.raises(cc.MismatchError, match="step 1 on rank 0, step 2 on rank"):
+                    manager.save({"w": np.ones(2)}, step=1 + last)
             manager.save({"w": np.ones(4)}, step=1)
             with pytest.raises(errors.InvalidArgumentError, match=r"inside of \[4\].*tensor: w"):
                 manager.restore_or_none(slices={"w": Box((3 if last else 0,), (2,))})
