@@ -26,19 +26,29 @@ WHOLE = "the array"
 """Name of a leaf that is in no structure."""
 
 
-def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
+IsLeaf = Callable[[Any], bool]
+
+
+def map_leaves(
+    function: Callable[[Any], Any], structure: Any, is_leaf: IsLeaf | None = None
+) -> Any:
     """Return the same structure with `function(leaf)` in place of every leaf.
 
-    Tuples (named ones too), lists and dicts are structure, everything else is a leaf.
+    Tuples (named ones too), lists and dicts are structure unless `is_leaf` is true for them;
+    everything else is a leaf.
 
     Example:
         >>> map_leaves(abs, {"a": [-1, 2], "b": (-3,)})
         {'a': [1, 2], 'b': (3,)}
+        >>> map_leaves(len, {"a": [-1, 2]}, lambda node: isinstance(node, list))
+        {'a': 2}
     """
+    if is_leaf is not None and is_leaf(structure):
+        return function(structure)
     if isinstance(structure, dict):
-        return {key: map_leaves(function, value) for key, value in structure.items()}
+        return {key: map_leaves(function, value, is_leaf) for key, value in structure.items()}
     if isinstance(structure, (list, tuple)):
-        mapped = [map_leaves(function, value) for value in structure]
+        mapped = [map_leaves(function, value, is_leaf) for value in structure]
         if hasattr(structure, "_fields"):
             return type(structure)(*mapped)
         return type(structure)(mapped)
@@ -46,9 +56,14 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
 
 
 def zip_leaves(
-    function: Callable[[tuple[Any, ...]], Any], structures: Sequence[Any], operation: str
+    function: Callable[[tuple[Any, ...]], Any],
+    structures: Sequence[Any],
+    operation: str,
+    is_leaf: IsLeaf | None = None,
 ) -> Any:
     """Return one structure with `function(leaves at this place)` in place of every leaf.
+
+    What is a leaf for `is_leaf` in one structure is a leaf in all.
 
     Raises:
         ValueError: the structures differ.
@@ -58,6 +73,8 @@ def zip_leaves(
         [11, (22,)]
     """
     first = structures[0]
+    if is_leaf is not None and any(is_leaf(structure) for structure in structures):
+        return function(tuple(structures))
     if any(isinstance(structure, (dict, list, tuple)) for structure in structures):
         kinds = {_kind(structure) for structure in structures}
         if len(kinds) > 1:
@@ -67,25 +84,25 @@ def zip_leaves(
             )
     if isinstance(first, dict):
         return {
-            key: zip_leaves(function, [structure[key] for structure in structures], operation)
+            key: zip_leaves(function, [part[key] for part in structures], operation, is_leaf)
             for key in first
         }
     if isinstance(first, (list, tuple)):
         columns = zip(*structures, strict=True)
-        zipped = [zip_leaves(function, column, operation) for column in columns]
+        zipped = [zip_leaves(function, column, operation, is_leaf) for column in columns]
         return type(first)(*zipped) if hasattr(first, "_fields") else type(first)(zipped)
     return function(tuple(structures))
 
 
-def leaves(structure: Any) -> list[Any]:
-    """Return the leaves of a structure in order.
+def leaves(structure: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
+    """Return the leaves of a structure in order; see `map_leaves`.
 
     Example:
         >>> leaves({"a": [1, 2], "b": (3,)})
         [1, 2, 3]
     """
     found: list[Any] = []
-    map_leaves(found.append, structure)
+    map_leaves(found.append, structure, is_leaf)
     return found
 
 

@@ -20,7 +20,7 @@ import collectives as cc
 from strategies import arrays
 from strategies.agreement import compare, raise_everywhere
 from strategies.checks import choice
-from strategies.input.split import has_rows
+from strategies.input.split import has_rows, is_column
 from strategies.structures import map_leaves
 
 __all__ = ["Form", "Uneven", "form_of", "in_step", "like"]
@@ -37,8 +37,8 @@ def in_step(
     row is left out: a mean over it would be one over nothing.
 
     Args:
-        batches: this rank's batches: arrays of shape (n, ...) in any nested structure, which is
-            the same on all ranks.
+        batches: this rank's batches: arrays of shape (n, ...), and lists of n texts or other
+            objects, in any nested structure, which is the same on all ranks.
         comm: the ranks to stay in step with.
         uneven: what happens when some ranks run out before others. "fewer": they go on with batches
             of 0 rows, and a mean that is weighted by rows has fewer contributors. "drop": all stop,
@@ -47,7 +47,7 @@ def in_step(
     Yields:
         Batches of the same structure; with 0 rows when this rank has run out, or with "pad" when it
         never had any. Those are arrays of the library, dtype and kind of device that this rank's
-        batches have, or the first rank's that has one.
+        batches have, or the first rank's that has one, and empty lists.
 
     Raises:
         ValueError: no such way to end.
@@ -89,8 +89,8 @@ def _nothing_like(batch: Any, comm: cc.Communicator) -> Any:
     form, error = None, None
     try:
         if batch is not None:
-            nothing = map_leaves(like, batch)
-            form = map_leaves(form_of, nothing)
+            nothing = map_leaves(like, batch, is_column)
+            form = map_leaves(form_of, nothing, is_column)
     except Exception as caught:
         error = caught
     forms = [form for form in comm.allgather_object(form) if form is not None]
@@ -116,8 +116,8 @@ class Form:
     """What another rank needs to make an array of 0 rows.
 
     Attributes:
-        library: of `_LIBRARIES`, or "numpy".
-        dtype: its name there; of NumPy the dtype itself.
+        library: of `_LIBRARIES`, "numpy", or "list" or "tuple" of objects.
+        dtype: its name there; of NumPy the dtype itself; of objects None.
         shape: without the rows.
         device: "cpu", "cuda", ...; which one of these is for the rank to choose.
     """
@@ -142,6 +142,8 @@ class Form:
             ) from error
 
     def _made(self, shape: tuple[int, ...]) -> Any:
+        if self.dtype is None:
+            return [] if self.library == "list" else ()
         if self.library == "torch":
             torch = importlib.import_module("torch")
             return torch.empty(shape, dtype=getattr(torch, self.dtype), device=self.device)
@@ -155,19 +157,25 @@ class Form:
 
 
 def like(leaf: Any) -> Any:
-    """Return 0 rows of an array, where it is; of other sequences as a NumPy array.
+    """Return 0 rows of an array, where it is, or of a list; of other sequences as a NumPy array.
 
     Raises:
         ValueError: it has no rows.
     """
+    if is_column(leaf):
+        return leaf[:0]
     array = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
     if not array.shape:
-        raise ValueError(f"in_step: expected arrays of shape (n, ...), got {leaf!r:.40}")
+        raise ValueError(
+            f"in_step: expected arrays of shape (n, ...) or lists of n objects, got {leaf!r:.40}"
+        )
     return array[:0]
 
 
 def form_of(array: Any) -> Form:
-    """Describe an array for ranks that have none."""
+    """Describe an array or a list for ranks that have none."""
+    if isinstance(array, (list, tuple)):
+        return Form("list" if isinstance(array, list) else "tuple", None, (), "")
     shape = tuple(array.shape[1:])
     for library, belongs in _LIBRARIES.items():
         if belongs(array):

@@ -146,10 +146,12 @@ def _steps(batches: Iterable[Any], count: int) -> Iterator[tuple[Any, ...]]:
     """Yield a batch for each replica; those without one get 0 rows."""
     iterator = iter(batches)
     while step := tuple(itertools.islice(iterator, count)):
-        nothing = map_leaves(uneven.like, step[0])
+        nothing = map_leaves(uneven.like, step[0], split.is_column)
         yield step + (nothing,) * (count - len(step))
 
 
 def _for_replicas(parts: tuple[Any, ...]) -> Any:
     """Return the batches of this process's replicas as one structure."""
-    return parts[0] if len(parts) == 1 else zip_leaves(PerReplica, parts, "distribute_dataset")
+    if len(parts) == 1:
+        return parts[0]
+    return zip_leaves(PerReplica, parts, "distribute_dataset", split.is_column)

@@ -192,9 +192,8 @@ def test_a_form_that_one_rank_cannot_make_is_an_error_on_all(world, monkeypatch)
 def test_batches_without_rows_at_all_are_an_error_on_all(world):
     def run(comm):
         batches = [{"x": np.ones(2), "n": 5}] if comm.rank == 0 else []
-        with pytest.raises(
-            ValueError, match=r"in_step: expected arrays of shape \(n, ...\), got 5"
-        ):
+        words = r"in_step: expected arrays of shape \(n, ...\) or lists of n objects, got 5"
+        with pytest.raises(ValueError, match=words):
             list(in_step(batches, comm))
 
     world.run(run)
@@ -250,5 +249,29 @@ def test_readers_of_all_ranks_take_files_from_one_line(world, tmp_path):
             files = shared_files(names, service=service, shared_name="files", num_epochs=2)
             mine = [int(line) for line in lines(TextLineReader(), files)]
             assert everybodys(comm, mine) == EVERYTHING + EVERYTHING
+
+    world.run(run)
+
+
+def test_lists_with_an_object_for_each_row_are_rows(world):
+    def run(comm):
+        batches = [{"x": np.ones(2), "name": ["a", "b"], "at": ({"k": 1}, None)}] * comm.rank
+        seen = list(in_step(batches, comm))
+        assert [len(batch["name"]) for batch in seen] == [
+            2 if step < comm.rank else 0 for step in range(comm.size - 1)
+        ]
+        assert {type(batch["name"]) for batch in seen} <= {list}
+        assert {type(batch["at"]) for batch in seen} <= {tuple}
+        whole = [[np.arange(3), ["a", "b", "c"]]] * 2
+        strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=["/cpu:0", "/cpu:1"])
+        for policy, count in ("data", 1), ("off", comm.size):
+            parts = [
+                (x.tolist(), name)
+                for step in strategy.distribute_dataset(whole, policy=policy)
+                for x, name in strategy.local_results(step)
+            ]
+            assert all(["abc"[i] for i in x] == name for x, name in parts)
+            names = sum(comm.allgather_object([name for _, part in parts for name in part]), [])
+            assert Counter(names) == Counter("abcabc" * count)
 
     world.run(run)
