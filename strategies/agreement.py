@@ -90,7 +90,7 @@ def compare(
         what: the operation, for errors.
         prepare: returns what this rank goes on with, and the facts that must be the same on all
             ranks: lines of text, or tuples of text. Its error is raised on all.
-        explain: says of the facts of all ranks in what they differ.
+        explain: says of the facts of all ranks in what they differ; None if nothing is wrong.
 
     Returns:
         The first of what `prepare` has returned.
@@ -111,5 +111,6 @@ def compare(
         raise_everywhere(error, comm, what)
     if not (rows == rows[0]).all():
         text = explain(comm, what, comm.allgather_object(list(facts)))
-        raise comm.raised_by_all(cc.MismatchError(text))
+        if text is not None:
+            raise comm.raised_by_all(cc.MismatchError(text))
     return cast(T, prepared)

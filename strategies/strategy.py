@@ -336,12 +336,14 @@ class Strategy:
     def distribute_dataset(
         self, batches: Iterable[Any], *, policy: Policy = "auto"
     ) -> Iterator[Any]:
-        """Give each replica its rows of every global batch.
+        """Give each replica its rows of every global batch; *collective*.
 
         Args:
-            batches: global batches: arrays of shape (batch, ...), or nested tuples, lists and dicts
-                of them.
-            policy: "data": all processes have the same batches. Each is cut into as many parts as
+            batches: global batches: arrays of shape (batch, ...), lists with a text or other object
+                for each row, or nested tuples, lists and dicts of them.
+            policy: "data": all processes have the same batches, of which they compare checksums of
+                the first three; an array that is the same on all of them, such as the labels, is
+                enough. Each is cut into as many parts as
                 there are replicas, all but the last ones of equal size; process `r` of `P` takes
                 the parts `r`, `r + P`, ... "off": each process has batches of its own, of the same
                 global size. It cuts them into so many parts as well, the first a row longer if need
@@ -353,6 +355,8 @@ class Strategy:
         Raises:
             NotFoundError: policy "file" for batches that know of no files.
             InvalidArgumentError: policy "file" for fewer files than processes.
+            MismatchError: the policies, the arguments of `FileBatches` under "file", or the first
+                batches under "data" differ among the processes; on all of them.
 
         Yields:
             The same structure with a `PerReplica` of consecutive rows, or the rows themselves where

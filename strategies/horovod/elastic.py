@@ -18,6 +18,7 @@ import numpy as np
 
 import collectives as cc
 from strategies import training
+from strategies.agreement import first_difference
 from strategies.checks import integer
 from strategies.errors import InvalidArgumentError
 from strategies.horovod import objects, sessions
@@ -185,10 +186,11 @@ class ElasticSampler:
     """Numbers of rows for a `DataLoader`, of which those that are done do not come again.
 
     All ranks get equally many in a pass, for which some rows come twice at its end. After ranks
-    have died, what is left is dealt to the others. Give it to the state by name.
+    have died, what is left is dealt to the others. Give it to the state by name; `commit` then
+    compares the arguments of all ranks.
 
     Args:
-        dataset: or how many rows there are.
+        dataset: or how many rows there are; the same on all ranks.
         shuffle: whether rows come in another order in each epoch.
         seed: of the order, the same on all ranks.
 
@@ -232,9 +234,17 @@ class ElasticSampler:
         self.reset()
 
     def state(self, comm: cc.Communicator) -> dict[str, Any]:
-        """Return what all ranks have done; *collective*."""
-        done = comm.allgather_object(sorted(self.processed_indices))
-        rows = sorted(set(itertools.chain.from_iterable(done)))
+        """Return what all ranks have done; *collective*.
+
+        Raises:
+            MismatchError: the number of rows, `shuffle` or `seed` differs; on all ranks.
+        """
+        facts = [f"{self._rows} rows", f"shuffle {self._shuffle}", f"seed {self._seed}"]
+        told = comm.allgather_object((facts, sorted(self.processed_indices)))
+        difference = first_difference(comm, "ElasticSampler", [facts for facts, _ in told])
+        if difference is not None:
+            raise comm.raised_by_all(cc.MismatchError(difference))
+        rows = sorted(set(itertools.chain.from_iterable(done for _, done in told)))
         return {"rows": self._rows, "epoch": self.epoch, "processed_indices": rows}
 
     def load_state(self, state: Mapping[str, Any], *, comm: cc.Communicator | None = None) -> None:

@@ -57,7 +57,7 @@ class FileBatches:
         self.batch_size = batch_size
         self._read = read
         self._order = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
-        self._records(0, 1, "data")  # checks the others
+        self.facts = self._records(0, 1, "data").facts()
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches(self._records(0, 1, "data"))
@@ -77,7 +77,9 @@ class FileBatches:
 
     def _records(self, rank: int, size: int, policy: Policy) -> ShardedInput[Any]:
         order: Any = self._order
-        return ShardedInput(self.files, self._read, rank=rank, size=size, policy=policy, **order)
+        return ShardedInput(
+            self.files, self._read, rank=rank, size=size, policy=policy, comm=None, **order
+        )
 
     def _batches(self, records: Iterator[Any]) -> Iterator[Any]:
         while found := tuple(itertools.islice(records, self.batch_size)):

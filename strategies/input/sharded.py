@@ -18,16 +18,22 @@ whole files; of files that were interrupted, a position says how many records ar
 from __future__ import annotations
 
 import itertools
+import json
+import multiprocessing
+import os
+import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
 import collectives as cc
+from strategies import agreement
 from strategies.checks import choice, integer
 from strategies.errors import InvalidArgumentError
 
-__all__ = ["Policy", "ShardedInput", "merge_positions"]
+__all__ = ["Policy", "ShardedInput", "merge_positions", "state_fact"]
 
 Policy = Literal["auto", "file", "data", "off"]
 Stage = Sequence[Any]  # (number of ranks, per rank how many cards it has used or None for all)
@@ -37,6 +43,9 @@ R = TypeVar("R")
 
 class ShardedInput(Generic[R]):
     """This rank's records, epoch after epoch.
+
+    *Collective* when it is made among the ranks of `comm`, which compare their arguments: a record
+    comes once only where these are equal. Iterating exchanges nothing.
 
     Args:
         files: names, or whatever `read` takes; the same on all ranks.
@@ -51,10 +60,15 @@ class ShardedInput(Generic[R]):
         seed: of the shuffling, the same on all ranks.
         num_epochs: how often each record comes; None for ever.
         state: where to go on, from `state`; possibly of another number of ranks.
+        comm: the ranks that make this input together. "auto" is the job where it has `size` ranks
+            and the main thread of a rank calls, otherwise None. None: this rank makes it alone and
+            compares nothing.
 
     Raises:
         ValueError: no files, no such rank or policy, `num_epochs` below 1, or a state of other
-            files or another seed.
+            files or another seed; on all ranks of `comm`.
+        MismatchError: the number, names or order of the files, `policy`, `shuffle`, `seed`,
+            `num_epochs` or `state` differ among the ranks of `comm`; on all of them.
 
     Example:
         >>> files = {"a": [1, 2], "b": [3]}
@@ -74,15 +88,8 @@ class ShardedInput(Generic[R]):
         seed: int = 0,
         num_epochs: int | None = 1,
         state: Mapping[str, Any] | None = None,
+        comm: cc.Communicator | Literal["auto"] | None = "auto",
     ) -> None:
-        if not len(files) or not 0 <= rank < size:
-            raise ValueError(
-                f"ShardedInput: expected at least one file and 0 <= rank < size, "
-                f"got {len(files)} files, rank {rank} of {size}"
-            )
-        choice("ShardedInput", "policy", policy, Policy)
-        if num_epochs is not None:
-            integer("ShardedInput", "num_epochs", num_epochs)
         self._files = files
         self._read = read
         self._rank = rank
@@ -98,8 +105,32 @@ class ShardedInput(Generic[R]):
         self._epoch = 0
         self._used = 0  # cards of this stage of this epoch
         self._begun: list[int] | None = None  # number of the file being read, records done
-        if state is not None:
-            self._go_on(state)
+
+        def check() -> None:
+            if not len(files) or not 0 <= rank < size:
+                raise ValueError(
+                    f"ShardedInput: expected at least one file and 0 <= rank < size, "
+                    f"got {len(files)} files, rank {rank} of {size}"
+                )
+            choice("ShardedInput", "policy", policy, Policy)
+            if num_epochs is not None:
+                integer("ShardedInput", "num_epochs", num_epochs)
+            if state is not None:
+                self._go_on(state)
+
+        def prepare() -> tuple[None, list[str]]:
+            check()
+            return None, [*self.facts(), state_fact(state)]
+
+        together = _job_of(size) if comm == "auto" else comm
+        if together is None:
+            check()
+        else:
+            try:
+                agreement.compare(together, "ShardedInput", prepare)
+            except cc.PeerFailure:
+                if comm != "auto":
+                    raise  # "auto" leaves a dead rank to the next call, which run_elastic survives
         self._records = self._all_epochs()
 
     def __iter__(self) -> Iterator[R]:
@@ -107,6 +138,17 @@ class ShardedInput(Generic[R]):
 
     def __next__(self) -> R:
         return next(self._records)
+
+    def facts(self) -> list[str]:
+        """Return the arguments that must be equal on all ranks, in words."""
+        return [
+            f"{len(self._files)} files",
+            *_names_fact(self._files),
+            f"policy {self._usual}",
+            f"shuffle {self._shuffle}",
+            f"seed {self._seed}",
+            f"num_epochs {self._num_epochs}",
+        ]
 
     def position(self) -> dict[str, Any]:
         """Return how far this rank has come: what `state` needs of it, and nothing shared."""
@@ -132,6 +174,9 @@ class ShardedInput(Generic[R]):
 
         Returns:
             What JSON and msgpack can carry; the same on all ranks.
+
+        Raises:
+            MismatchError: number of files, `shuffle` or `seed` differ; on all ranks.
         """
         own = self.position() if position is None else position
         return merge_positions([own] if comm is None else comm.allgather_object(own))
@@ -225,7 +270,8 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Ranks may be in different epochs: those that are behind have used nothing of the later ones.
 
     Raises:
-        InvalidArgumentError: the positions are not those of all ranks of one input.
+        InvalidArgumentError: the positions are not those of all ranks.
+        MismatchError: the positions belong to inputs with other files, `shuffle` or `seed`.
     """
     ranks = [position["rank"] for position in positions]
     if ranks != list(range(len(positions))) or {p["size"] for p in positions} != {len(positions)}:
@@ -233,6 +279,12 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             f"merge_positions: expected one position per rank, got ranks {ranks} of "
             f"{sorted({position['size'] for position in positions})}"
         )
+    for rank, position in enumerate(positions):
+        if position["about"] != positions[0]["about"]:
+            raise cc.MismatchError(
+                f"merge_positions: ranks differ, {positions[0]['about']} on rank 0, "
+                f"{position['about']} on rank {rank} of {len(positions)}"
+            )
     first = min(position["epoch"] for position in positions)
     # Epochs that somebody is in, or was in before an interruption.
     last = max(max([p["epoch"], *p["earlier"]]) for p in positions)
@@ -262,3 +314,30 @@ def _used(position: Mapping[str, Any], epoch: int) -> int | None:
         return None
     used: int = position["used"]
     return used if position["epoch"] == epoch else 0
+
+
+def state_fact(state: Mapping[str, Any] | None) -> str:
+    """Return a state in words that differ where the states of two ranks do."""
+    if state is None:
+        return "no state"
+    text = json.dumps(state, sort_keys=True, default=str)
+    return f"state of epoch {state['epoch']} with checksum {zlib.crc32(text.encode()):08x}"
+
+
+def _names_fact(files: Sequence[Any]) -> list[str]:
+    """Return the first and the last name and a checksum of all; nothing where files have none."""
+    if not isinstance(files, (list, tuple)) or not all(
+        isinstance(file, (str, bytes, os.PathLike, int)) for file in files
+    ):
+        return []
+    checksum = zlib.crc32("\n".join(map(str, files)).encode(errors="surrogatepass"))
+    return [f"files {files[0]} to {files[-1]} with checksum {checksum:08x}"]
+
+
+def _job_of(size: int) -> cc.Communicator | None:
+    """Return the whole job if it has `size` ranks, all of which may call this; otherwise None."""
+    is_child = multiprocessing.parent_process() is not None  # such as a worker of a DataLoader
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_child or not is_main or not cc.is_initialized() or cc.size() != size or size == 1:
+        return None
+    return cc.init()

@@ -50,13 +50,18 @@ def in_step(
         batches have, or the first rank's that has one, and empty lists.
 
     Raises:
-        ValueError: no such way to end.
+        ValueError: no such way to end; on all ranks.
+        MismatchError: `uneven` differs among the ranks; on all ranks, in the first step.
         OpError, ValueError, ...: the error of this rank's own iterable, or of another rank's, of
             the same class and with the rank in its message; on all ranks in the same step.
         RuntimeError: a rank that never had a batch cannot make the arrays that the others have; on
             all ranks.
     """
-    choice("in_step", "way to end", uneven, Uneven)
+
+    def way() -> tuple[Uneven, list[str]]:
+        return choice("in_step", "way to end", uneven, Uneven), [f"uneven={uneven!r}"]
+
+    compare(comm, "in_step", way)
     iterator = iter(batches)
     first: Any = None
     nothing: Any = None

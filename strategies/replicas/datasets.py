@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
+import collectives as cc
+from strategies import arrays
+from strategies.agreement import compare
 from strategies.checks import choice
 from strategies.errors import NotFoundError
 from strategies.input import split, uneven
 from strategies.input.file_batches import FileBatches
+from strategies.input.split import is_column
 from strategies.ranks import Ranks
 from strategies.replicas.per_replica import PerReplica
-from strategies.structures import map_leaves, zip_leaves
+from strategies.structures import leaves, map_leaves, zip_leaves
 
 __all__ = [
     "InputContext",
@@ -26,6 +33,8 @@ __all__ = [
 ]
 
 Policy = Literal["auto", "file", "data", "off"]
+
+_COMPARED = 3  # batches: labels of two small ones may be the same by chance
 
 
 @dataclass(frozen=True)
@@ -63,43 +72,127 @@ def of_global_batches(
     batches: Iterable[Any], ranks: Ranks, count: int, policy: Policy
 ) -> Iterator[Any]:
     """Give each of `count` replicas its rows; see `Strategy.distribute_dataset`."""
-    choice("distribute_dataset", "policy", policy, Policy)
-    files = batches.files if isinstance(batches, FileBatches) else ()
-    if policy == "auto":
-        policy = "file" if files and len(files) >= ranks.size else "data"
-    if policy == "file":
-        if not isinstance(batches, FileBatches):
-            raise NotFoundError(
-                "distribute_dataset: batches that know of no files, expected FileBatches for "
-                f"policy 'file', got {type(batches).__name__}"
-            )
-        batches = batches.share(ranks.rank, ranks.size)
+
+    def prepare() -> tuple[tuple[Policy, Iterable[Any]], list[str]]:
+        used = _policy_of(batches, ranks, policy)
+        facts = batches.facts if used == "file" and isinstance(batches, FileBatches) else []
+        return (used, _own_files(batches, ranks, used)), [f"policy {used}", *facts]
+
+    if ranks.comm is None:
+        (used, own), _ = prepare()
+    else:
+        used, own = compare(ranks.comm, "distribute_dataset", prepare)
     if ranks.size * count == 1:
-        return iter(batches)
-    if policy == "data":
-        return _same_batches(batches, ranks, count)
-    return from_function(_own_batches(batches, ranks, count), ranks, count)
+        return iter(own)
+    if used == "data":
+        same = own if ranks.comm is None else _compared(own, ranks.comm)
+        return _parts_of_same(same, ranks, count)
+    return from_function(_own_batches(own, ranks, count), ranks, count)
 
 
 def of_same_batches(
     batches: Iterable[Any], ranks: Ranks, count: int, policy: Policy
 ) -> Iterator[Any]:
-    """As `of_global_batches`, for processes that are not in step: nothing is exchanged.
+    """As `of_global_batches`, for processes that are not in step: nothing is exchanged or compared.
 
     Raises:
         ValueError: the policy is neither "data" nor "auto", which is "data" here.
     """
-    if policy == "auto":
-        policy = "data"
-    if policy != "data":
+    choice("distribute_dataset", "policy", policy, Policy)
+    if policy not in ("auto", "data"):
         raise ValueError(
             f"distribute_dataset: the replicas are not in step, expected policy 'data', got "
             f"{policy!r}"
         )
-    return of_global_batches(batches, ranks, count, policy)
+    alone = ranks.size * count == 1
+    return iter(batches) if alone else _parts_of_same(batches, ranks, count)
 
 
-def _same_batches(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[Any]:
+def _policy_of(batches: Iterable[Any], ranks: Ranks, policy: Policy) -> Policy:
+    """Check the policy; "auto" becomes what it stands for."""
+    choice("distribute_dataset", "policy", policy, Policy)
+    if policy == "auto":
+        files = batches.files if isinstance(batches, FileBatches) else ()
+        return "file" if files and len(files) >= ranks.size else "data"
+    return policy
+
+
+def _own_files(batches: Iterable[Any], ranks: Ranks, policy: Policy) -> Iterable[Any]:
+    """Return the batches of this process's files under policy "file", otherwise all batches."""
+    if policy != "file":
+        return batches
+    if not isinstance(batches, FileBatches):
+        raise NotFoundError(
+            "distribute_dataset: batches that know of no files, expected FileBatches for "
+            f"policy 'file', got {type(batches).__name__}"
+        )
+    return batches.share(ranks.rank, ranks.size)
+
+
+def _compared(batches: Iterable[Any], comm: cc.Communicator) -> Iterator[Any]:
+    """Yield the same batches once the first ones are known to be the same on all ranks.
+
+    *Collective* for the first batches.
+
+    Raises:
+        MismatchError: the batches differ, or some ranks have fewer; on all ranks.
+        Exception: what the batches of one rank raise; on all ranks.
+    """
+    iterator = iter(batches)
+
+    def prepare() -> tuple[Any, list[Any]]:
+        batch = next(iterator, None)
+        return batch, [] if batch is None else [_mark(leaf) for leaf in leaves(batch, is_column)]
+
+    for _ in range(_COMPARED):
+        batch = compare(comm, "distribute_dataset", prepare, _first_other_order)
+        if batch is None:
+            return
+        yield batch
+    yield from iterator
+
+
+def _mark(leaf: Any) -> tuple[str, bool]:
+    """Return a checksum of an array or column, and whether its rows differ from each other."""
+    has_objects = getattr(getattr(leaf, "dtype", None), "hasobject", False)
+    column = leaf.reshape(-1).tolist() if has_objects else leaf
+    if has_objects or is_column(column):
+        rows = [x if isinstance(x, (str, bytes, int, float)) else type(x) for x in column]
+        return f"{zlib.crc32(repr(rows).encode()):08x}", len(set(rows)) > 1
+    array = leaf if arrays.is_array(leaf) else np.asarray(leaf)
+    flat = np.concatenate([np.empty(0, np.uint8), *arrays.bits(array)])
+    count = len(array) if array.shape else 0
+    varied = bool(flat.size) and bool((flat.reshape(count, -1) != flat[: flat.size // count]).any())
+    return f"{zlib.crc32(flat.data):08x}", varied
+
+
+def _first_other_order(
+    comm: cc.Communicator, what: str, told: Sequence[Sequence[Any]]
+) -> str | None:
+    """Say which ranks have other rows in a batch; None where one array shows the same order.
+
+    A rank may change its images at random, but then their labels come in the same order.
+    """
+    if len({len(marks) for marks in told}) == 1:
+        for same in zip(*told, strict=True):
+            if len(set(same)) == 1 and same[0][1]:
+                return None
+    for rank, marks in enumerate(told):
+        if marks != told[0]:
+            here, there = (
+                f"checksums {' '.join(checksum for checksum, _ in one) or 'of no batch'} on "
+                f"{comm.name(number)}"
+                for number, one in ((0, told[0]), (rank, marks))
+            )
+            return (
+                f"{what}: ranks have other batches, {here}, {there} of {comm.size}. Policy 'data' "
+                f"needs the same batches in the same order on all ranks: give the loader a seed, "
+                f"or use policy 'off'"
+            )
+    return None
+
+
+def _parts_of_same(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[Any]:
     """Cut each batch for all replicas; the parts go to the processes in turn."""
     replicas = ranks.size * count
     for batch in batches:
@@ -146,7 +239,7 @@ def _steps(batches: Iterable[Any], count: int) -> Iterator[tuple[Any, ...]]:
     """Yield a batch for each replica; those without one get 0 rows."""
     iterator = iter(batches)
     while step := tuple(itertools.islice(iterator, count)):
-        nothing = map_leaves(uneven.like, step[0], split.is_column)
+        nothing = map_leaves(uneven.like, step[0], is_column)
         yield step + (nothing,) * (count - len(step))
 
 
@@ -154,4 +247,4 @@ def _for_replicas(parts: tuple[Any, ...]) -> Any:
     """Return the batches of this process's replicas as one structure."""
     if len(parts) == 1:
         return parts[0]
-    return zip_leaves(PerReplica, parts, "distribute_dataset", split.is_column)
+    return zip_leaves(PerReplica, parts, "distribute_dataset", is_column)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 import collectives as cc
+from strategies import agreement
 from strategies.checks import integer
-from strategies.input.sharded import ShardedInput, merge_positions
+from strategies.input.sharded import ShardedInput, merge_positions, state_fact
 
 __all__ = ["ShardedSampler"]
 
@@ -20,6 +21,9 @@ class ShardedSampler(torch.utils.data.Sampler):
     Every row comes once per epoch, on one rank: none is repeated so that ranks have equally many;
     their numbers differ by one at most. `strategies.input.in_step` then keeps ranks in step, and
     `step(examples=len(batch))` makes the mean one over all rows.
+
+    *Collective* when it is made: the ranks compare their arguments. Iterating, `len` and
+    `set_epoch` exchange nothing, so ranks may iterate different numbers of times.
 
     Args:
         data: the dataset, or how many rows there are; the same on all ranks.
@@ -32,7 +36,9 @@ class ShardedSampler(torch.utils.data.Sampler):
         epoch: which one the next pass is. A pass that comes to its end adds 1.
 
     Raises:
-        ValueError: there are no rows, or the state is that of another dataset or order.
+        ValueError: there are no rows, or the state is that of another dataset or order; on all
+            ranks.
+        MismatchError: the number of rows, `shuffle`, `seed` or `state` differs; on all ranks.
 
     Example:
         >>> sampler = ShardedSampler(5, shuffle=False)
@@ -50,14 +56,18 @@ class ShardedSampler(torch.utils.data.Sampler):
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self._comm = cc.init() if comm is None else comm
-        self._rows = integer(
-            "ShardedSampler", "number of rows", data if isinstance(data, int) else len(data)
-        )
         self._shuffle, self._seed = shuffle, seed
         self._state = state
         self.epoch = 0 if state is None else int(state["epoch"])
-        self._pass = self._begun()
         self._given = 0
+
+        def begin() -> tuple[ShardedInput[int], list[str]]:
+            rows = data if isinstance(data, int) else len(data)
+            self._rows = integer("ShardedSampler", "number of rows", rows)
+            facts = [f"{rows} rows", f"shuffle {shuffle}", f"seed {seed}", state_fact(state)]
+            return self._begun(), facts
+
+        self._pass = agreement.compare(self._comm, "ShardedSampler", begin)
 
     def __iter__(self) -> Iterator[int]:
         self._pass, self._given = self._begun(), 0
@@ -116,4 +126,5 @@ class ShardedSampler(torch.utils.data.Sampler):
             seed=self._seed,
             num_epochs=self.epoch + 1,
             state=state,
+            comm=None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from itertools import islice
 
@@ -11,9 +12,11 @@ import pytest
 
 import collectives as cc
 import strategies
+from conftest import UNDER_MPI
 from requirements import installed
 from strategies.errors import OutOfRangeError
-from strategies.input import in_step, uneven
+from strategies.horovod.elastic import ElasticSampler
+from strategies.input import FileBatches, in_step, uneven
 from strategies.input.prefetching import prefetch
 from strategies.input.readers import TextLineReader
 from strategies.input.sharded import ShardedInput
@@ -249,6 +252,120 @@ def test_readers_of_all_ranks_take_files_from_one_line(world, tmp_path):
             files = shared_files(names, service=service, shared_name="files", num_epochs=2)
             mine = [int(line) for line in lines(TextLineReader(), files)]
             assert everybodys(comm, mine) == EVERYTHING + EVERYTHING
+
+    world.run(run)
+
+
+def names_in_order(odd):
+    return ["b", "a", "c", "d"] if odd else ["a", "b", "c", "d"]
+
+
+def sharded(comm, files=("a", "b", "c", "d"), **options):
+    return ShardedInput(list(files), list, rank=comm.rank, size=comm.size, comm=comm, **options)
+
+
+def of_loader(comm, batches, **options):
+    return list(strategies.MultiWorkerMirroredStrategy(comm).distribute_dataset(batches, **options))
+
+
+def shuffled(odd, seed=3):
+    """Batches of 4 numbers and their labels, in the order of a seed."""
+    order = np.random.default_rng(seed + odd).permutation(12)
+    return [
+        {"x": x * 1.5, "y": x % 3, "name": [f"row {i}" for i in x]} for x in order.reshape(3, 4)
+    ]
+
+
+def in_files(seed):
+    return FileBatches(range(8), lambda n: [np.int64(n)], 2, shuffle=True, seed=seed)
+
+
+# What a rank does that means another order, rows or end than the others; what the error names.
+ORDERS = {
+    "seed": (lambda c, odd: sharded(c, seed=odd), "seed"),
+    "number of files": (lambda c, odd: sharded(c, "abcde" if odd else "abcd"), "files"),
+    "order of files": (lambda c, odd: sharded(c, names_in_order(odd)), "checksum"),
+    "policy": (lambda c, odd: sharded(c, policy="off" if odd else "data"), "policy"),
+    "epochs": (lambda c, odd: sharded(c, num_epochs=2 + odd), "num_epochs"),
+    "way to end": (lambda c, odd: list(in_step([], c, uneven="drop" if odd else "pad")), "uneven"),
+    "loader's order": (lambda c, odd: of_loader(c, shuffled(odd)), "Policy 'data' needs the same"),
+    "loader's end": (lambda c, odd: of_loader(c, shuffled(0)[odd:]), "no batch|other batches"),
+    "policy of a loader": (
+        lambda c, odd: of_loader(c, shuffled(0), policy="off" if odd else "data"),
+        "policy",
+    ),
+    "seed of files": (lambda c, odd: of_loader(c, in_files(int(odd)), policy="file"), "seed"),
+    "elastic sampler": (lambda c, odd: ElasticSampler(6, seed=odd).state(c), "seed"),
+    "saved position": (
+        lambda c, odd: ShardedInput(
+            "abcd", list, rank=c.rank, size=c.size, seed=odd, comm=None
+        ).state(c),
+        "seed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "word"), ORDERS.values(), ids=ORDERS)
+def test_ranks_with_another_order_all_get_the_same_error(world, make, word):
+    def run(comm):
+        make(comm, False)
+        if comm.size == 1:
+            return
+        with pytest.raises(cc.MismatchError, match=word) as raised:
+            make(comm, comm.rank == comm.size - 1)
+        assert len(set(comm.allgather_object(str(raised.value)))) == 1
+        assert f"rank {comm.size - 1}" in str(raised.value)
+        make(comm, False)
+
+    world.run(run)
+
+
+def test_wrong_arguments_of_one_rank_are_an_error_on_all(world):
+    def run(comm):
+        with pytest.raises(ValueError, match="expected at least one file"):
+            sharded(comm, [] if comm.rank == comm.size - 1 else ["a"])
+        assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+    world.run(run)
+
+
+def test_images_that_differ_are_no_other_order_where_labels_are_equal(world):
+    """As where each rank changes the images of its loader at random."""
+
+    def run(comm):
+        noise = np.random.default_rng(comm.rank)
+        batches = [{**batch, "x": noise.random(4), "one": np.ones(4)} for batch in shuffled(0)]
+        given = of_loader(comm, batches)
+        labels = sum(comm.allgather_object([y for part in given for y in part["y"].tolist()]), [])
+        assert Counter(labels) == Counter({0: 4, 1: 4, 2: 4})
+
+    world.run(run)
+
+
+def test_the_job_compares_by_itself_but_not_in_a_thread_or_for_other_sizes(world):
+    def run(comm):
+        if UNDER_MPI:  # ranks that are threads are no job
+            cc.init()
+        try:
+            options = {"rank": comm.rank, "size": comm.size}
+            if UNDER_MPI and comm.size > 1:
+                with pytest.raises(cc.MismatchError, match="seed 0 on rank 0, seed 1 on rank 1"):
+                    ShardedInput("ab", list, seed=comm.rank, **options)
+            if comm.rank == 0:
+                made = [
+                    ShardedInput("ab", list, comm=None, **options),
+                    ShardedInput("ab", list, rank=0, size=comm.size + 1),
+                ]
+                thread = threading.Thread(
+                    target=lambda: made.append(ShardedInput("ab", list, **options))
+                )
+                thread.start()
+                thread.join(20)
+                assert len(made) == 3
+            assert comm.allreduce(1, op=cc.SUM) == comm.size
+        finally:
+            if UNDER_MPI:
+                cc.shutdown()
 
     world.run(run)
 

@@ -178,6 +178,33 @@ def test_every_row_comes_once_per_epoch(world, shuffle):
     world.run(check)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (lambda odd: {"seed": int(odd)}, "seed 0 on rank 0, seed 1 on rank"),
+        (lambda odd: {"data": 6 + odd}, "6 rows on rank 0, 7 rows on rank"),
+        (lambda odd: {"shuffle": not odd}, "shuffle True on rank 0, shuffle False on rank"),
+    ],
+    ids=["seed", "rows", "shuffle"],
+)
+def test_ranks_whose_samplers_differ_all_get_the_same_error(world, options, words):
+    def check(comm):
+        def make(odd):
+            return ShardedSampler(**{"data": 6, "comm": comm, **options(odd)})
+
+        if comm.size > 1:
+            with pytest.raises(cc.MismatchError, match=words) as raised:
+                make(comm.rank == comm.size - 1)
+            assert len(set(comm.allgather_object(str(raised.value)))) == 1
+            with pytest.raises(ValueError, match="bad number of rows"):
+                ShardedSampler(6 if comm.rank else 0, comm=comm)
+        sampler = make(False)
+        if comm.rank == 0:  # only the making is collective
+            assert len(list(sampler)) == len(sampler)
+
+    world.run(check)
+
+
 def test_an_epoch_goes_on_with_another_number_of_ranks(world):
     def check(comm):
         sampler = ShardedSampler(17, comm=comm, seed=2)
