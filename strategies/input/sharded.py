@@ -128,9 +128,10 @@ class ShardedInput(Generic[R]):
         else:
             try:
                 agreement.compare(together, "ShardedInput", prepare)
-            except cc.PeerFailure:
-                if comm != "auto":
-                    raise  # "auto" leaves a dead rank to the next call, which run_elastic survives
+            except cc.CollectiveError as failure:
+                # "auto" leaves a dead rank to the next call, which `run_elastic` survives.
+                if comm != "auto" or isinstance(failure, (cc.MismatchError, cc.CollectiveTimeout)):
+                    raise
         self._records = self._all_epochs()
 
     def __iter__(self) -> Iterator[R]:

@@ -142,7 +142,10 @@ def _compared(batches: Iterable[Any], comm: cc.Communicator) -> Iterator[Any]:
 
     def prepare() -> tuple[Any, list[Any]]:
         batch = next(iterator, None)
-        return batch, [] if batch is None else [_mark(leaf) for leaf in leaves(batch, is_column)]
+        if batch is None:
+            return None, []
+        split.rows_of(batch)  # refuses leaves without rows
+        return batch, [_mark(leaf) for leaf in leaves(batch, is_column)]
 
     for _ in range(_COMPARED):
         batch = compare(comm, "distribute_dataset", prepare, _first_other_order)
@@ -154,15 +157,14 @@ def _compared(batches: Iterable[Any], comm: cc.Communicator) -> Iterator[Any]:
 
 def _mark(leaf: Any) -> tuple[str, bool]:
     """Return a checksum of an array or column, and whether its rows differ from each other."""
-    has_objects = getattr(getattr(leaf, "dtype", None), "hasobject", False)
-    column = leaf.reshape(-1).tolist() if has_objects else leaf
-    if has_objects or is_column(column):
-        rows = [x if isinstance(x, (str, bytes, int, float)) else type(x) for x in column]
+    array = leaf if arrays.is_array(leaf) or is_column(leaf) else np.asarray(leaf)
+    if is_column(array) or getattr(array.dtype, "hasobject", False):
+        objects = array if is_column(array) else array.reshape(-1).tolist()
+        rows = [x if isinstance(x, (str, bytes, int, float)) else type(x) for x in objects]
         return f"{zlib.crc32(repr(rows).encode()):08x}", len(set(rows)) > 1
-    array = leaf if arrays.is_array(leaf) else np.asarray(leaf)
     flat = np.concatenate([np.empty(0, np.uint8), *arrays.bits(array)])
-    count = len(array) if array.shape else 0
-    varied = bool(flat.size) and bool((flat.reshape(count, -1) != flat[: flat.size // count]).any())
+    size, rest = divmod(flat.size, max(1, len(array)))
+    varied = not rest and size > 0 and bool((flat.reshape(-1, size) != flat[:size]).any())
     return f"{zlib.crc32(flat.data):08x}", varied
 
 
