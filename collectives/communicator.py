@@ -238,6 +238,8 @@ class Communicator(Group):
 
     def close(self) -> None:
         """Release the communicator; *collective*. Closing twice is harmless."""
+        if self.unusable is None:
+            self.check_free("close")
         self.kept(background).close()
         self.kept(PointToPoint).close()
         if self.unusable is None:

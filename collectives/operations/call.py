@@ -49,8 +49,6 @@ def enter(group: Group, operation: str, timeout: float | None = None) -> Call:
         CollectiveError: the group was closed, or an earlier call failed.
         ValueError: the timeout is not a positive number.
     """
-    group.check_usable(operation)
-    group.number += 1
     if timeout is None or (isinstance(timeout, Real) and timeout > 0):
         return Call(group, operation, timeout)
     with Call(group, operation):  # so that the others hear of it
@@ -72,13 +70,11 @@ class Call:
     def __init__(self, group: Group, operation: str, timeout: float | None = None) -> None:
         self.group = group
         self.operation = operation
-        self.deadline = group.deadline(operation, timeout)
-        self.engine = group.meeting(self.deadline)
+        self._timeout = timeout
+        self._outer: object = None
         self.digest = 0
         self._known: BaseException | None = None
         self._description: descriptions.Description = {}
-        self.next_part()
-        self._record = group.begin(operation)
 
     def describe(self, **fields: object) -> None:
         """Say what must be equal on all ranks.
@@ -247,9 +243,35 @@ class Call:
         return partial(selection.ALGORITHMS[operation][name].run, ranks)
 
     def __enter__(self) -> Call:
+        group = self.group
+        self._outer = group.gate
+        if group.gate is not None:
+            group.check_free(self.operation)
+        try:
+            group.gate = self
+            group.number += 1
+            self.deadline = group.deadline(self.operation, self._timeout)
+            self.engine = group.meeting(self.deadline)
+            self.next_part()
+            self._record = group.begin(self.operation, ours=2)
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._end(error)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Let the next call of the group begin, or that go on of which this one is a part."""
+        group = self.group
+        group.gate = group.unusable if group.unusable is not None else self._outer
+
+    def _end(self, error: BaseException | None) -> None:
+        """Record the end of the call, and tell the other ranks of a refusal."""
         refused = self._is_refusal(error)
         harmless = refused or isinstance(error, MismatchError) or error is self._known
         if error is not None and not harmless:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from _thread import get_ident
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 __all__ = [
-    "Origin", "Site", "caller", "calls_from", "calls_from_here", "given", "origin", "outside",
+    "Origin", "Site", "caller", "calls_from", "calls_from_here", "given", "origin",
+    "other_thread_with", "outside",
 ]  # fmt: skip
 
 # Frames of these modules are ours; the first one outside is where the user called.
@@ -145,6 +147,18 @@ def _entry(frame: FrameType) -> str:
     kind = type(owner).__name__
     name = str(known.get(kind, kind))
     return name if function.startswith("_") else f"{name}.{function}"
+
+
+def other_thread_with(value: object) -> str | None:
+    """Return the name of another thread that has a value in a local variable; None if none has."""
+    own, names = get_ident(), {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        inner: FrameType | None = None if ident == own else frame
+        while inner is not None:
+            if any(local is value for local in inner.f_locals.values()):
+                return names.get(ident, f"thread {ident}")
+            inner = inner.f_back
+    return None
 
 
 def outside(frame: FrameType) -> FrameType:

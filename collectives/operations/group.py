@@ -6,6 +6,7 @@ group holds for it (`kept`).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -77,6 +78,9 @@ class Group:
         number: of the last call.
         splits_made: how many groups were made of this one.
         unusable: why there can be no more calls; None if there can.
+        gate: None if a call may begin; the call under way, an object with its name in `operation`;
+            or `unusable`. A call looks at it and stores itself there. CPython lets no other thread
+            run between the two, since there is neither a call nor a jump backward between them.
         watcher: is told as operations begin and end; None if nobody is.
     """
 
@@ -105,6 +109,8 @@ class Group:
         self.number = 0
         self.splits_made = 0
         self.unusable: str | None = None
+        self.gate: Any = None
+        self._collided = False  # whether threads did, and the other ranks have not been told
         self.watcher: Watcher | None = None
         self._watch: Watch | None = None
         self._met = False  # whether the ranks of a node have tried to make an engine
@@ -169,7 +175,7 @@ class Group:
 
     def close(self) -> None:
         """Refuse later calls, and give back what the ranks share."""
-        self.unusable = "it was closed"
+        self.refuse_calls("it was closed")
         if self.node_engine is not None:
             self.node_engine.close()
         self.transport.close()
@@ -180,7 +186,7 @@ class Group:
         Where the MPI library outlives its ranks, they get `PeerFailure`, and may `shrink`; where it
         does not, they wait for this rank until they see that it has ended.
         """
-        self.unusable = reason
+        self.refuse_calls(reason)
         self.transport.revoke()
         if self.node_engine is not None:
             self.node_engine.close()
@@ -193,13 +199,46 @@ class Group:
         """Say what the ranks that have not come did last, where that is known."""
         return "" if self.status is None else self.status.missing()
 
+    def refuse_calls(self, reason: str) -> None:
+        """Refuse all calls that begin from now on; one under way goes on."""
+        free = self.gate is self.unusable
+        self.unusable = reason
+        if free:
+            self.gate = reason
+
     def check_usable(self, operation: str) -> None:
         """Refuse to go on after a failure."""
-        if self.unusable is not None:
-            raise CollectiveError(
-                f"{operation}: this communicator is not usable any more, since {self.unusable} "
-                f"({self.transport.where})"
-            )
+        if self.unusable is None:
+            return
+        if self._collided and self.gate is self.unusable:  # the call of the first thread is over
+            self._collided = False
+            self.transport.pass_on(self.rank, f"has stopped, since {self.unusable}")
+            self.give_up(self.unusable)
+        raise CollectiveError(
+            f"{operation}: this communicator is not usable any more, since {self.unusable} "
+            f"({self.transport.where})"
+        )
+
+    def check_free(self, operation: str) -> None:
+        """Refuse a call after a failure, and while another thread is in a call.
+
+        The call under way goes on. Later calls are refused, because ranks may have taken the calls
+        of the two threads in different orders.
+        """
+        self.check_usable(operation)
+        under_way = self.gate
+        first = None if under_way is None else call_sites.other_thread_with(under_way)
+        if first is None:  # a call that this thread makes inside of another one
+            return
+        second = threading.current_thread().name
+        self._collided = True
+        self.refuse_calls(f"threads {first} and {second} called it at the same time")
+        liveness.limit_exit(max(self.settings.timeout, _LEAST_EXIT_SECONDS))
+        raise CollectiveError(
+            f"{operation}: another thread ({first}) is in {under_way.operation} on this "
+            f"communicator, expected one thread at a time, got a call by thread {second}; give "
+            f"each thread a communicator of its own by comm.split(0) ({self.transport.where})"
+        )
 
     def meeting(self, deadline: Deadline) -> engine.Engine | None:
         """Return the node engine if all ranks meet there, None where messages have to serve.
@@ -248,5 +287,5 @@ class Group:
 
         The end of MPI is one more wait for the others, and gets a limit, too.
         """
-        self.unusable = f"{operation} failed: {type(error).__name__}: {error}"
+        self.refuse_calls(f"{operation} failed: {type(error).__name__}: {error}")
         liveness.limit_exit(max(self.settings.timeout, _LEAST_EXIT_SECONDS))

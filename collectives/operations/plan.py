@@ -137,8 +137,8 @@ class Plan(Generic[A]):
     """
 
     __slots__ = (
-        "_address", "_group", "_kept", "_kernel", "_operation", "_out", "_plan", "_send",
-        "_timeout", "array",
+        "_address", "_group", "_kept", "_kernel", "_out", "_plan", "_send", "_timeout", "array",
+        "operation",
     )  # fmt: skip
 
     def __init__(
@@ -154,7 +154,7 @@ class Plan(Generic[A]):
         self._kept = send, out
         self._send, self._out = given(plan, send), given(plan, out)
         self._plan = plan
-        self._operation = operation
+        self.operation = operation
         self._group = plan.group
         self._timeout = timeout
         self._kernel = None
@@ -169,24 +169,28 @@ class Plan(Generic[A]):
         if self._kernel is None:
             self._plan.run(self._send, self._out, self._timeout)
             return self.array
-        if self._group.unusable is not None:
-            self._group.check_usable(self._operation)
+        group = self._group
+        if group.gate is not None:
+            group.check_free(self.operation)
         try:
+            group.gate = self
             if status := self._kernel(self._address):
                 self._go_on(status)
         except BaseException as error:
             if not isinstance(error, MismatchError):
-                self._group.failed(self._operation, error)  # also after Ctrl-C
+                group.failed(self.operation, error)  # also after Ctrl-C
             raise
+        finally:
+            group.gate = group.unusable
         return self.array
 
     def _go_on(self, status: int) -> None:
         """Wait for the others, and record that."""
         assert isinstance(self._plan, NodePlan)
         if status == NOTED:  # it is over, and for the timeline only
-            self._group.planned(self._operation, self._plan.fields)
+            self._group.planned(self.operation, self._plan.fields)
             return
-        record = self._group.begin(self._operation, self._plan.fields)
+        record = self._group.begin(self.operation, self._plan.fields)
         failure = None
         try:
             self._plan.go_on(status, self._timeout)

@@ -52,7 +52,7 @@ class _AddressPlan(ABC):
         self.group = call.group
         self._description = call.description
         self.fields = dict(self._description)
-        self._operation = str(self.fields.pop("operation"))
+        self.operation = str(self.fields.pop("operation"))
 
     def run(
         self, send: int, out: int, timeout: float | None, then: Callable[[], None] | None = None
@@ -71,24 +71,27 @@ class _AddressPlan(ABC):
             CollectiveTimeout: some rank did not come within `timeout` seconds.
         """
         group = self.group
-        if group.unusable is not None:
-            group.check_usable(self._operation)
+        if group.gate is not None:
+            group.check_free(self.operation)
         record = None
         try:
+            group.gate = self
             group.number += 1
-            record = group.begin(self._operation, self.fields, self.ours)
+            record = group.begin(self.operation, self.fields, self.ours)
             self.meet(send, out, timeout)
             if then is not None:
                 then()
         except BaseException as error:
             self._failed(record, error)
             raise
+        finally:
+            group.gate = group.unusable
         group.end(record, None)
 
     def _failed(self, record: Record | None, error: BaseException) -> None:
         """Record that a call has failed, and what that means for later ones."""
         if not isinstance(error, MismatchError):
-            self.group.failed(self._operation, error)  # also after Ctrl-C
+            self.group.failed(self.operation, error)  # also after Ctrl-C
         if record is not None:
             self.group.end(record, error)
 
@@ -159,6 +162,10 @@ class NodePlan(_AddressPlan):
         if self.group.watcher is not self.group.status:  # who wants more than a kernel tells
             super().run(send, out, timeout, then)
             return
+        group = self.group
+        if group.gate is not None:
+            group.check_free(self.operation)
+        group.gate = self
         words = self._words
         words[SEND] = send
         words[OUT] = out - self._before
@@ -169,6 +176,9 @@ class NodePlan(_AddressPlan):
     ) -> None:
         """As `run`, with arrays of which the block knows (`arrays`), and told by the kernel itself.
 
+        The caller has stored this plan as the gate of the group, before it told the block of the
+        arrays: another thread may have the same plan.
+
         What the recorder and the other ranks of the node are told is the same.
 
         Args:
@@ -176,9 +186,7 @@ class NodePlan(_AddressPlan):
             ours: callers that are no user's: this method, `again`, and the operation.
             then: does the rest of the call if nothing has moved (`unlike`).
         """
-        group, operation = self.group, self._operation
-        if group.unusable is not None:
-            group.check_usable(operation)
+        group, operation = self.group, self.operation
         record = None
         try:
             group.number = number = group.number + 1
@@ -198,6 +206,8 @@ class NodePlan(_AddressPlan):
         except BaseException as error:
             self._failed(record, error)
             raise
+        finally:
+            group.gate = group.unusable
         if status:
             group.end(record, None)
 
@@ -226,7 +236,7 @@ class NodePlan(_AddressPlan):
         """
         if status == NOTED:  # done
             return
-        deadline = self.group.deadline(self._operation, timeout)
+        deadline = self.group.deadline(self.operation, timeout)
         if not self._engine.drive(self._work, deadline, status):
             descriptions.raise_mismatch(self.group.transport, self._description, deadline)
 
@@ -247,7 +257,7 @@ class LetterPlan(_AddressPlan):
         self._kernel = letters.kernel
         self._block = block
         self._words = block.words.data
-        self._digest = descriptions.digest({"operation": self._operation, **self.fields})
+        self._digest = descriptions.digest({"operation": self.operation, **self.fields})
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
         """Carry out the call that has made the plan; raises what `Call.met` does."""
@@ -259,7 +269,7 @@ class LetterPlan(_AddressPlan):
         self._fill(send, out)
         if status := self._kernel(self._block.address):
             group = self.group
-            deadline = group.deadline(self._operation, timeout)
+            deadline = group.deadline(self.operation, timeout)
             if not self._letters.drive(self._block, status, deadline):
                 call = {**self._description, descriptions.NUMBER: group.number}
                 descriptions.raise_mismatch(group.transport, call, deadline)
@@ -289,7 +299,7 @@ class MessagePlan:
         self.shape = shape
         self.group = call.group
         self._fields = call.description
-        self._operation = str(self._fields.pop("operation"))
+        self.operation = str(self._fields.pop("operation"))
         self._fields.pop(descriptions.NUMBER, None)  # of which later calls have their own
         self._move = move
 
@@ -299,7 +309,7 @@ class MessagePlan:
 
     def run(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
         """Make the call once more, with flat arrays; errors as `NodePlan.run`."""
-        with enter(self.group, self._operation, timeout) as call:
+        with enter(self.group, self.operation, timeout) as call:
             call.describe(**self._fields)
             self._move(call, send, out)
 

@@ -70,10 +70,15 @@ def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> An
         plan = group.plans[key, dtype, shape, _place(group, x) if out is x else None]
         result = np.empty(shape, dtype) if out is None else out
         if (
-            not group.look.bind(plan.arrays, x, result)
-            or group.watcher is not group.status  # who wants to know more than a kernel tells
+            group.watcher is not group.status  # who wants to know more than a kernel tells
             or not (timeout is None or timeout > 0)
         ):
+            return _by_addresses(group, key, x, out, timeout)
+        if group.gate is not None:
+            group.check_free(plan.operation)
+        group.gate = plan  # before its block changes, which another thread may use
+        if not group.look.bind(plan.arrays, x, result):
+            group.gate = group.unusable
             return _by_addresses(group, key, x, out, timeout)
     except _NOT_FOUND:
         return _by_addresses(group, key, x, out, timeout)

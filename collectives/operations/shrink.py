@@ -121,7 +121,7 @@ def agreed(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
 
 def _let_go(group: Group) -> None:
     """End the threads of a communicator with dead ranks; its memory goes with its last user."""
-    group.unusable = "it was shrunk"
+    group.refuse_calls("it was shrunk")
     group.kept(background).close()
     group.kept(PointToPoint).close()
     if group.node_engine is not None:

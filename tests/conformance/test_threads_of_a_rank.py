@@ -1,0 +1,114 @@
+"""Two threads of a rank in collective operations of one communicator: refused at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import collectives as cc
+import inprocess
+
+LIMIT = 20.0
+
+# A call of the first thread, and one that the second thread makes meanwhile. Each makes its call,
+# or the plan of it, on all ranks, and returns what makes it once more.
+FIRST = {
+    "repeated": lambda comm: lambda: comm.allreduce(np.ones(3), op=cc.SUM),
+    "planned": lambda comm: comm.plan_allreduce(np.ones(3), op=cc.MAX),
+    "long": lambda comm: lambda: comm.allreduce(np.ones(200_000), op=cc.SUM)[:3],
+}
+SECOND = {
+    "same": lambda comm, first: first,
+    "grouped": lambda comm, first: lambda: comm.grouped_allreduce([np.ones(2)], op=cc.SUM),
+    "object": lambda comm, first: lambda: comm.broadcast_object(None),
+    "close": lambda comm, first: comm.close,
+}
+
+
+def until_in_a_call(comm):
+    limit = time.monotonic() + LIMIT
+    while comm.gate is None:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("first", FIRST)
+def test_the_second_thread_is_refused_and_the_call_of_the_first_goes_on(world, first, second):
+    def check(comm):
+        if comm.size == 1:  # waits for nobody, so no thread meets another one
+            return
+        shared, signals = comm.split(0), comm.split(0)
+        call = FIRST[first](shared)
+        expected = [1 if first == "planned" else comm.size] * 3
+        for _ in range(2):
+            assert call().tolist() == expected
+        if comm.rank > 0:
+            signals.barrier()
+            assert call().tolist() == expected
+            signals.barrier()
+            return
+        results = []
+        thread = threading.Thread(target=lambda: results.append(call()), name="early")
+        thread.start()
+        until_in_a_call(shared)
+        words = r"another thread \(early\) is in .*got a call by thread .*comm\.split\(0\)"
+        with pytest.raises(cc.CollectiveError, match=words):
+            SECOND[second](shared, call)()
+        signals.barrier()
+        thread.join(LIMIT)
+        assert results[0].tolist() == expected
+        with pytest.raises(cc.CollectiveError, match=r"threads early and .* at the same time"):
+            call()
+        signals.barrier()
+
+    world.run(check)
+
+
+def test_other_ranks_of_the_node_do_not_wait_for_a_rank_whose_threads_have_met():
+    def check(comm):
+        shared, signals = comm.split(0), comm.split(0)
+        shared.barrier()
+        if comm.rank == 0:
+            thread = threading.Thread(target=shared.barrier)
+            thread.start()
+            until_in_a_call(shared)
+            with pytest.raises(cc.CollectiveError, match="another thread"):
+                shared.barrier()
+        signals.barrier()
+        if comm.rank == 0:
+            thread.join(LIMIT)
+        else:
+            shared.barrier()
+        with pytest.raises(cc.CollectiveError, match=r"at the same time|rank \d has closed"):
+            shared.barrier(timeout=LIMIT)
+
+    inprocess.run_ranks(3, check)
+
+
+def test_messages_between_two_ranks_and_requests_go_on_beside_a_call(world):
+    def check(comm):
+        if comm.size == 1:
+            return
+        comm.barrier()
+        comm.allreduce_async(1.0).wait()
+        if comm.rank == 0:
+            thread = threading.Thread(target=comm.barrier)
+            thread.start()
+            until_in_a_call(comm)
+            comm.send([1.0], 1)
+            request = comm.allreduce_async(1.0, op=cc.SUM)
+            comm.send([2.0], 1)
+            thread.join(LIMIT)
+        else:
+            if comm.rank == 1:
+                assert comm.recv(0).tolist() == [1.0]
+                assert comm.recv(0).tolist() == [2.0]
+            request = comm.allreduce_async(1.0, op=cc.SUM)
+            comm.barrier()
+        assert request.wait(LIMIT) == comm.size
+
+    world.run(check)
