@@ -120,7 +120,10 @@ def first_problem(transport: Transport, problem: str, deadline: Deadline) -> str
                 first = f"{transport.whole.name([transport.number(rank)])}: {_decoded(line)}"
     else:
         transport.send(line, 0, deadline)
-    return from_rank_0(transport, first, deadline)
+    deadline.peer_has_come = True
+    told = from_rank_0(transport, first, deadline)
+    deadline.peer_has_come = False
+    return told
 
 
 def _encoded(text: str) -> Array:

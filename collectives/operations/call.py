@@ -164,6 +164,7 @@ class Call:
         if waits is not None:
             waits.exchanged(began)
             deadline.waits = waits
+        deadline.first_call = False  # all ranks have come
         return joined
 
     def tell(self, *numbers: int) -> Array:
@@ -219,6 +220,7 @@ class Call:
             MismatchError: they do not make the same call; the same error on all ranks.
         """
         self._compared = True
+        self.deadline.first_call = False  # all ranks have come
         if not alike:
             descriptions.raise_mismatch(self.group.transport, self._description, self.deadline)
 
@@ -251,6 +253,7 @@ class Call:
             group.gate = self
             group.number += 1
             self.deadline = group.deadline(self.operation, self._timeout)
+            self.deadline.first_call = group.number == 1
             self.engine = group.meeting(self.deadline)
             self.next_part()
             self._record = group.begin(self.operation, ours=2)

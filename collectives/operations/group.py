@@ -258,7 +258,9 @@ class Group:
     def _meet(self, deadline: Deadline) -> None:
         """Make the engine of this rank's node, where it has company and memory to share."""
         ranks = self.transport if self.num_nodes == 1 else self.levels.node
+        deadline.peer_has_come = False
         made = engine.start(ranks, self.settings.shared_memory, deadline)
+        deadline.peer_has_come = None
         if made is not None:
             made.choose_stores(self.settings.stores)
             names = [self.transport.name([ranks.number(rank)]) for rank in range(ranks.size)]

@@ -249,11 +249,11 @@ class MpiTransport(Transport):
         if whereabouts.current is not None and self._may_call_mpi:
             whereabouts.current.fail(self._key, self._numbers[rank], how)
 
-    def culprit(self, pending: Sequence[Message]) -> str:
+    def culprit(self, pending: Sequence[Message]) -> str | None:
         """Follow the ranks that wait for each other to the one that waits for nobody."""
         asked = whereabouts.current
         if asked is None or not self._may_call_mpi:
-            return ""
+            return None
         due = dict.fromkeys(rank for message in pending for rank in message.peers)
         chain = asked.chain(self._key, [self._numbers[rank] for rank in due])
         if len(chain) < 2:

@@ -186,9 +186,9 @@ class Transport(Ranks, ABC):
             how: as errors say it.
         """
 
-    def culprit(self, pending: Sequence[Message]) -> str:
-        """Say whom all wait for, if it is known to be another rank than those that owe messages."""
-        return ""
+    def culprit(self, pending: Sequence[Message]) -> str | None:
+        """Name the rank that all wait for; "" if it owes one of the messages, None if unknown."""
+        return None
 
     def check_threads(self, operation: str) -> None:  # noqa: B027  (most transports do not mind)
         """Refuse to be used by several threads at a time, this transport and others like it.

@@ -231,9 +231,14 @@ class Deadline:
 
     Attributes:
         waits: is told of them; None where nobody wants to know.
+        first_call: whether the group makes its first call, and some rank may not have come yet.
+        peer_has_come: in a first call, whether the rank that is waited for has come, and waits for
+            another one itself; None if that is unknown.
     """
 
     waits: Waits | None = None
+    first_call = False
+    peer_has_come: bool | None = None
 
     def __init__(
         self,
@@ -258,14 +263,15 @@ class Deadline:
         self,
         ranks: Ranks,
         pending: Sequence[Message],
-        culprit: Callable[[Sequence[Message]], str] = lambda pending: "",
+        culprit: Callable[[Sequence[Message]], str | None] = lambda pending: None,
     ) -> None:
         """Report a stall once, and raise `CollectiveTimeout` when the time is over.
 
         Args:
             ranks: the group that waits, as errors name it.
             pending: what it waits for.
-            culprit: finds out whom all wait for, if that is not who owes one of those messages.
+            culprit: finds out whom all wait for, if that is not who owes one of those messages;
+                returns "" if it is, None if it cannot ask.
 
         Raises:
             CollectiveError: this thread is told to stop.
@@ -287,8 +293,19 @@ class Deadline:
             )
 
     def _missing(
-        self, pending: Sequence[Message], culprit: Callable[[Sequence[Message]], str]
+        self, pending: Sequence[Message], culprit: Callable[[Sequence[Message]], str | None]
     ) -> str:
-        due = culprit(pending) or ", ".join(dict.fromkeys(m.describe() for m in pending))
+        found = culprit(pending)
+        due = found or ", ".join(dict.fromkeys(m.describe() for m in pending))
         known = self._whereabouts()
+        if self.first_call:
+            if not known and found:  # "rank 3, for which rank 0 waits, too"
+                known = f"{found.partition(',')[0]} has called nothing yet"
+            elif not known and (self.peer_has_come is False or found == ""):
+                late = dict.fromkeys(m.describe().partition(" to ")[0] for m in pending)
+                due = ", ".join(f"{name} to enter the call" for name in late)
+                known = ", ".join(f"{name} has called nothing yet" for name in late)
+            elif not known:
+                known = "some rank has called nothing yet"
+            known += f"; the limit is {self.limit:g} s, by UNISONO_TIMEOUT or timeout="
         return f"{due}; {known}" if known else due

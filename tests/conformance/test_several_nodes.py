@@ -331,6 +331,41 @@ def test_another_operation_on_one_rank_is_the_same_error_on_all(nodes, other):
     nodes.run(check)
 
 
+@pytest.mark.parametrize("part", [False, True], ids=["world", "group"])
+@pytest.mark.parametrize("leaders", [[0, 0], [0, 1], [0, 0, 2]], ids=str)
+@pytest.mark.parametrize("shared", ["/dev/shm", None])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm, limit: comm.barrier(timeout=limit),
+        lambda comm, limit: comm.allreduce(np.ones(3), timeout=limit),
+        lambda comm, limit: comm.plan_allreduce(np.ones(3), timeout=limit),
+        lambda comm, limit: comm.grouped_allreduce([np.ones(3)], timeout=limit),
+        lambda comm, limit: comm.broadcast_object(1, root=1, timeout=limit),
+    ],
+    ids=["barrier", "allreduce", "plan", "grouped", "object"],
+)
+def test_a_rank_that_has_called_nothing_is_named(caplog, call, shared, leaders, part):
+    def check(comm):
+        comm = comm.split(0) if part else comm
+        if comm.rank == 0:
+            return ""
+        with pytest.raises(cc.CollectiveTimeout) as caught:
+            call(comm, 0.5)
+        return str(caught.value)
+
+    settings = Settings(timeout=20, stall_warning=0.2, shared_memory=shared)
+    told = inprocess.run_ranks(len(leaders), check, leaders=leaders, settings=settings)
+    # Threads cannot ask each other for whom they wait, as MPI processes do.
+    meets = shared is not None and leaders == [0, 0]
+    words = "rank 0 to enter the call; rank 0 has called nothing yet" if meets else "nothing yet"
+    limit = "; the limit is 0.5 s, by UNISONO_TIMEOUT or timeout="
+    for text in told[1:]:
+        assert words in text
+        assert limit in text
+    assert limit in caplog.text
+
+
 @everywhere
 def test_a_rank_that_does_not_come_is_named_by_its_number_in_the_group():
     def check(comm):

@@ -189,7 +189,11 @@ def test_the_first_call_names_the_rank_that_has_not_come(tmp_path, settings):
             open("told", "w").close()
     """
     result = mpirun(4, program(tmp_path, text), cwd=tmp_path, **settings)
-    assert re.search(r"still waiting for rank 3\b.* \(rank 2 of 4\)", result.stdout), result
+    words = (
+        r"still waiting for rank 3\b.*; rank 3 has called nothing yet; the limit is 8 s, by "
+        r"UNISONO_TIMEOUT or timeout= \(rank 2 of 4\)"
+    )
+    assert re.search(words, result.stdout), result
 
 
 STRATEGIES = {
