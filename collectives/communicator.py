@@ -55,6 +55,7 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
         configuration: the settings; from the environment if None.
 
     Raises:
+        LaunchError: the ranks have settings that must be equal and are not; on all ranks.
         TypeError: `comm` is not one of mpi4py.
         ValueError: `comm` is of two groups, or of none; or what rank 0 knows of the links cannot be
             read, on all ranks.
@@ -79,7 +80,7 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
     transport = MpiTransport(comm)
     if numbers != list(range(len(numbers))):
         transport.world = numbers
-    settled = settle(configuration or settings.from_environment(), transport)
+    settled = settle(configuration or settings.from_environment(), transport, leaders.tolist())
     return Communicator(transport, leaders.tolist(), settled)
 
 

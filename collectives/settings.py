@@ -16,12 +16,14 @@ from typing import Any, Literal, get_args
 from collectives import links
 
 __all__ = [
+    "EQUAL",
     "VARIABLES",
     "Check",
     "CudaAware",
     "Nccl",
     "Settings",
     "Stores",
+    "equal_values",
     "from_environment",
     "slips",
 ]
@@ -88,6 +90,18 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
             except ValueError as error:
                 raise ValueError(f"settings: {variable} {error}") from None
     return Settings(**chosen)
+
+
+def equal_values(own: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of the variables that must be equal, as the user writes them."""
+    values = {}
+    for variable in EQUAL:
+        if variable in _READERS:
+            value = getattr(own, _READERS[variable][0])
+            values[variable] = "off" if value is None else str(value)
+        else:
+            values[variable] = environ.get(variable, "").strip() or "unset"
+    return values
 
 
 def slips(environ: Mapping[str, str]) -> list[str]:
@@ -162,6 +176,14 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "UNISONO_UPDATE_THREADS": ("update_threads", _count),
     "UNISONO_CUDA_AWARE": ("cuda_aware", partial(_one_of, get_args(CudaAware))),
     "UNISONO_NCCL": ("nccl", partial(_one_of, get_args(Nccl))),
+}
+
+# Variables that must be equal, and on which ranks: on all of the world, or on those of each node.
+# The others concern one process alone, or ranks settle on one value (`operations.settle`).
+EQUAL: dict[str, Literal["world", "node"]] = {
+    "UNISONO_SHARED_MEMORY": "node",
+    "UNISONO_NCCL": "world",
+    "UNISONO_CLUSTER": "world",
 }
 
 VARIABLES = (*_READERS, "UNISONO_CLUSTER", "UNISONO_EVENTS", "UNISONO_FAULT")

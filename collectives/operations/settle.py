@@ -6,11 +6,15 @@
 | `cuda_aware` | "on" if it is on all ranks |
 | `links` | what rank 0 finds in settings and file: by them "auto" picks the algorithm |
 | `timeline` | rank 0's: all begin one together |
+| `settings.EQUAL` | not settled: an error if they differ |
 
 Every rank fills a page, and the largest of all ranks' bytes is what they share:
 
-    byte    0                    1                           2 ..
-            level of checking    1: device memory staged     rank 0's links ... as JSON; 0 elsewhere
+    byte    0                    1                           2 ..         18 ..
+            level of checking    1: device memory staged     hash, ~hash  rank 0's links ... as JSON
+
+The hash is that of the variables that must be equal. They are if each byte of the largest `~hash`
+is the complement of that of the largest hash; else the ranks exchange their values.
 
 An MPI library that is not built for device memory reads its addresses as the host's, and crashes.
 Some say no although the transport below them could (UCX with an Open MPI that was built without
@@ -21,17 +25,21 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import hashlib
 import json
 import logging
 import os
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import Literal, NoReturn, get_args
 
 import numpy as np
 
 from collectives import settings, tuned
-from collectives.algorithms import doubling
+from collectives.algorithms import doubling, halving
 from collectives.arrays import reduction
+from collectives.errors import LaunchError, in_turn
 from collectives.links import Link, Links, Machine
+from collectives.operations import descriptions
 from collectives.settings import Settings
 from collectives.transport.transport import Deadline, Transport
 
@@ -41,7 +49,13 @@ log = logging.getLogger(__name__)
 
 # Links take some hundred bytes; a longer text is that of an error, and cut.
 _PAGE_BYTES = 4096
-_CHECK, _STAGED, _TEXT = 0, 1, 2
+_HASH_BYTES = 8
+_CHECK, _STAGED, _HASH = 0, 1, 2
+_INVERSE = _HASH + _HASH_BYTES
+_TEXT = _INVERSE + _HASH_BYTES
+
+# What a rank tells of its values where they differ, and what is compared of each.
+_VALUES_BYTES, _VALUE_CHARACTERS = 4096, 200
 
 
 def library_takes_device_memory() -> bool:
@@ -54,10 +68,17 @@ def library_takes_device_memory() -> bool:
     return query is not None and bool(query())
 
 
-def settle(own: Settings, transport: Transport) -> Settings:
+def settle(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> Settings:
     """Return this rank's settings with those that all ranks share; *collective*.
 
+    Args:
+        own: this rank's settings.
+        transport: the ranks.
+        leaders: for every rank an integer that is the same exactly for the ranks of one node; one
+            node if empty.
+
     Raises:
+        LaunchError: variables that must be equal are not; the same error on all ranks.
         ValueError: rank 0's file of links is damaged, or it cannot look for one; the same error on
             all ranks, which would wait for it.
     """
@@ -66,12 +87,19 @@ def settle(own: Settings, transport: Transport) -> Settings:
     aware = wish == "on" or (wish == "auto" and library_takes_device_memory())
     page = np.zeros(_PAGE_BYTES, np.uint8)
     page[_CHECK], page[_STAGED] = levels.index(own.check), not aware
+    equal = settings.equal_values(own, os.environ)
+    values = json.dumps({name: value[:_VALUE_CHARACTERS] for name, value in equal.items()})
+    hashed = hashlib.blake2b(values.encode(), digest_size=_HASH_BYTES).digest()
+    page[_HASH:_INVERSE] = np.frombuffer(hashed, np.uint8)
+    page[_INVERSE:_TEXT] = ~page[_HASH:_INVERSE]
     if transport.rank == 0:
         text = _links(own).encode()[: _PAGE_BYTES - _TEXT]
         page[_TEXT : _TEXT + len(text)] = np.frombuffer(text, np.uint8)
     deadline = Deadline("init", own.timeout, own.stall_warning)
     doubling.allreduce(transport, page, reduction.MAX, deadline)
 
+    if not np.array_equal(page[_INVERSE:_TEXT], ~page[_HASH:_INVERSE]):
+        _check_equal(values, transport, leaders or [0] * transport.size, deadline)
     where = f"[{transport.rank}/{transport.size}]"
     check: settings.Check = levels[page[_CHECK]]
     if check != own.check:
@@ -93,6 +121,37 @@ def settle(own: Settings, transport: Transport) -> Settings:
     return dataclasses.replace(
         own, check=check, cuda_aware=cuda_aware, links=known, timeline=timeline
     )
+
+
+def _check_equal(
+    values: str, transport: Transport, leaders: Sequence[int], deadline: Deadline
+) -> None:
+    """Collect the values of all ranks, and raise the same error on all if some must not differ."""
+    lines = np.zeros((transport.size, _VALUES_BYTES), np.uint8)
+    own = values.encode()[:_VALUES_BYTES]
+    lines[transport.rank, : len(own)] = np.frombuffer(own, np.uint8)
+    bounds = [_VALUES_BYTES * rank for rank in range(transport.size + 1)]
+    halving.allgather(transport, lines.reshape(-1), bounds, deadline)
+    told = [json.loads(line.tobytes().rstrip(b"\0")) for line in lines]
+    for variable, scope in settings.EQUAL.items():
+        places = leaders if scope == "node" else [0] * transport.size
+        pairs = {(place, one[variable]) for place, one in zip(places, told, strict=True)}
+        if len(pairs) > len(set(places)):
+            _raise_different(variable, scope, told, transport)
+
+
+def _raise_different(
+    variable: str, scope: str, told: Sequence[dict[str, str]], transport: Transport
+) -> NoReturn:
+    differences = descriptions.differences(
+        [{variable: one[variable]} for one in told], transport.name
+    )
+    ranks = "all ranks of a node" if scope == "node" else "all ranks"
+    error = LaunchError(
+        f"init: settings differ, expected the same on {ranks}, got {differences}; set it by "
+        f"`mpirun -x {variable}` or `export` for all ranks ({transport.where})"
+    )
+    raise in_turn(error, transport.rank)
 
 
 def _links(own: Settings) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 import collectives as cc
 import inprocess
+from collectives import settings
 from collectives.algorithms import selection
 from collectives.algorithms.layout import Layout
 from collectives.links import DEFAULT, Link
@@ -201,6 +202,57 @@ def test_all_ranks_compare_as_much_as_the_strictest(caplog, levels):
     strictest = max(levels, key=["off", "sample", "always"].index)
     assert inprocess.run_ranks(3, ask) == [strictest] * 3
     assert caplog.text.count("on another rank") == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "leaders", "expected"),
+    [
+        (
+            "shared_memory",
+            ["/dev/shm", None, "/dev/shm"],
+            [0, 0, 0],
+            "of a node, got UNISONO_SHARED_MEMORY is /dev/shm on ranks 0 2, off on rank 1",
+        ),
+        ("shared_memory", ["/dev/shm", "/dev/shm", None], [0, 0, 2], None),
+        (
+            "shared_memory",
+            [None, "/dev/shm", "/dev/shm"],
+            [0, 1, 0],
+            "UNISONO_SHARED_MEMORY is off on",
+        ),
+        (
+            "nccl",
+            ["on", "off", "off"],
+            [0, 1, 2],
+            "all ranks, got UNISONO_NCCL is on on rank 0, off",
+        ),
+        ("stores", ["plain", "auto", "streaming"], [0, 0, 0], None),
+        ("timeout", [10.0, 11.0, 12.0], [0, 0, 0], None),
+    ],
+)
+def test_settings_that_must_be_equal_are_compared(field, values, leaders, expected):
+    def ask(comm):
+        own = replace(Settings(timeout=10), **{field: values[comm.rank]})
+        try:
+            return getattr(settle(own, comm.transport, leaders), field)
+        except cc.LaunchError as error:
+            return str(error)
+
+    told = inprocess.run_ranks(3, ask)
+    if expected is None:
+        assert told == values
+        return
+    for rank, text in enumerate(told):
+        assert text.startswith("init: settings differ, expected the same on all ranks")
+        assert expected in text
+        assert text.endswith(f"(rank {rank} of 3)")
+
+
+def test_every_variable_that_must_be_equal_has_a_value():
+    values = settings.equal_values(Settings(shared_memory=None), {"UNISONO_CLUSTER": "ps:1"})
+    assert set(values) == set(settings.EQUAL)
+    assert values["UNISONO_SHARED_MEMORY"] == "off"
+    assert values["UNISONO_CLUSTER"] == "ps:1"
 
 
 @pytest.mark.parametrize(
