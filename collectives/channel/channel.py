@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -86,6 +87,20 @@ def open_channel(
     return Channel(mailbox, bell, dead_here, woken_by_all=bool(reached[:, rank].all()))
 
 
+# All of this process.
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Send nothing from a forked child, and leave mailbox and pipes to the parent."""
+    for channel in list(_channels):
+        channel._closed = True
+        channel._lock = threading.Lock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class Channel:
     """Sends messages from any thread, and receives them in one; see `open_channel`.
 
@@ -117,6 +132,7 @@ class Channel:
         self._buffers = Buffers()
         self._moved = time.monotonic()  # when something was sent or received
         self._closed = False
+        _channels.add(self)
 
     @property
     def dead(self) -> frozenset[int]:

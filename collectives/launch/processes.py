@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import os
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from collectives.errors import LaunchError
 from collectives.launch import launcher, open_mpi
 from collectives.settings import Settings
+from collectives.transport import liveness
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -22,7 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def start_mpi(configuration: Settings) -> MPI.Intracomm:
-    """Initialise MPI, unless someone has, and return the communicator of all processes.
+    """Initialise MPI if necessary, and return the communicator of all processes.
+
+    MPI that starts here also ends here, at the exit of this process. mpi4py would end it in forked
+    children as well, where MPI waits for ever, and not at all if `mpi4py.rc.initialize` is false.
 
     Raises:
         LaunchError: there is no MPI library, or the launcher's processes do not form one world.
@@ -33,6 +38,7 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
     late = "mpi4py.MPI" in sys.modules and open_mpi.too_late(os.environ, wanted)
     os.environ.update(wanted)
     try:
+        ends_here = _take_over_finalize()
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
@@ -41,10 +47,34 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread()
+        ends_here = True
+    if ends_here:
+        liveness.call_last(_finalize)
     elif late:
         log.warning("%s", late)
     launcher.check_world_size(os.environ, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
     return MPI.COMM_WORLD
+
+
+def _take_over_finalize() -> bool:
+    """Keep mpi4py from finalizing MPI; False if it is imported, or the user has chosen."""
+    import mpi4py
+
+    if "mpi4py.MPI" in sys.modules or "MPI4PY_RC_FINALIZE" in os.environ:
+        return False
+    if mpi4py.rc.finalize is not None or not mpi4py.rc.initialize:
+        return False
+    mpi4py.rc.finalize = False
+    return True
+
+
+def _finalize() -> None:
+    from mpi4py import MPI
+
+    # Some libraries report dead ranks here. There is no one left to tell.
+    with contextlib.suppress(MPI.Exception):
+        if not MPI.Is_finalized():
+            MPI.Finalize()
 
 
 def members(comm: MPI.Comm | Sequence[int], operation: str = "init") -> list[int]:

@@ -6,6 +6,7 @@ group holds for it (`kept`).
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,17 @@ T = TypeVar("T")
 
 # All of this process.
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def _refuse_in_child() -> None:
+    """Refuse all calls in a forked child, which is not a rank."""
+    for group in list(_groups):
+        group.refuse_calls("a forked child is not a rank: call it in the parent")
+        group.gate = group.unusable
+        group._collided = False
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)
 
 
 def watch_all() -> None:

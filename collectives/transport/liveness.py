@@ -26,10 +26,12 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = [
     "Liveness",
+    "call_last",
     "create",
     "end_soon",
     "is_lifted",
@@ -119,20 +121,43 @@ def is_lifted() -> bool:
 
 
 _exit_limit, _lifted, _status = math.inf, False, 0
+_last: Callable[[], object] | None = None
 
 
-@atexit.register
-def prepare_exit() -> None:
-    """Tell the others of the node that this program has ended, and set the alarm if there is one.
+def call_last(function: Callable[[], object]) -> None:
+    """Call a function at the end of this process, after all other exit handlers of this package.
 
-    Registered before anything else of ours, so called last: a service that leaves may still learn
-    of a death.
+    Forked children do not call it.
     """
+    global _last
+    _last = function
+
+
+# Registered before all other handlers of this package, so Python calls it after them: a service
+# that leaves may still detect a death.
+@atexit.register
+def _at_exit() -> None:
+    prepare_exit()
+    if _last is not None:
+        _last()
+
+
+def prepare_exit() -> None:
+    """Tell the others of the node that this program has ended; set the alarm if there is one."""
     for sign in list(_signs):
         sign.end()
     if _exit_limit < math.inf and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(math.ceil(_exit_limit))
+
+
+def _leave_to_parent() -> None:
+    """Set no alarm, and end nothing that belongs to the rank, in a forked child."""
+    global _exit_limit, _last, _status
+    _exit_limit, _last, _status = math.inf, None, 0
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def look_before_exit() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -54,6 +55,7 @@ class Exchange:
     ) -> None:
         self.task = comm.rank
         self.size = comm.size
+        self._process = os.getpid()
         self._channel = comm.open_channel()
         self.requests = Requests(self._send, comm.size, timeout)
         self._incoming = Incoming(self._send)
@@ -103,6 +105,8 @@ class Exchange:
         Raises:
             InternalError: the thread has failed.
         """
+        if os.getpid() != self._process:  # a forked child, whose parent serves
+            return
         self._leave("the service is closed", None)
         remind_at = time.monotonic() + _REMIND_AFTER
         try:
@@ -121,6 +125,8 @@ class Exchange:
 
     def abandon(self, reason: str) -> None:
         """Leave without waiting for anybody; who asks from now on is told the reason."""
+        if os.getpid() != self._process:
+            return
         self._orderly = False
         self._leave("the service was given up", reason)
         self._hurry = True

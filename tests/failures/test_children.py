@@ -1,0 +1,87 @@
+"""Children of ranks are no ranks: forked, spawned, and started as programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher import lines, mpirun, written
+
+FORKED = """
+    import os, sys
+    import numpy as np
+    import collectives as cc
+
+    comm = cc.init()
+    x = np.ones(3)
+    plan = comm.plan_allreduce(x.copy())
+    for _ in range(2):
+        comm.allreduce(x)
+    comm.allreduce_async(x).wait()
+    if comm.rank == 0:
+        comm.send(x, 1)
+    else:
+        comm.recv(0)
+    channel = comm.open_channel()
+    calls = {
+        "repeated": lambda: comm.allreduce(x),
+        "planned": plan,
+        "asynchronous": lambda: comm.allreduce_async(x),
+        "send": lambda: comm.send(x, 1 - comm.rank),
+        "irecv": lambda: comm.irecv(1 - comm.rank),
+        "barrier": comm.barrier,
+        "object": lambda: comm.broadcast_object(1),
+        "split": lambda: comm.split(0),
+        "channel": lambda: channel.send(1 - comm.rank, [b"x"]),
+    }
+
+    def refused():
+        for name, call in calls.items():
+            try:
+                call()
+            except cc.CollectiveError as error:
+                assert name == "channel" or "a forked child is not a rank" in str(error), error
+            else:
+                raise AssertionError(name)
+        sys.exit(0)
+
+    def leaves_blocks():
+        with comm:
+            cc.shutdown()
+            sys.exit(7)
+
+    def fails():
+        raise KeyError("in the child")
+
+    for work in (refused, leaves_blocks, fails, lambda: None):
+        child = os.fork()
+        if child == 0:
+            work()
+            sys.exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(f"rank {comm.rank}: {work.__name__} {status}", flush=True)
+    channel.close(all_together=True)
+    print(f"rank {comm.rank}: sum {comm.allreduce(1.0, op=cc.SUM)}", flush=True)
+"""
+
+
+def test_forked_children_refuse_calls_and_leave_mpi_to_their_rank(tmp_path):
+    result = mpirun(2, written(tmp_path, FORKED), timeout=100)
+    assert result.status == 0, result
+    statuses = {"refused": 0, "leaves_blocks": 7, "fails": 1, "<lambda>": 0}
+    told = [f"{name} {status}" for name, status in statuses.items()] + ["sum 2.0"]
+    assert lines(result) == sorted(f"rank {rank}: {text}" for rank in (0, 1) for text in told)
+    assert result.stderr.count("KeyError: 'in the child'") == 2, result
+
+
+@pytest.mark.parametrize("asked", ["initialize = False", "finalize = None"])
+def test_mpi_that_init_has_started_ends_with_the_program(tmp_path, asked):
+    text = f"""
+        import mpi4py
+        mpi4py.rc.{asked}
+        import collectives as cc
+        comm = cc.init()
+        print(f"rank {{comm.rank}}: {{comm.allreduce(1.0)}}", flush=True)
+    """
+    result = mpirun(2, written(tmp_path, text))
+    assert result.status == 0, result
+    assert lines(result) == ["rank 0: 1.0", "rank 1: 1.0"]
