@@ -250,6 +250,17 @@ def install(rank: int, size: int, directory: str | None = None) -> None:
         signal.signal(signal.SIGUSR2, _on_signal)
 
 
+def _leave_to_parent() -> None:
+    """Write no file in a forked child, and leave SIGUSR2 to its default action there."""
+    global _process
+    _process = None
+    if signal.getsignal(signal.SIGUSR2) is _on_signal:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def default_directory(environ: Mapping[str, str], size: int) -> str:
     """Return a name that all ranks of a job share and no other job has.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import signal
 import threading
 import time
@@ -34,6 +35,16 @@ STOPPED_EARLY = 85
 """Exit status of a job that was asked to stop and can go on; the scripts in `slurm/` know it."""
 
 _open: list[Preemption] = []  # those of this process that are in their blocks
+
+
+def _leave_to_parent() -> None:
+    """Restore the former signal handlers in a forked child, such as a worker of a pool."""
+    for each in reversed(_open):
+        each.restore_signals()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 _NAP = 1.0  # seconds between two looks of the thread, whatever wakes it
 _NOTE = b"asked to stop"
@@ -101,6 +112,13 @@ class Preemption:
             self.asked_at = time.monotonic()
             self.asked = True
 
+    def restore_signals(self, *, ignore: bool = False) -> None:
+        """Give signals back to their former handlers, or ignore them."""
+        for each, before in self._before.items():
+            after = signal.SIG_DFL if before is None else before
+            signal.signal(each, signal.SIG_IGN if ignore else after)
+        self._before.clear()
+
     def accept(self) -> None:
         """Say that a checkpoint was written for it; what a session does."""
         self.accepted = True
@@ -129,6 +147,8 @@ class Preemption:
             SystemExit: with status 85; on all ranks that live.
         """
         leaves = False
+        if self not in _open:  # a forked child
+            return
         _open.remove(self)
         if self._is_of_world and cc.is_initialized():
             self._comm = cc.init()  # a smaller one, where ranks have died
@@ -137,10 +157,7 @@ class Preemption:
                 self._comm = without_the_dead(self._comm, self._share)
             leaves = kind is None and self.accepted
         finally:
-            for each, before in self._before.items():
-                after = signal.SIG_DFL if before is None else before
-                signal.signal(each, signal.SIG_IGN if leaves else after)
-            self._before.clear()
+            self.restore_signals(ignore=leaves)
             if self._notes is not None:
                 self._notes.close()
                 self._notes = None

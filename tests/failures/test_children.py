@@ -73,6 +73,46 @@ def test_forked_children_refuse_calls_and_leave_mpi_to_their_rank(tmp_path):
     assert result.stderr.count("KeyError: 'in the child'") == 2, result
 
 
+SIGNALS = """
+    import multiprocessing, os, signal, sys, time
+    import numpy as np
+    import collectives as cc
+    import strategies
+    from strategies.training import Saver, TrainingSession
+
+    comm = cc.init()
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+    own = lambda *what: None
+    signal.signal(signal.SIGUSR1, own)
+
+    def child(pipe):
+        pipe.send([signal.getsignal(n) == (own if n == signal.SIGUSR1 else signal.SIG_DFL)
+                   for n in numbers])
+        time.sleep(60)
+
+    fork = multiprocessing.get_context("fork")
+    weights = strategies.Variable(np.zeros(2), name="weights")
+    with strategies.CheckpointManager("checkpoints", comm) as checkpoints:
+        with TrainingSession(Saver(checkpoints, weights=weights), save_steps=100):
+            here, there = fork.Pipe()
+            process = fork.Process(target=child, args=(there,), daemon=True)
+            process.start()
+            print(f"rank {comm.rank}: {here.recv()}", flush=True)
+            process.terminate()
+            process.join(20)
+            print(f"rank {comm.rank}: ended by {process.exitcode}", flush=True)
+            process.kill()
+            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, own)
+"""
+
+
+def test_signal_handlers_count_in_the_process_that_has_set_them(tmp_path):
+    result = mpirun(2, written(tmp_path, SIGNALS), cwd=tmp_path, timeout=100)
+    assert result.status == 0, result
+    told = ("[True, True, True]", "ended by -15")
+    assert lines(result) == sorted(f"rank {rank}: {text}" for rank in (0, 1) for text in told)
+
+
 @pytest.mark.parametrize("asked", ["initialize = False", "finalize = None"])
 def test_mpi_that_init_has_started_ends_with_the_program(tmp_path, asked):
     text = f"""
