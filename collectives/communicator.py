@@ -77,6 +77,7 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
     node.Free()
     leaders = np.empty(comm.Get_size(), leader.dtype)
     comm.Allgather(leader, leaders)
+    processes.mark_children()
     transport = MpiTransport(comm)
     if numbers != list(range(len(numbers))):
         transport.world = numbers

@@ -33,10 +33,11 @@ CudaAware = Literal["auto", "on", "off"]
 Nccl = Literal["on", "off"]
 Stores = Literal["auto", "plain", "streaming"]
 
-# Of slurm/train.sbatch, which the processes that it starts inherit, and of the tests.
+# Of slurm/train.sbatch, which the processes that it starts inherit, of `init` for children of a
+# rank (`collectives.launch.launcher`), and of the tests.
 _OTHERS = (
-    "UNISONO_CHECKOUT", "UNISONO_MPIRUN_OPTIONS", "UNISONO_PROGRAM", "UNISONO_REQUIRE",
-    "UNISONO_TEST_WORLD", "UNISONO_VENV",
+    "UNISONO_CHECKOUT", "UNISONO_CHILD_OF", "UNISONO_MPIRUN_OPTIONS", "UNISONO_PROGRAM",
+    "UNISONO_REQUIRE", "UNISONO_TEST_WORLD", "UNISONO_VENV",
 )  # fmt: skip
 
 

@@ -111,7 +111,8 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
 
     Raises:
         LaunchError: a launcher started several processes, but MPI sees one; or there is no MPI
-            library; or settings that must be equal on all ranks are not (on all ranks).
+            library; or this process is a child of a rank; or settings that must be equal on all
+            ranks are not (on all ranks).
         TypeError: `comm` is neither a communicator of mpi4py nor a sequence of integers.
         ValueError: an environment variable of Unisono cannot be understood, or the file of
             `python -m collectives tune` is damaged; or this process is not in `comm`; or there is a

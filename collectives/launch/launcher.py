@@ -6,12 +6,24 @@ A launcher that does not fit the MPI library starts N processes that each believ
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import stat
 from collections.abc import Mapping
 
 from collectives.errors import LaunchError
 
-__all__ = ["check_world_size", "launched_processes", "number"]
+__all__ = [
+    "check_is_no_child", "check_world_size", "launched_processes", "mark_children", "number",
+]  # fmt: skip
+
+# Children of a rank find here which rank it is, and how it was launched. They inherit the variables
+# of the launcher as well, by which MPI would start them in the place of the rank.
+_MARK = "UNISONO_CHILD_OF"
+
+# Variables of PMIx and PMI that tell one process of one job from all others.
+_PLACES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_JOBID", "PMI_RANK", "PMI_PORT", "PMI_ID")
 
 # Slurm numbers the steps that srun starts from 0; the batch script, an interactive step and the
 # like have numbers close to 2^32.
@@ -44,6 +56,45 @@ def check_world_size(environ: Mapping[str, str], world_size: int, library: str) 
             f"world of 1, so each process would train alone. The MPI library here is "
             f"{library.splitlines()[0].strip(chr(0)).strip().rstrip(',')}. {cure}"
         )
+
+
+def mark_children(rank: int, size: int) -> None:
+    """Let children of this rank know that they are no ranks; does nothing without a launcher."""
+    if place := _place(os.environ):
+        mark = {"process": os.getpid(), "rank": rank, "size": size}
+        os.environ[_MARK] = json.dumps(mark | {"place": place, "socket": _socket(os.environ)})
+
+
+def check_is_no_child(environ: Mapping[str, str]) -> None:
+    """Refuse a process that a rank has started, and not as a rank of another job.
+
+    Raises:
+        LaunchError: it is one; names the rank.
+    """
+    mark = json.loads(environ.get(_MARK, "{}"))
+    if not mark or mark["process"] == os.getpid() or mark["place"] != _place(environ):
+        return
+    # MPICH numbers the ranks of each job from 0, but gives each a socket of its own.
+    if _socket(environ) not in (None, mark["socket"]):
+        return
+    raise LaunchError(
+        f"init: a child process cannot be a rank, expected a process of the launcher, got a child "
+        f"of rank {mark['rank']} of {mark['size']} (process {mark['process']}). A worker that "
+        'imports the program again must not call init: put it under `if __name__ == "__main__":`'
+    )
+
+
+def _place(environ: Mapping[str, str]) -> list[str]:
+    """Return what the launcher has told one process alone; empty without a launcher."""
+    return [f"{name}={environ[name]}" for name in _PLACES if name in environ]
+
+
+def _socket(environ: Mapping[str, str]) -> int | None:
+    """Return the number of the socket between this process and MPICH's launcher."""
+    with contextlib.suppress(ValueError, OSError):
+        facts = os.fstat(int(environ.get("PMI_FD", "")))
+        return facts.st_ino if stat.S_ISSOCK(facts.st_mode) else None
+    return None
 
 
 def launched_processes() -> int:

@@ -18,7 +18,7 @@ from collectives.transport import liveness
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["library", "members", "some", "start_mpi"]
+__all__ = ["library", "mark_children", "members", "some", "start_mpi"]
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,10 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
     children as well, where MPI waits for ever, and not at all if `mpi4py.rc.initialize` is false.
 
     Raises:
-        LaunchError: there is no MPI library, or the launcher's processes do not form one world.
+        LaunchError: there is no MPI library, or the launcher's processes do not form one world; or
+            this process is a child of a rank.
     """
+    launcher.check_is_no_child(os.environ)
     wanted = (
         open_mpi.settings(os.environ, os.cpu_count() or 1) if configuration.mpi_settings else {}
     )
@@ -75,6 +77,13 @@ def _finalize() -> None:
     with contextlib.suppress(MPI.Exception):
         if not MPI.Is_finalized():
             MPI.Finalize()
+
+
+def mark_children() -> None:
+    """Let children of this process know that they are no ranks."""
+    from mpi4py import MPI
+
+    launcher.mark_children(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
 
 
 def members(comm: MPI.Comm | Sequence[int], operation: str = "init") -> list[int]:

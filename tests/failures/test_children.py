@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 
-from launcher import lines, mpirun, written
+from launcher import library_beside, lines, mpirun, mpirun_path, run, written
+from requirements import require
 
 FORKED = """
     import os, sys
@@ -111,6 +115,52 @@ def test_signal_handlers_count_in_the_process_that_has_set_them(tmp_path):
     assert result.status == 0, result
     told = ("[True, True, True]", "ended by -15")
     assert lines(result) == sorted(f"rank {rank}: {text}" for rank in (0, 1) for text in told)
+
+
+STARTED = """
+    import multiprocessing, os, subprocess, sys
+    import collectives as cc
+
+    comm = cc.init()
+
+    def work():
+        pass
+
+    if __name__ == "__main__":
+        program = [sys.executable, "-c", "import collectives as cc; print(cc.init().size)"]
+        for how in ("spawn", "forkserver"):
+            worker = multiprocessing.get_context(how).Process(target=work)
+            worker.start()
+            worker.join()
+            print(f"rank {comm.rank}: {how} {worker.exitcode}", flush=True)
+        status = os.waitstatus_to_exitcode(os.system(" ".join(["exec", *map(repr, program)])))
+        print(f"rank {comm.rank}: system {status}", flush=True)
+        if comm.rank == 0:
+            job = subprocess.run([sys.argv[1], "-n", "2", *program], capture_output=True, text=True)
+            print(f"rank {comm.rank}: job {job.stdout.split()} {job.returncode}", flush=True)
+        comm.barrier()
+"""
+
+
+@pytest.mark.parametrize("library", ["Open MPI", "mpich"])
+def test_a_child_that_calls_init_is_told_whose_child_it_is(tmp_path, library):
+    program = written(tmp_path, STARTED)
+    if library == "Open MPI":
+        result = mpirun(2, program, mpirun_path(), timeout=100)
+    else:
+        beside = library_beside(library)
+        if beside is None:
+            require(library, f"no {library} beside the interpreter")
+        launcher, variables = beside
+        command = [launcher, "-n", "2", sys.executable, program, launcher]
+        result = run([str(word) for word in command], timeout=100, **variables)
+    assert result.status == 0, result
+    told = ("spawn 1", "forkserver 1", "system 1")
+    expected = [f"rank {rank}: {text}" for rank in (0, 1) for text in told]
+    assert lines(result) == sorted([*expected, "rank 0: job ['2', '2'] 0"]), result
+    for rank in (0, 1):
+        words = rf"LaunchError: init: .* got a child of rank {rank} of 2 .*__name__ == \"__main__\""
+        assert len(re.findall(words, result.stderr)) == 3, result
 
 
 @pytest.mark.parametrize("asked", ["initialize = False", "finalize = None"])
