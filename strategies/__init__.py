@@ -7,9 +7,16 @@ Example:
     ...     w = strategy.variable([1.0, 2.0], name="w")
     >>> strategy.run(lambda: w.value.sum()).item()
     3.0
+
+`strategies.torch`, `.jax`, `.horovod`, `.experiment` and `.model_parallel` are imported when they
+are first used.
 """
 
 from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from strategies import (
     accumulators,
@@ -95,7 +102,28 @@ __all__ = [
     "variables",
 ]
 
+# Beside `__all__`, because `from strategies import *` would import PyTorch and JAX.
+_AT_FIRST_USE = ("experiment", "horovod", "jax", "model_parallel", "torch")
+
+if TYPE_CHECKING:
+    from strategies import experiment as experiment
+    from strategies import horovod as horovod
+    from strategies import jax as jax
+    from strategies import model_parallel as model_parallel
+    from strategies import torch as torch
+else:  # a type checker would accept any name
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import a module of this package at its first use."""
+        if name not in _AT_FIRST_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ImportError as error:
+            # `hasattr` and `inspect` expect no other error of a module.
+            raise AttributeError(f"strategies.{name}: the import failed: {error}") from error
+
 
 def __dir__() -> list[str]:
     """Return what is public, without the modules that it comes from."""
-    return __all__
+    return sorted([*__all__, *_AT_FIRST_USE])

@@ -59,10 +59,35 @@ def test_all_lists_what_the_module_defines(name):
     assert own <= set(exported), f"{name} defines {own - set(exported)} beside __all__"
 
 
+# What a package imports when it is first used, and so is not in `__all__`.
+AT_FIRST_USE = {
+    "collectives": [],
+    "strategies": ["experiment", "horovod", "jax", "model_parallel", "torch"],
+}
+
+
+@pytest.mark.packages
+def test_modules_of_strategies_are_imported_at_their_first_use():
+    text = f"""
+import importlib.util, sys, strategies
+for name in {AT_FIRST_USE["strategies"]}:
+    assert f"strategies.{{name}}" not in sys.modules, name
+    found = hasattr(strategies, name)
+    # The package strategies.jax imports no JAX.
+    assert found == (name != "torch" or importlib.util.find_spec("torch") is not None), name
+    assert (f"strategies.{{name}}" in sys.modules) == found, name
+strategies.experiment.train_and_evaluate
+strategies.model_parallel.allgather
+assert not hasattr(strategies, "tensorflow")
+"""
+    result = run([sys.executable, "-c", text], timeout=60, PYTHONPATH=str(ROOT))
+    assert result.status == 0, result
+
+
 @pytest.mark.parametrize("package", ["collectives", "strategies"])
 def test_dir_shows_what_is_public(package):
     module = importlib.import_module(package)
-    assert dir(module) == sorted(module.__all__)
+    assert dir(module) == sorted([*module.__all__, *AT_FIRST_USE[package]])
 
 
 def reachable(names):

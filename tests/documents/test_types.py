@@ -116,6 +116,9 @@ NUMPY = """
         optimizer = strategies.DistributedOptimizer(momentum, clip_global_norm=1.0)
         assert_type(optimizer, AveragingOptimizer)
         strategies.DistributedOptimizer(3)  # WRONG
+        strategies.experiment.train_and_evaluate()  # WRONG
+        strategies.model_parallel.allgather(1.0, comm=comm)
+        strategies.modle_parallel  # WRONG
         strategies.DistributedOptimizer(momentum, clip=1.0)  # WRONG
 
     def length(x: Floats) -> tuple[int, str]:
@@ -163,6 +166,8 @@ LIBRARIES = """
         assert_type(strategies.broadcast_parameters(model.named_parameters()),
                     list[tuple[str, torch.nn.Parameter]])
         optimizer.step(row=3)  # WRONG
+        strategies.torch.keep_memory()
+        strategies.torch.keep_memory(3)  # WRONG
 
     def transformation() -> None:
         made = strategies.DistributedOptimizer(optax.sgd(0.1))
