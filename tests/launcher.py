@@ -119,6 +119,11 @@ def written(folder: Path, *parts: str) -> Path:
     return program
 
 
+def complaints(result: Result) -> list[str]:
+    """The lines on stderr, without the notice that loops are compiled, which a cold cache has."""
+    return [s for s in result.stderr.splitlines() if not s.startswith("compiling loops ")]
+
+
 def lines(result: Result) -> list[str]:
     """What each rank has printed of itself, `rank 1: ...`, in the order of the ranks."""
     return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))

@@ -10,11 +10,9 @@ keeps the numbers in an index. Ranks that compile different variants at the same
 number; the index then names one variant and the file holds the other, and every later process runs
 the wrong code without an error. This has happened: bfloat16 numbers were rounded to float16.
 
-Here there is no index. A file is named by the variant that it holds, says inside which code it was
-made from, is written aside and renamed, and is taken for absent if anything in it is not as it
-should be. So a full disk or a file cut short costs a compilation and nothing else. Of the processes
-of a machine that need a variant at the same time one compiles it, and the others load its file
-(`turn`).
+Here there is no index. `collectives.kernels.code_cache` names a file by everything that a variant
+is made from, writes it aside and renames it, and checks that it is whole. Of the processes of a
+machine that need a variant at the same time one compiles it, and the others load its file (`turn`).
 
 The code of a function has a *symbol* by which other code finds it: the function's qualified name,
 the types of its arguments, and a number. numba counts 1, 2 ... in each process, so that files of
@@ -24,13 +22,8 @@ float16. Importing this module therefore makes numba draw its numbers at random 
 whole process, since a loop contains functions that others have made. What numba has compiled before
 that has a small number still, and code with such a function inside is not kept.
 
-    bytes of a file    0                  32
-                       SHA-256 of the     pickled pair: what this is, the code
-                       rest
-
-Files lie where numba has its own: next to the source, or in the user's cache directory, or where
-`NUMBA_CACHE_DIR` says. Importing this module loads numba (about 0.3 s), so import it inside the
-function that needs it. It is public for `strategies`, and for loops of users.
+Importing this module loads numba (about 0.3 s), so import it inside the function that needs it. It
+is public for `strategies`, and for loops of users.
 """
 
 from __future__ import annotations
@@ -39,7 +32,6 @@ import functools
 import hashlib
 import inspect
 import logging
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,15 +45,15 @@ import numba
 import numpy as np
 from numba import types
 from numba.core.bytecode import FunctionIdentity
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
-from numba.core.serialize import loads
+from numba.core.serialize import dumps, loads
 
-from collectives.kernels import intrinsics, turn
+from collectives.kernels import code_cache, intrinsics, turn
 from collectives.kernels.intrinsics import load, pointer
 from collectives.kernels.machine_code import KNOWN_SYMBOLS
 
@@ -76,10 +68,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_DIGEST_BYTES = 32
-
-# Files of other editions are not loaded. 2: numbers in symbols are drawn at random.
-_EDITION = 2
+# Files of other editions are not loaded. 2: numbers in symbols are drawn at random. 3: a file holds
+# the code alone.
+_EDITION = 3
 
 # Of the numbers in symbols. All that numba counts are smaller; among a million that are drawn, two
 # are equal with a probability of 1e-17.
@@ -222,21 +213,56 @@ def _cache_of(
 ) -> _Cache | None:
     try:
         return _Cache(function, includes, options)
-    except RuntimeError:  # no directory to write to
+    except (OSError, TypeError):  # the source of the function is not known
         return None
+
+
+class _Source(_CacheLocator):
+    """The source of a function, as numba asks for it; `code_cache` knows the folder of the code."""
+
+    def __init__(self, function: Callable[..., Any], file: str) -> None:
+        self._py_file = file
+        self._line = function.__code__.co_firstlineno
+        if Path(file).exists():
+            self._stamp = code_cache.digest_of_files([file])
+        else:  # a function of a notebook
+            self._stamp = hashlib.sha256(inspect.getsource(function).encode()).digest()
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Source:
+        return cls(py_func, py_file)
+
+    def get_cache_path(self) -> str:
+        return str(code_cache.folders()[0])
+
+    def ensure_cache_path(self) -> None:
+        """Leave the folder to `code_cache`."""
+
+    def get_source_stamp(self) -> bytes:
+        return self._stamp
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+class _Variants(CompileResultCacheImpl):
+    """What numba keeps of a compiled variant."""
+
+    _locator_classes = [_Source]
 
 
 class _Cache(FunctionCache):
     """The compiled variants of one function."""
 
+    _impl_class = _Variants
+
     def __init__(
         self, function: Callable[..., Any], includes: Iterable[str], options: Mapping[str, Any]
     ) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
-        stamps = [self._impl.locator.get_source_stamp(), *map(_stamp, includes)]
-        chosen = sorted(options.items())
-        self._files = _Files(self._cache_path, self._impl.filename_base, stamps, chosen)
-        self._cache_file = self._files
+        sources = self._impl.locator.get_source_stamp() + code_cache.digest_of_files(includes)
+        self._files = _Files(self._impl.filename_base, sources, sorted(options.items()))
+        self._cache_file: Any = self._files
         self._under_way: list[ExitStack] = []  # compilations, each in the one before
 
     def in_turn(self, compile_variant: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -268,22 +294,21 @@ class _Cache(FunctionCache):
         rtsys.initialize(context)
         found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]
         if found is None and self._under_way:
-            described = self._files.described(self._index_key(signature, context.codegen()))
-            self._under_way[-1].enter_context(turn.first(described))
+            entry = self._files.entry(self._index_key(signature, context.codegen()))
+            self._under_way[-1].enter_context(turn.first(entry.described))
             # Another process may have made it meanwhile.
             found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]
+            if found is None:
+                self._under_way[-1].enter_context(code_cache.announced())
         return found
 
     def save_overload(self, signature: Any, data: Any) -> None:
-        """Keep a variant, unless another file may define its symbols, the disk is full or so."""
+        """Keep a variant, unless another file may define its symbols."""
         numbers = map(int, _NUMBER.findall(data.library.get_llvm_str()))
         if min(numbers, default=0) < _SMALLEST_NUMBER:
             log.info("compiled code is not kept: %s contains older code of numba", self._name)
             return
-        try:
-            super().save_overload(signature, data)  # type: ignore[no-untyped-call]
-        except OSError as error:
-            log.info("compiled code is not kept: %s", error)
+        super().save_overload(signature, data)  # type: ignore[no-untyped-call]
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
         """Describe a variant; numba knows functions of other files by their names only."""
@@ -317,59 +342,37 @@ def _instructions(code: CodeType) -> tuple[Any, ...]:
     return code.co_code, code.co_names, inner
 
 
-def _stamp(file: str) -> tuple[float, int]:
-    facts = os.stat(file)
-    return facts.st_mtime, facts.st_size
-
-
-class _Files(IndexDataCacheFile):
-    """The files of one function.
+class _Files:
+    """The files of one function, each with one variant.
 
     Args:
-        directory: where they lie.
-        base: their names begin with it.
-        stamps: of the source code.
+        label: their names begin with it.
+        sources: a digest of the source code.
         options: that the variants are compiled with.
     """
 
-    def __init__(
-        self, directory: str, base: str, stamps: list[Any], options: list[tuple[str, Any]]
-    ) -> None:
-        super().__init__(directory, base, stamps)  # type: ignore[no-untyped-call]
-        self._start = os.path.join(directory, base)
+    def __init__(self, label: str, sources: bytes, options: list[tuple[str, Any]]) -> None:
+        self._label = label
+        self._sources = sources
         self._options = options
+        self._seen: dict[bytes, code_cache.Entry] = {}
+
+    def entry(self, key: Any) -> code_cache.Entry:
+        """Return the place of a variant in the cache."""
+        described = (_EDITION, self._label, self._sources, self._options, key)
+        made_from = repr(described).encode()
+        return self._seen.setdefault(made_from, code_cache.Entry(self._label, "nbc", made_from))
 
     def save(self, key: Any, data: Any) -> None:
-        """Write the file of a variant; there or not, it is never seen half written."""
-        body = self._dump((self._identity(key), data))  # type: ignore[no-untyped-call]
-        with self._open_for_write(self._path(key)) as file:
-            file.write(hashlib.sha256(body).digest() + body)
+        """Write the file of a variant."""
+        self.entry(key).write(dumps(data))  # type: ignore[no-untyped-call]
 
     def load(self, key: Any) -> Any:
-        """Return the data of a variant, None if there is no file of it that is whole and fresh."""
-        try:
-            content = Path(self._path(key)).read_bytes()
-        except OSError:
-            return None
-        digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-        if hashlib.sha256(body).digest() != digest:
-            log.info("compiled code is made anew: %s is damaged", self._path(key))
-            return None
-        identity, data = loads(body)
-        return data if identity == self._identity(key) else None
+        """Return the data of a variant, None if no file has it."""
+        code = self.entry(key).read()
+        return None if code is None else loads(code)
 
     def flush(self) -> None:
-        """Forget all variants."""
-        for path in Path(self._start).parent.glob(f"{Path(self._start).name}.*.nbc"):
-            path.unlink(missing_ok=True)
-
-    def described(self, key: Any) -> str:
-        """What a variant is made from and where it is kept, for others who need the same."""
-        return f"{self._identity(key)} {self._path(key)}"
-
-    def _identity(self, key: Any) -> str:
-        return repr((_EDITION, self._version, self._source_stamp, self._options, key))
-
-    def _path(self, key: Any) -> str:
-        variant = repr((self._options, key)).encode()
-        return f"{self._start}.{hashlib.sha256(variant).hexdigest()[:16]}.nbc"
+        """Forget the variants that this process has loaded or made."""
+        for entry in self._seen.values():
+            entry.remove()

@@ -8,46 +8,29 @@ end take 0.75 s of processor time, mpirun included, and 1.65 s where each of the
 A function is named by a module and words: `module.make(symbol, *words)` returns an object file in
 which the function is `symbol`. That module imports numba, and is imported only to compile.
 
-    bytes of a file    0                              32
-                       SHA-256 of what it is made     an object file
-                       from, and of the object file
-
-What it is made from: the source of all files in the module's folder and in this one, the versions
-of the compiler, the processor, and variables that change what numba does. A file is written aside
-and renamed, and taken for absent if it is not whole and fresh: a full disk or a file cut short
-costs a compilation and nothing else. Of the ranks of a machine one compiles, while the others wait
-for it (`collectives.kernels.turn`); those of several machines that do the same write the same.
-
-Files lie next to the source, or in the user's cache directory where that cannot be written, or
-where `NUMBA_CACHE_DIR` says.
+`collectives.kernels.code_cache` keeps the files. The code depends on the source of all files in the
+module's folder and in this one. Of the ranks of a machine one compiles, while the others wait for
+it (`collectives.kernels.turn`); those of several machines that do the same write the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
-import logging
 import os
-import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from collectives import preparation
-from collectives.kernels import turn
+from collectives.kernels import code_cache, turn
 
 __all__ = ["KNOWN_SYMBOLS", "address", "function", "is_kept", "prepare"]
-
-log = logging.getLogger(__name__)
-
-_DIGEST_BYTES = 32
 
 # How Python calls what `compiling.python_code` makes.
 _OF_PYTHON = (
@@ -184,7 +167,7 @@ def _linker() -> Any:
 
 
 class _Code:
-    """The files of a function.
+    """The object file of a function.
 
     Args:
         name: its module and words.
@@ -194,103 +177,38 @@ class _Code:
     """
 
     def __init__(self, name: tuple[str, ...]) -> None:
-        described = repr((name, _machine()))
-        short = hashlib.sha256(described.encode()).hexdigest()[:16]
-        self.symbol = f"unisono_{short}"
-        self._file = f"{'.'.join((name[0].rpartition('.')[2], *name[1:]))}.{short}.o"
         self._module, self._words = name[0], name[1:]
-        self._made_from = described.encode() + _source(name[0])
-
-    def read(self) -> bytes | None:
-        """Return the object file, None if there is none that is whole and fresh."""
-        for folder in self._folders():
-            with contextlib.suppress(OSError):
-                content = (folder / self._file).read_bytes()
-                digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-                if digest == self._digest(code):
-                    return code
-        return None
+        self.symbol = f"unisono_{hashlib.sha256(repr(name).encode()).hexdigest()[:16]}"
+        label = ".".join((name[0].rpartition(".")[2], *name[1:]))
+        self._entry = code_cache.Entry(label, "o", repr(name).encode() + _source(name[0]))
+        self.read = self._entry.read
 
     def make(self) -> bytes:
         """Compile the object file, and keep it where that is possible."""
-        code: bytes = importlib.import_module(self._module).make(self.symbol, *self._words)
-        self.write(code)
+        with code_cache.announced():
+            code: bytes = importlib.import_module(self._module).make(self.symbol, *self._words)
+        self._entry.write(code)
         return code
-
-    def write(self, code: bytes) -> None:
-        """Keep an object file where that is possible."""
-        for folder in self._folders():
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                _replace(folder / self._file, self._digest(code) + code)
-            except OSError as error:
-                log.info("compiled code is not kept in %s: %s", folder, error)
-            else:
-                return
-
-    def _digest(self, code: bytes) -> bytes:
-        return hashlib.sha256(self._made_from + code).digest()
 
     @property
     def described(self) -> str:
         """What this is made from and where it is kept, for others who need the same."""
-        return f"{self._digest(b'').hex()} {[str(folder) for folder in self._folders()]}"
+        return self._entry.described
 
     @property
     def where(self) -> str:
         """What it has in common with the other functions of its package in this job."""
-        folders = [_file_of(self._module).parent, *self._folders()]
-        return str([str(folder) for folder in folders])
-
-    def _folders(self) -> Iterator[Path]:
-        if chosen := os.environ.get("NUMBA_CACHE_DIR"):
-            yield Path(chosen)
-            return
-        yield _file_of(self._module).parent / "__pycache__"
-        with contextlib.suppress(RuntimeError):  # no home
-            yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unisono"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file; there or not, it is never seen half written."""
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    try:
-        aside.write_bytes(content)
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-@functools.cache
-def _machine() -> tuple[str, ...]:
-    """Describe what code is compiled for, and by what."""
-    import llvmlite.binding as llvm
-
-    features = sorted(llvm.get_host_cpu_features().items())
-    chosen = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
-    return (
-        importlib.metadata.version("numba"),
-        importlib.metadata.version("llvmlite"),
-        llvm.get_process_triple(),
-        llvm.get_host_cpu_name(),
-        repr(features),
-        repr([item for item in chosen if item[0] != "NUMBA_CACHE_DIR"]),
-    )
+        return str([str(folder) for folder in (_folder(self._module), *code_cache.folders())])
 
 
 @functools.cache
 def _source(module: str) -> bytes:
     """Return a digest of the text that code of a module is made from."""
-    digest = hashlib.sha256()
-    for folder in (Path(__file__).parent, _file_of(module).parent):
-        for file in sorted(folder.glob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.digest()
+    return code_cache.digest_of_files(_folder(module).glob("*.py"))
 
 
 @functools.cache
-def _file_of(module: str) -> Path:
+def _folder(module: str) -> Path:
     found = importlib.util.find_spec(module)
     assert found is not None
-    return Path(str(found.origin))
+    return Path(str(found.origin)).parent

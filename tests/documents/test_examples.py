@@ -13,7 +13,7 @@ import time
 import pytest
 
 import strategies
-from launcher import ROOT, asked_to_stop, environment, mpirun, mpirun_path, run
+from launcher import ROOT, asked_to_stop, complaints, environment, mpirun, mpirun_path, run
 from limits import Limit, output_of
 from pairwise import also
 from requirements import needs
@@ -48,7 +48,7 @@ def test_the_main_job_learns_the_digits(tmp_path, size):
     progress = [line for line in result.stderr.splitlines() if line.startswith("epochs: ")]
     assert "40/40 (100%)" in progress[-1]
     # Nothing else that a user would wonder about.
-    assert len(result.stderr.splitlines()) == len(progress), result.stderr
+    assert len(complaints(result)) == len(progress), result.stderr
 
 
 def test_a_script_for_horovod_runs_with_another_import():

@@ -121,6 +121,9 @@ def test_the_wheel_works_in_an_empty_environment(built, version, numpy, tmp_path
     for name, text in page.files.items():
         (tmp_path / name).write_text(text)
         command(venv / "bin" / "mpirun", "-np", "2", python, name, cwd=tmp_path, PATH=path)
+    command(python, "-m", "pip", "uninstall", "-qy", "unisono", cwd=tmp_path)
+    left = [path for name in ("collectives", "strategies") for path in venv.rglob(name)]
+    assert left == []  # nor a folder of compiled files, which could be imported
 
 
 def test_lowest_versions_are_named_for_all_that_is_needed():

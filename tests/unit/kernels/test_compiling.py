@@ -35,8 +35,9 @@ MODULE = """
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A module of variants of one function, whose files lie beside it."""
+    """A module of variants of one function, with a cache of their own."""
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     name = f"variants_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(textwrap.dedent(MODULE))
     yield importlib.import_module(name)
@@ -44,7 +45,9 @@ def module(tmp_path, monkeypatch):
 
 
 def kept(module):
-    return sorted((Path(module.__file__).parent / "__pycache__").glob("*.nbc"))
+    folder = Path(module.__file__).parent
+    assert not list(folder.glob("__pycache__/*.nb?"))
+    return sorted((folder / "cache" / "unisono").glob("*.nbc"))
 
 
 def hits(function):
@@ -89,14 +92,18 @@ KEPT = """
 """
 
 
+def alone(folder):
+    """The variables of a process that finds an empty cache in a folder."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(folder / "cache")}
+
+
 def test_code_is_loaded_without_the_compiler(tmp_path):
     program = tmp_path / "kept.py"
     program.write_text(textwrap.dedent(KEPT))
 
     def run(*kinds):
         command = [sys.executable, program, *kinds]
-        where = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=where, capture_output=True, text=True)
+        done = subprocess.run(command, env=alone(tmp_path), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
@@ -124,19 +131,18 @@ def test_many_processes_compile_many_variants_at_once(tmp_path):
             """
         )
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for began, compiled in ((time.time() + 3, 4), (0.0, 0)):  # then all find files
         processes = [
             subprocess.Popen(
                 [sys.executable, program, str(first), str(began)],
-                env=environment, stdout=subprocess.PIPE, text=True,
+                env=alone(tmp_path), stdout=subprocess.PIPE, text=True,
             )
             for first in range(4)
         ]  # fmt: skip
         said = [process.communicate(timeout=120)[0] for process in processes]
         assert [process.returncode for process in processes] == [0] * 4
         assert "".join(said).count("compiled") == compiled, "one of the processes makes a variant"
-    assert len(list((tmp_path / "__pycache__").glob("*.nbc"))) == 5
+    assert len(list((tmp_path / "cache" / "unisono").glob("*.nbc"))) == 5
 
 
 def test_what_cannot_be_compiled_leaves_the_turn_to_others(module, monkeypatch):
@@ -179,11 +185,11 @@ def test_code_is_made_anew_when_a_file_that_it_includes_has_changed(module, tmp_
             function(5)
             found.append(hits(function))
         assert found == expected
-    assert len(kept(module)) == 1
+    assert len(kept(module)) == 2
 
 
 def test_a_full_disk_costs_nothing_but_the_file(module, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
@@ -191,10 +197,12 @@ def test_a_full_disk_costs_nothing_but_the_file(module, monkeypatch):
     assert kept(module) == []
 
 
-def test_recompiling_forgets_what_is_kept(module):
+def test_recompiling_makes_the_file_anew(module):
     function = module.multiplier(2)
     function(5)
-    module.multiplier(3)(5)
+    before = {file: file.stat().st_ino for file in kept(module)}
     function.recompile()
-    assert len(kept(module)) == 1
+    after = {file: file.stat().st_ino for file in kept(module)}
+    assert before.keys() == after.keys()
+    assert before != after
     assert function(6) == 12

@@ -70,11 +70,19 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(folder, program="program.py", **environment):
+def start(folder, program="program.py", stderr=None, **environment):
     command = [sys.executable, folder / program]
-    where = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder / "home"), **environment}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=where, stdin=pipe, stdout=pipe, text=True)
+    return subprocess.Popen(
+        command, env={**surroundings(folder), **environment},
+        stdin=pipe, stdout=pipe, stderr=stderr, text=True,
+    )  # fmt: skip
+
+
+def surroundings(folder):
+    """The variables of a user whose home is in the folder."""
+    others = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}
+    return {**others, "PYTHONPATH": str(ROOT), "HOME": str(folder / "home")}
 
 
 def run(folder, **environment):
@@ -96,7 +104,7 @@ def kept(folder):
 
 def test_a_function_is_compiled_once_and_loaded_without_numba(folder):
     assert run(folder) == (True, 14)
-    assert [file.parent for file in kept(folder)] == [folder / "__pycache__"]
+    assert [file.parent for file in kept(folder)] == [folder / "home/.cache/unisono"]
     assert run(folder) == (False, 14)
 
 
@@ -118,22 +126,11 @@ def test_code_is_made_anew_when_a_file_of_the_folder_or_what_steers_the_compiler
     (folder / "numbers_of_made.py").write_text("FACTOR = 33")
     assert run(folder) == (True, 231)
     assert run(folder) == (False, 231)
-    assert len(kept(folder)) == 1  # instead of the old one
     assert run(folder, NUMBA_OPT="1") == (True, 231)
     assert run(folder) == (False, 231)
-
-
-def test_where_code_is_kept(folder):
-    (folder / "__pycache__").write_text("in the way")
-    assert run(folder) == (True, 14)
-    assert [file.parent for file in kept(folder)] == [folder / "home" / ".cache" / "unisono"]
-    assert run(folder) == (False, 14)
-    assert run(folder, XDG_CACHE_HOME=str(folder / "other")) == (True, 14)
-    assert run(folder, XDG_CACHE_HOME=str(folder / "other")) == (False, 14)
-    assert run(folder, NUMBA_CACHE_DIR=str(folder / "chosen" / "one")) == (True, 14)
-    assert run(folder, NUMBA_CACHE_DIR=str(folder / "chosen" / "one")) == (False, 14)
-    places = {file.parent.relative_to(folder) for file in kept(folder)}
-    assert places == {Path("home/.cache/unisono"), Path("other/unisono"), Path("chosen/one")}
+    (folder / "numbers_of_made.py").write_text("FACTOR = 2")
+    assert run(folder) == (False, 14)  # the files of several texts lie side by side
+    assert len(kept(folder)) == 3
 
 
 def test_where_nothing_can_be_kept_functions_run_all_the_same(folder):
@@ -143,32 +140,31 @@ def test_where_nothing_can_be_kept_functions_run_all_the_same(folder):
 
 
 def test_a_file_is_whole_or_not_there(folder, monkeypatch):
-    def full(path, content):
-        path.open("wb").write(content[:10])
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder / "kept"))
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "replace", full)
     before = preparation.seconds()
     assert machine_code.function("made", "times")(7) == 14
     assert preparation.seconds() > before  # no limit of a wait counts it
-    assert list((folder / "kept").iterdir()) == []
+    assert list((folder / "kept" / "unisono").iterdir()) == []
     del sys.modules["made"], sys.modules["numbers_of_made"]
 
 
 # A file that another machine has renamed over, as a network file system may say of it.
 STALE = """
-    import errno, os, pathlib
+    import errno, os
 
-    read = pathlib.Path.read_bytes
+    opened = os.open
 
-    def stale(path):
-        if path.suffix == ".o":
+    def stale(path, flags, *rest, **options):
+        if str(path).endswith(".o") and not flags & os.O_CREAT:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return read(path)
+        return opened(path, flags, *rest, **options)
 
-    pathlib.Path.read_bytes = stale
+    os.open = stale
 """
 
 
@@ -212,6 +208,33 @@ def test_where_the_one_that_compiles_is_killed_another_does(folder):
     assert made == [14, 14]
     assert compiled >= 1
     assert run(folder) == (False, 14)
+
+
+# Announces at once that it compiles.
+IMPATIENT = """
+    from collectives.kernels import code_cache, machine_code
+
+    code_cache._SILENT_SECONDS = 0
+    machine_code.address("made", "adds")
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "place"),
+    [(None, "kept in {}/home/.cache/unisono"), ("/dev/null/nowhere", "not kept on disk")],
+)
+def test_one_process_of_a_job_announces_that_it_compiles(folder, chosen, place):
+    (folder / "impatient.py").write_text(textwrap.dedent(IMPATIENT))
+    where = {} if chosen is None else {"NUMBA_CACHE_DIR": chosen}
+    held = start(folder, HELD="1", stderr=subprocess.PIPE, **where)
+    said = held.stderr.readline()
+    other = start(folder, program="impatient.py", stderr=subprocess.PIPE, **where)
+    assert other.communicate(timeout=100) == ("compiled adds\n", "")
+    assert held.communicate(timeout=100)[1] == ""
+    assert said == f"compiling loops for this processor, once; {place.format(folder)}\n"
+    if chosen is None:
+        again = start(folder, program="impatient.py", stderr=subprocess.PIPE)
+        assert again.communicate(timeout=100) == ("", "")
 
 
 PREPARES = """
@@ -375,11 +398,12 @@ AHEAD = """
 
 def test_another_process_compiles_what_is_needed_later(folder):
     (folder / "starts.py").write_text(textwrap.dedent(AHEAD))
-    where = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder / "home")}
 
     def say():
-        command = [sys.executable, folder / "starts.py"]
-        return subprocess.run(command, env=where, capture_output=True, text=True, timeout=100)
+        return subprocess.run(
+            [sys.executable, folder / "starts.py"],
+            env=surroundings(folder), capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
 
     assert say().stdout == "0\n"
     assert run(folder) == (False, 14)

@@ -6,7 +6,6 @@ import re
 import sys
 
 import llvmlite.binding as llvm
-import numba
 import pytest
 from numba.core.serialize import loads
 
@@ -151,7 +150,7 @@ def kept(cache):
 def symbols(cache):
     """Yield (file, name, code) of each function that a kept file defines."""
     for path in sorted(cache.rglob("*.nbc")):
-        _, data = loads(path.read_bytes()[32:])
+        data = loads(path.read_bytes()[32:])
         library = data[0] if isinstance(data[0], tuple) else data.library
         _, _, (_, bitcode) = library
         for function in llvm.parse_bitcode(bitcode).functions:
@@ -290,7 +289,6 @@ def test_files_of_earlier_editions_are_not_loaded(tmp_path, monkeypatch):
         return 2 * x
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     for edition in (1, 2):
         monkeypatch.setattr(compiling, "_EDITION", edition)
         for hits in (0, 1):
