@@ -7,25 +7,33 @@ is imported here, and nothing started, before `init_process_group`. What is done
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["register"]
+__all__ = ["believe_mpi", "register"]
 
 log = logging.getLogger(__name__)
 
 # By one of these a process knows that an MPI launcher has started it.
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
+# The backend that `init_process_group` is called with. PyTorch does not pass it to a rendezvous.
+_backend: ContextVar[str] = ContextVar("backend", default="")
+
+_mpi_set_the_variables = False
+
 
 def register() -> None:
     """Make "unisono" a backend of torch.distributed; harmless when repeated.
 
-    And let `init_process_group` find rank, size and addresses by itself, for any backend, where a
-    launcher of MPI has started the program and the environment does not say them.
+    For this backend `init_process_group` then asks MPI for rank and size: a program that no
+    launcher has started is a world of one. For any other backend it does so where a launcher of MPI
+    has started the program and the environment does not name rank and address.
 
     It raises nothing: PyTorch could not be imported then.
     """
@@ -39,8 +47,29 @@ def register() -> None:
         handlers = sys.modules[rendezvous.__module__]._rendezvous_handlers
         if not isinstance(handlers["env"], _Rendezvous):
             handlers["env"] = _Rendezvous(handlers["env"])
+            distributed.init_process_group = _noted(distributed.init_process_group)
     except Exception as error:
         log.warning("unisono is not a backend of this torch.distributed: %r", error)
+
+
+def believe_mpi() -> None:
+    """Ask MPI for ranks with any backend, because the variables in the environment are MPI's."""
+    global _mpi_set_the_variables
+    _mpi_set_the_variables = True
+
+
+def _noted(initialise: Callable[..., None]) -> Callable[..., None]:
+    """Note the backend that a program asks for."""
+
+    @functools.wraps(initialise)
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        token = _backend.set(str(backend).lower())
+        try:
+            initialise(backend, *args, **kwargs)
+        finally:
+            _backend.reset(token)
+
+    return init_process_group
 
 
 class _Rendezvous:
@@ -56,7 +85,9 @@ class _Rendezvous:
     def __call__(self, url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Return what yields (store, rank, number of ranks); arguments as PyTorch's."""
         told = "MASTER_ADDR" in os.environ and ("RANK" in os.environ or "rank=" in url)
-        if told or not any(name in os.environ for name in _LAUNCHED):
+        launched = any(name in os.environ for name in _LAUNCHED)
+        by_mpi = launched and (not told or _mpi_set_the_variables)
+        if "unisono" not in _backend.get() and not by_mpi:
             found: Iterator[Any] = self._by_variables(url, *args, **kwargs)
             return found
         from strategies.torch.rendezvous import rendezvous

@@ -79,7 +79,8 @@ def create(options: Any) -> UnisonoGroup:
             "own; instead of torch.multiprocessing.spawn, or torchrun, start the program with "
             f"`mpirun -np {size} python train.py`, which calls the function of a rank once"
         )
-    if len(ranks) != size or max(ranks) >= whole.size or ranks[rank] != whole.rank:
+    alone = not options.global_ranks_in_group and size != whole.size  # the group of all ranks
+    if alone or len(ranks) != size or max(ranks) >= whole.size or ranks[rank] != whole.rank:
         raise ValueError(
             "init_process_group: ranks are not those of MPI, expected this process to be rank "
             f"{whole.rank} of {whole.size}, got {ranks[rank]} of ranks {ranks}; start with "

@@ -50,23 +50,29 @@ def rendezvous(
     """Yield a store, the rank and the number of ranks; *collective*.
 
     Args:
-        url: may name `rank` and `world_size`, which are then compared with MPI's.
+        url: may name `rank` and `world_size`. They, or else the variables `RANK` and `WORLD_SIZE`,
+            are compared with MPI's.
         timeout: of what waits for the store.
         options: of PyTorch's own way, which this one does not need.
 
     Raises:
-        ValueError: MPI has another rank or number of ranks than the url; on all ranks.
+        ValueError: MPI has another rank or number of ranks; on all ranks.
         LaunchError: the processes do not form one world; or some cannot reach rank 0, on all ranks.
     """
     comm = cc.init()
-    told = dict(parse_qsl(urlsplit(url).query))
-    wanted = [int(told.get("rank", comm.rank)), int(told.get("world_size", comm.size))]
-    fits = wanted == [comm.rank, comm.size]
-    if not comm.allreduce(fits, op=cc.MIN):
-        here = f"got rank {wanted[0]} of {wanted[1]}" if not fits else "got others elsewhere"
+    told = {"rank": os.environ.get("RANK"), "world_size": os.environ.get("WORLD_SIZE")}
+    told |= parse_qsl(urlsplit(url).query)
+    rank, size = told["rank"] or str(comm.rank), told["world_size"] or str(comm.size)
+    wrong = None if (rank, size) == (str(comm.rank), str(comm.size)) else f"rank {rank} of {size}"
+    all_wrong = comm.allgather_object(wrong, timeout=limit_of(timeout, comm))
+    if any(all_wrong):
+        number = next(number for number, text in enumerate(all_wrong) if text)
+        count = size if comm.size == 1 else comm.size
         raise ValueError(
             "init_process_group: rank and world_size are not those of MPI, expected rank "
-            f"{comm.rank} of {comm.size}, {here}; leave them away"
+            f"{number} of {comm.size}, got {all_wrong[number]}; start with `mpirun -np {count} "
+            "python train.py`, without these arguments and the variables RANK, WORLD_SIZE and "
+            "MASTER_ADDR"
         )
     yield _store(comm, timeout), comm.rank, comm.size
     raise RuntimeError("init_process_group: ranks of MPI do not meet a second time")

@@ -14,11 +14,25 @@ needs("torch")
 
 # As programs begin that train alone where torchrun has not started them.
 TORCHRUN = """
-import os, sys
+import os, socket, sys
 import torch, torch.distributed as dist
 import beside
 if int(os.environ.get("RANK", -1)) == -1:
     sys.exit("trains alone")
+if os.environ["RANK"] == "0":
+    try:  # as another job on this machine would
+        socket.socket().bind(("", int(os.environ["MASTER_PORT"])))
+    except OSError:
+        pass
+    else:
+        sys.exit("the port is not kept")
+address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+for backend, named in (("gloo", {"init_method": address}), ("gloo", {}), ("unisono", {})):
+    told = {"rank": int(os.environ["RANK"]), "world_size": 2} if named else {}
+    dist.init_process_group(backend, **named, **told)
+    dist.all_reduce(total := torch.ones(3))
+    assert total.tolist() == [2.0] * 3
+    dist.destroy_process_group()
 dist.init_process_group("unisono")
 assert dist.get_rank() == int(os.environ["RANK"])
 assert dist.get_world_size() == int(os.environ["WORLD_SIZE"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from launcher import mpirun, run
 from requirements import needs
 
@@ -46,6 +48,38 @@ def test_torchrun_is_told_what_to_run_instead():
     result = run([sys.executable, "-c", program], timeout=60, **told)
     assert result.status != 0
     assert "start with `mpirun -np N python train.py`" in result.stderr
+
+
+STARTED = """
+import sys
+import torch.distributed as dist, strategies.torch
+dist.init_process_group(sys.argv[1])
+print("rank", dist.get_rank(), "of", dist.get_world_size())
+dist.destroy_process_group()
+"""
+STALE = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend", "variables", "said"),
+    [
+        (1, "unisono", {}, "rank 0 of 1"),
+        (1, "cpu:unisono", {**STALE, "WORLD_SIZE": "1"}, "rank 0 of 1"),
+        (1, "unisono", STALE, "expected rank 0 of 1, got rank 0 of 3"),
+        (2, "unisono", {**STALE, "WORLD_SIZE": "1"}, "expected rank 0 of 2, got rank 0 of 1"),
+        (2, "unisono", {"RANK": "0"}, "expected rank 1 of 2, got rank 0 of 2"),
+        (1, "gloo", {}, "environment variable RANK expected"),
+    ],
+)
+def test_ranks_are_those_of_mpi(ranks, backend, variables, said, tmp_path):
+    program = tmp_path / "started.py"
+    program.write_text(STARTED)
+    if ranks == 1:  # without a launcher
+        result = run([sys.executable, str(program), backend], timeout=60, **variables)
+    else:
+        result = mpirun(ranks, program, backend, timeout=60, **variables)
+    assert (result.status == 0) == said.startswith("rank"), result
+    assert (result.stdout + result.stderr).count(said) >= ranks, result
 
 
 def test_pytorch_finds_the_backend_by_itself(tmp_path):
