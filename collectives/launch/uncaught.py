@@ -72,7 +72,7 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     def abort(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        text = "".join(traceback.format_exception(kind, error, trace))
+        text = _formatted(kind, error or kind(), trace)
         place = None if error is None else page(error)
         end(text if place is None else f"{text}what to do: {place}", 1, error)
         sys.__excepthook__(kind, error or kind(), trace)  # in a forked child, or after MPI
@@ -85,6 +85,19 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     threading.excepthook = abort_thread
     _leave = end
     sys.exit = _exit
+
+
+def _formatted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """Return a traceback as the interpreter prints it."""
+    if sys.version_info >= (3, 12):
+        return "".join(traceback.format_exception(kind, error, trace))
+    # Before, only the interpreter itself adds "Did you mean".
+    shown, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        sys.__excepthook__(kind, error, trace)
+        return sys.stderr.getvalue()
+    finally:
+        sys.stderr = shown
 
 
 def _show_what_to_do() -> None:

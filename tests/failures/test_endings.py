@@ -144,6 +144,12 @@ def test_a_rank_that_finalizes_mpi_by_itself_waits_for_the_others(tmp_path):
         ("sys.exit('no data')", "no data", 1),
         ("sys.exit(3)", "sys.exit(3)", 3),
         ("raise KeyError('here')", "KeyError: 'here'", 1),
+        (
+            "comm.allredcue(1)",
+            "AttributeError: 'Communicator' object has no attribute 'allredcue'. "
+            "Did you mean: 'allreduce'?",
+            1,
+        ),
     ],
 )
 def test_an_exit_with_an_error_ends_the_job(tmp_path, leave, shown, status):
