@@ -69,7 +69,7 @@ def main() -> None:
                     train_epoch, session, strategy, optimizer, variables, training_files, options
                 )
         accuracy = evaluate(strategy, variables, held_out_file, options.batch_size)
-        newest = checkpoints.latest()  # asked by all ranks, as all calls above
+        newest = checkpoints.latest()
     report(comm, accuracy, facts["samples_per_second"], newest, metrics)
 
 

@@ -56,15 +56,19 @@ class Background:
         self._awaited.wait(min(_RESTS * worked, _LONGEST_REST))
         self._rested = time.perf_counter()
 
+    def wait(self) -> None:
+        """Wait until the work is done, and leave its error to `finish`."""
+        if self._thread is not None:
+            self._awaited.set()
+            self._thread.join()
+
     def finish(self) -> None:
         """Wait until the work is done, which rests no more; harmless when there is none.
 
         Raises:
             BaseException: what the work raised; once.
         """
-        if self._thread is not None:
-            self._awaited.set()
-            self._thread.join()
+        self.wait()
         self._thread = None
         error, self._error = self._error, None
         if error is not None:

@@ -47,8 +47,8 @@ class CheckpointManager:
     of it has come in between.
 
     With `background`, `save` returns as soon as the ranks that write have copied their arrays;
-    threads write them. At most one checkpoint is on its way: the next call of any method waits for
-    it, and raises its error on all ranks.
+    threads write them. At most one checkpoint is on its way: the next collective call waits for it,
+    and raises its error on all ranks.
 
     Sharded, a rank waits for another one's part for an hour at most, since a file system may take
     as long; a rank that has died is found at once.
@@ -247,11 +247,16 @@ class CheckpointManager:
         return checkpoint.Checkpoint(plan.step, tensors, dict(plan.metadata), place)
 
     def latest(self) -> Location | None:
-        """Find the newest complete checkpoint, as the function `latest`. Collective: all ranks."""
-        return self._on_rank_0("latest", lambda: checkpoint.latest(self._directory))
+        """Find the newest complete checkpoint, as this rank sees the directory; not collective.
+
+        It waits for a checkpoint that this rank writes in the background; `wait` waits for all.
+        Where all ranks must act alike, broadcast one answer: ranks may ask at different moments.
+        """
+        self._await_own()
+        return checkpoint.latest(self._directory)
 
     def best(self) -> Location | None:
-        """Find the checkpoint with the best metric, None without any. Collective: all ranks.
+        """Find the checkpoint with the best metric, None without any; not collective, as `latest`.
 
         Raises:
             ValueError: the manager was not told what is best.
@@ -259,7 +264,8 @@ class CheckpointManager:
         best = self._rules.best
         if best is None:
             raise ValueError("best: the manager was made without best, expected 'min' or 'max'")
-        return self._on_rank_0("best", lambda: checkpoint.best(self._directory, best))
+        self._await_own()
+        return checkpoint.best(self._directory, best)
 
     def wait(self) -> None:
         """Wait until the checkpoint in the background is there. Collective: all ranks.
@@ -327,6 +333,11 @@ class CheckpointManager:
             work()
 
         self._background.start(run)
+
+    def _await_own(self) -> None:
+        """Wait for the background of this rank, whose error the next collective call raises."""
+        if self._background is not None:
+            self._background.wait()
 
     def _finish(self) -> None:
         if self._background is not None:

@@ -132,6 +132,24 @@ def test_fewer_ranks_and_more(world):
     world.run(run)
 
 
+def test_one_rank_alone_asks_for_the_newest_and_the_best(world):
+    def run(comm):
+        folder = folder_of(comm)
+        with strategies.CheckpointManager(folder, comm, best="min", background=True) as checkpoints:
+            saver = Saver(checkpoints, weights=np.ones(2))
+            for step, metric in ((1, 0.5), (2, 0.25), (3, 0.75)):
+                saver.save(step, metric=metric)
+            if comm.rank == 0:  # which writes
+                assert checkpoints.latest().name == "step-000003"
+            checkpoints.wait()
+            if comm.rank == comm.size - 1:
+                assert checkpoints.latest().name == "step-000003"
+                assert checkpoints.best().name == "step-000002"
+            comm.barrier()
+
+    world.run(run)
+
+
 def test_what_one_rank_cannot_do_is_an_error_on_all(world):
     def run(comm):
         last = comm.rank == comm.size - 1
@@ -163,6 +181,7 @@ def test_an_error_in_the_background_is_one_on_all(world):
             if comm.rank == 0:
                 shutil.rmtree(folder)
             saver.save(2)
+            assert comm.rank or checkpoints.latest() is None  # and leaves the error to all ranks
             with pytest.raises(errors.NotFoundError, match="save: no such file"):
                 saver.save(3)
             if comm.rank == 0:
