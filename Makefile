@@ -54,7 +54,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # What UNISONO_REQUIRE names must not be skipped, so its packages are installed.
 REQUIRED := $(subst $(COMMA), ,$(UNISONO_REQUIRE))
-KINDS := $(foreach kind,torch jax mpich impi frameworks site package,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
+KINDS := $(foreach kind,torch jax mpich impi frameworks pyright site package,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
 CUDA ?= 12
 LOWEST_PYTHON ?= python3.10
 LOWEST := .venv-lowest
@@ -126,6 +126,11 @@ $(VENV)/.unisono-kind-jax: $(STAMP)
 
 $(VENV)/.unisono-kind-frameworks: $(VENV)/.unisono-kind-torch
 	"$(VENV)/bin/python" -m pip install $(QUIETLY) "accelerate>=1.15" "lightning>=2.6"
+	touch "$@"
+
+# 280 MB, with a Node.js of its own. On a stranger's machine mypy alone checks types.
+$(VENV)/.unisono-kind-pyright: $(STAMP)
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) "basedpyright>=1.40"
 	touch "$@"
 
 # Further MPI libraries for the tests, beside the first: not on PATH, found by tests/run.py.

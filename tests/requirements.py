@@ -27,6 +27,7 @@ REQUIREMENTS = (
     "mpich",  # beside the first MPI library
     "netns",  # network namespaces: root, iproute2
     "package",  # what builds ours, and an index of packages
+    "pyright",  # as basedpyright, which needs no network when it runs
     "site",  # Sphinx, Playwright and a Chromium
     "sklearn",
     "slurm",  # a private cluster: root, Debian packages
@@ -39,6 +40,7 @@ _PART_OF = {
     "optax": "jax",
     **dict.fromkeys(("accelerate", "lightning"), "frameworks"),
     **dict.fromkeys(("build", "twine"), "package"),
+    "basedpyright": "pyright",
     **dict.fromkeys(
         ("axe_playwright_python", "furo", "myst_parser", "playwright", "sphinx"), "site"
     ),

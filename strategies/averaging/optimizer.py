@@ -40,7 +40,8 @@ class ArrayOptimizer(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    # Implementations name the parameter as they like.
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Take over what `state_dict` returned."""
 
 

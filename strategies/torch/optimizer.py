@@ -87,7 +87,11 @@ class TorchOptimizer(_Optimizer):
     is_distributed = True
 
     # `Optimizer.__init__` is not called: groups, state and hooks are those of the one held here,
-    # found by `__getattr__`.
+    # found by `__getattr__`. For editors:
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    state: Any
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Names, comm: cc.Communicator, rule: Rule
     ) -> None:
@@ -119,6 +123,9 @@ class TorchOptimizer(_Optimizer):
             self._held = _Held.AVERAGED if self._held is _Held.ASKED else self._held
         found = getattr(self.optimizer, name)
         return watched(self, name, found) if inspect.ismethod(found) else found
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.optimizer)})
 
     def __repr__(self) -> str:
         return f"TorchOptimizer(rank {self.comm.rank} of {self.comm.size}, {self.optimizer!r})"

@@ -39,7 +39,11 @@ class StrategyTorchOptimizer(_Optimizer):
 
     is_distributed = True
 
-    # `Optimizer.__init__` is not called: groups and hooks are those of the one held here.
+    # `Optimizer.__init__` is not called: groups and hooks are those of the one held here. For
+    # editors:
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, strategy: HostingStrategy, named_parameters: Any
     ) -> None:
@@ -68,6 +72,9 @@ class StrategyTorchOptimizer(_Optimizer):
         if name == "optimizer":  # not yet there, as in a copy that is being made
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.optimizer)})
 
     def __repr__(self) -> str:
         return f"StrategyTorchOptimizer({type(self.strategy).__name__}, {self.optimizer!r})"

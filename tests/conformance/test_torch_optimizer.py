@@ -398,6 +398,7 @@ def test_schedulers_states_and_copies(world):
                 train(net, made, [batch])
                 schedule.step()
         assert optimizer.param_groups[0]["lr"] == exact.param_groups[0]["lr"] == 0.01 / 8
+        assert {"param_groups", "state", "defaults", "synchronize"} <= {*dir(optimizer)}
         assert optimizer.state.keys() == {*model.parameters()} - {model.sometimes, model.never}
         # All of it as a checkpoint, and into new objects.
         stream = io.BytesIO()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import programs
 from collectives.communicator import Communicator
 from collectives.operations import signatures
 from launcher import ROOT, run
@@ -211,6 +213,55 @@ def test_the_same_with_pytorch_itself(tmp_path):
     needs("torch")
     others = {name: text for name, text in STUBS.items() if not name.startswith("torch")}
     check(tmp_path, {"of_others.py": LIBRARIES}, others)
+
+
+# `optimizer.` completes only where an editor knows its type.
+COMPLETED = """
+    import torch
+    from typing_extensions import assert_type
+
+    import strategies
+    from strategies.averaging.optimizer import AveragingOptimizer
+    from strategies.torch.optimizer import TorchOptimizer
+
+    model = torch.nn.Linear(2, 1)
+    of_torch = strategies.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert_type(of_torch, TorchOptimizer)
+    of_torch.param_groups[0]["lr"] = 0.2
+    of_torch.zero_grad()
+    of_torch.synchronize(row=3)  # WRONG
+    of_arrays = strategies.DistributedOptimizer(strategies.Adam(1e-3))
+    assert_type(of_arrays, AveragingOptimizer)
+    of_arrays.optimizer.load_state_dict(of_arrays.state_dict())
+"""
+
+
+def test_pyright_accepts_the_programs_of_the_pages(tmp_path):
+    needs("basedpyright", "torch")
+    pages = [ROOT / "README.md", ROOT / "docs" / "start.md", *ROOT.glob("docs/tutorials/*.md")]
+    texts = {"completed.py": textwrap.dedent(COMPLETED)}
+    for page in pages:
+        for name, text in programs.read(page).files.items():
+            texts[f"{page.stem}-{name}"] = text
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    # A loop over a range may be empty, as far as a checker knows.
+    settings = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)],
+                "reportPossiblyUnboundVariable": False}  # fmt: skip
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    result = run(
+        [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable],
+        cwd=tmp_path, timeout=500,
+    )  # fmt: skip
+    report = json.loads(result.stdout)
+    assert report["summary"]["filesAnalyzed"] == len(texts) >= 12
+    found = [
+        (Path(entry["file"]).name, entry["range"]["start"]["line"], entry["message"])
+        for entry in report["generalDiagnostics"]
+        if entry["severity"] == "error"
+    ]
+    wrong = [i for i, line in enumerate(texts["completed.py"].splitlines()) if "# WRONG" in line]
+    assert [error[:2] for error in found] == [("completed.py", line) for line in wrong], found
 
 
 def keywords(function) -> set[str]:
