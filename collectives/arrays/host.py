@@ -8,6 +8,7 @@ end here. What is known of other libraries is in `collectives.arrays.libraries`.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -325,7 +326,22 @@ def _recognise(x: Any, operation: str) -> Foreign | None:
 
 
 def _unreadable(x: Any, operation: str, error: Exception) -> TypeError:
-    return TypeError(f"{operation}: the elements of this {_kind(x)} cannot be read: {error}")
+    return TypeError(
+        f"{operation}: the elements of this {_kind(x)} cannot be read{_remedy(x)}: {error}"
+    )
+
+
+def _remedy(x: Any) -> str:
+    """Name what does take an array whose elements cannot be read."""
+    if "sparse" in str(getattr(x, "layout", "")) or hasattr(x, "tocsr"):
+        return "; sparse_allreduce adds up rows of sparse arrays"
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.core.Tracer):
+        return (
+            " while JAX traces; inside of jax.jit use strategies.DistributedOptimizer for "
+            "gradients, else jax.experimental.io_callback with ordered=True"
+        )
+    return ""
 
 
 def _kind(x: Any) -> str:
@@ -337,6 +353,7 @@ def _check_dtype(dtype: np.dtype[Any], x: Any, operation: str) -> None:
         raise TypeError(
             f"{operation}: this dtype cannot be sent, expected bool, an integer, float16, "
             f"bfloat16, float32, float64, complex64 or complex128, got {dtype} (x: {_kind(x)})"
+            f"{_remedy(x) or '; broadcast_object and its siblings send other objects'}"
         )
 
 

@@ -64,9 +64,25 @@ def create(
         problem = first_problem(transport, problem, deadline)
     if problem:
         if transport.rank == 0:
-            log.warning("no shared memory on this node, so messages serve instead: %s", problem)
+            log.warning(
+                "no shared memory on this node, so messages serve instead: %s; %s",
+                problem, _room(directory, nbytes),
+            )  # fmt: skip
         return None
     return memory
+
+
+def _room(directory: str, nbytes: int) -> str:
+    """Describe how large the folder is and has to be."""
+    try:
+        facts = os.statvfs(directory)
+    except OSError:
+        return f"expected {nbytes >> 20} MiB in {directory}, which cannot be read"
+    free, size = (blocks * facts.f_frsize >> 20 for blocks in (facts.f_bavail, facts.f_blocks))
+    return (
+        f"expected {nbytes >> 20} MiB in {directory}, got {free} MiB free of {size} MiB; "
+        "in a container `docker run --shm-size=1g` sets its size"
+    )
 
 
 def _make(path: str, nbytes: int, own: tuple[int, int]) -> Array:

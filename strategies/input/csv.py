@@ -164,8 +164,8 @@ def _as_column(index: int, default: Any) -> Column:
     values = array.ravel().tolist()
     if dtype not in CONVERTERS or any(dtype.hasobject != isinstance(v, str) for v in values):
         raise TypeError(
-            f"decode_csv: default of column {index} must be float32, float64, int32, int64 or str, "
-            f"got {array.dtype}"
+            f"decode_csv: default of column {index} must be a value of float32, float64, int32, "
+            f"int64 or str, such as np.float32(0) or '', got {default!r:.80} of dtype {array.dtype}"
         )
     try:
         for value in values:

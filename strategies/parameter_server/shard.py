@@ -112,7 +112,7 @@ class Shard:
         if self._rules is not None:
             raise FailedPreconditionError(
                 f"ParameterServerStrategy: this name is taken, expected a new one, got "
-                f"{self.name!r}"
+                f"{self.name!r}; give each strategy of a cluster its own shared_name="
             )
         self._rules = rules
         self._ledger = Ledger(rules.staleness)

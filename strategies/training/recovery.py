@@ -3,7 +3,7 @@
     rank 0              rank 1          rank 2                              rank 3 (spare)
     commit 7            commit 7        commit 7                            sleeps
     step 8              dies            step 8 ...                          sleeps
-    PeerFailure                         PeerFailure    within 0.2 s         sleeps
+    PeerFailure                         PeerFailure                         sleeps
     shrink                              shrink         all that live        shrink
     go on from 7                        go on from 7   of as many ranks     is given commit 7
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import os
+import re
 
 import numpy as np
 import pytest
@@ -321,6 +322,7 @@ def test_without_shared_memory_messages_serve_and_the_reason_is_logged_once(dire
     told = [r.getMessage() for r in caplog.records if "no shared memory" in r.getMessage()]
     assert len(told) == 1
     assert directory in told[0]
+    assert "MiB" in told[0]
 
 
 def test_too_little_shared_memory_is_noticed_before_it_is_used(caplog, monkeypatch):
@@ -330,6 +332,8 @@ def test_too_little_shared_memory_is_noticed_before_it_is_used(caplog, monkeypat
     total = inprocess.run_ranks(2, lambda c: int(c.allreduce(1, op=cc.SUM)), settings=settings)
     assert total == [2, 2]
     assert "no shared memory on this node" in caplog.text
+    assert re.search(r"expected \d+ MiB in /dev/shm, got \d+ MiB free of \d+ MiB", caplog.text)
+    assert "docker run --shm-size=" in caplog.text
     own = f"unisono-{os.getpid()}-"
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(own)]
 

@@ -88,7 +88,7 @@ def test_subclasses_of_numpy_arrays_are_plain_arrays_here(tmp_path):
     ("x", "words"),
     [
         (None, "got object .x: NoneType"),
-        ("text", "got <U4"),
+        ("text", "got <U4 .*broadcast_object"),
         (2**70, "got object .x: int"),
         ([[1], [1, 2]], "this list cannot be read"),
         (np.zeros(2, np.longdouble), "expected bool, an integer, float16"),
@@ -443,11 +443,12 @@ def test_a_tensor_out_that_cannot_be_written_is_refused(torch):
 
 def test_tensors_without_readable_elements_are_refused(torch):
     for x, words in [
-        (torch.zeros(3).to_sparse(), "to_dense"),
-        (torch.zeros(3, device="meta"), "meta"),
-        (torch.zeros(3, dtype=torch.float8_e4m3fn), "Float8"),
+        (torch.zeros(3).to_sparse(), "; sparse_allreduce .*to_dense"),
+        (torch.eye(3).to_sparse_csr(), "; sparse_allreduce .*to_dense"),
+        (torch.zeros(3, device="meta"), ": .*meta"),
+        (torch.zeros(3, dtype=torch.float8_e4m3fn), ": .*Float8"),
     ]:
-        with pytest.raises(TypeError, match=f"^allreduce: .*cannot be read: .*{words}"):
+        with pytest.raises(TypeError, match=f"^allreduce: .*cannot be read{words}"):
             borrow(x)
 
 
@@ -509,5 +510,5 @@ def test_jax_arrays_without_elements_are_refused(jax):
     gone.delete()
     with pytest.raises(TypeError, match="^allreduce: .*cannot be read: .*deleted"):
         borrow(gone)
-    with pytest.raises(TypeError, match="^allreduce: .*cannot be read: .*traced"):
+    with pytest.raises(TypeError, match="^allreduce: .*DistributedOptimizer .*io_callback.*traced"):
         jax.jit(borrow)(jax.numpy.ones(3))

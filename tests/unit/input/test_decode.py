@@ -59,11 +59,15 @@ def test_default_types():
         (b"bytes", TypeError),
         (None, TypeError),
         (2**40, ValueError),
+        (np.float32, TypeError),  # the type instead of a value
     ],
 )
 def test_wrong_defaults(default, error):
-    with pytest.raises(error, match="column 1"):
+    with pytest.raises(error, match="column 1") as refused:
         decode_csv(["1,2"], [1, default])
+    assert error is ValueError or f"such as np.float32(0) or '', got {default!r}" in str(
+        refused.value
+    )
 
 
 def test_shape_is_that_of_the_records():

@@ -101,9 +101,13 @@ def test_check_says_why_the_node_engine_is_not_in_use(tmp_path, directory, reaso
     where = directory if directory == "off" else str(tmp_path / directory)
     result = mpirun(2, *COMMAND, "check", UNISONO_SHARED_MEMORY=where)
     assert result.status == 0, result.stdout + result.stderr
-    verdict, text = lines(result.stdout)["node engine"]
+    found = lines(result.stdout)
+    verdict, text = found["node engine"]
     assert verdict == "note"
     assert reason in text
+    page = lines((ROOT / "docs" / "command-line.md").read_text())
+    for operation in ("allreduce", "reduce", "barrier"):
+        assert found[operation] == page[operation]
 
 
 def test_check_names_operation_dtype_and_rank_of_a_wrong_result_and_of_another_version(tmp_path):
