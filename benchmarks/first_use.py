@@ -129,11 +129,15 @@ def learn(rank: int) -> None:
 
 
 def slow(delay: float) -> None:
-    """Let each file that is opened below the cache's folder take longer."""
+    """Let each file that is opened below the cache's folder take longer.
+
+    Files of compiled code are opened by their names in an open folder.
+    """
     folder = os.environ["NUMBA_CACHE_DIR"]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in TOUCHES and folder in str(arguments[0]):
+        name = str(arguments[0])
+        if event in TOUCHES and (folder in name or ".nbc" in name or ".o" in name):
             time.sleep(delay)
 
     sys.addaudithook(hook)
