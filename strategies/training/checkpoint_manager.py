@@ -336,7 +336,9 @@ class CheckpointManager:
 
     def _await_own(self) -> None:
         """Wait for the background of this rank, whose error the next collective call raises."""
-        if self._background is not None:
+        if self._comm is None or self._comm.size == 1:
+            self._finish()
+        elif self._background is not None:
             self._background.wait()
 
     def _finish(self) -> None:
