@@ -7,23 +7,18 @@ every such file. Where nothing is compiled, a hang is found after the limit itse
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from pathlib import Path
+
+from collectives.kernels import code_cache
 
 __all__ = ["ROOT", "Limit", "output_of"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Folders of compiled code, and the names of its files: of this project without NUMBA_CACHE_DIR, of
-# numba and of JAX.
-_PLACES = [
-    (ROOT / "collectives", "**/__pycache__/*.o"),
-    (ROOT / "collectives", "**/__pycache__/*.nbc"),
-    (ROOT / "strategies", "**/__pycache__/*.nbc"),
-    (ROOT / "out" / "jax", "*-cache"),
-]
+# The compiled code of JAX: the tests' own folder.
+_OF_JAX = (ROOT / "out" / "jax", "*-cache")
 
 
 class Limit:
@@ -36,7 +31,7 @@ class Limit:
 
     def __init__(self, seconds, cache=None):
         self._seconds = seconds
-        self._cache = cache or os.environ.get("NUMBA_CACHE_DIR")
+        self._folders = [Path(cache)] if cache else code_cache.folders()
         self._began = time.time()
 
     def left(self):
@@ -47,9 +42,9 @@ class Limit:
         return max(0.0, self._began + self._seconds - now)
 
     def _last_compiled(self, now):
-        of_numba = [(Path(self._cache), f"**/*.{kind}") for kind in ("o", "nbc") if self._cache]
+        of_numba = [(folder, f"**/*.{kind}") for folder in self._folders for kind in ("o", "nbc")]
         times = [0.0]
-        for folder, pattern in [*_PLACES, *of_numba]:
+        for folder, pattern in [_OF_JAX, *of_numba]:
             for file in folder.glob(pattern):
                 try:
                     times.append(file.stat().st_mtime)

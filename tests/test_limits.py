@@ -24,7 +24,7 @@ def test_a_limit_of_10_seconds_begins_again_with_compiled_code(files, left, tmp_
     start = 1e9
     clock = [start]
     monkeypatch.setattr(limits.time, "time", lambda: clock[0])
-    monkeypatch.setattr(limits, "_PLACES", [])
+    monkeypatch.setattr(limits, "_OF_JAX", (tmp_path, "no such file"))
     limit = limits.Limit(10, str(tmp_path))
     for name, written in files.items():
         file = tmp_path / name

@@ -29,6 +29,7 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+import re
 import secrets
 import socket
 import stat
@@ -49,6 +50,9 @@ _DAY = 86400.0
 _KEPT_SECONDS = 90 * _DAY
 # A read renews the time of a file that is older: once a week, since it costs a write.
 _RENEWED_SECONDS = 7 * _DAY
+
+# The names of cached files, and of those of a write that died. The folder may hold files of users.
+_CACHED = re.compile(r".+\.[0-9a-f]{24}\.(?:o|nbc)(?:\.[0-9a-f]{16})?")
 
 # A program that stands still for longer looks broken. One function takes 0.3 to 2 s.
 _SILENT_SECONDS = 2.0
@@ -247,13 +251,15 @@ _swept: set[Path] = set()  # once for each process, which may write dozens of fi
 
 
 def _remove_unread(folder: Path, descriptor: int) -> None:
-    """Remove the files of an open folder that no process has read for long."""
+    """Remove the cached files of an open folder that no process has read for long."""
     if folder in _swept:
         return
     _swept.add(folder)
     oldest = time.time() - _KEPT_SECONDS
     with os.scandir(descriptor) as files:
         for file in files:
+            if not _CACHED.fullmatch(file.name):
+                continue
             with contextlib.suppress(OSError):  # another process removes it
                 if file.stat(follow_symlinks=False).st_mtime < oldest:
                     os.unlink(file.name, dir_fd=descriptor)

@@ -153,11 +153,14 @@ def test_files_that_no_process_has_read_for_long_are_removed(user, entry, monkey
         one.write(b"code")
         (file,) = (user / "old" / "unisono").glob(f"{name}.*")
         os.utime(file, (time.time(), time.time() - days[name] * DAY))
+    notes = user / "old" / "unisono" / "notes.o"  # of the user
+    notes.touch()
+    os.utime(notes, (0, 0))
     # A process looks once in a folder of which it knows.
     (user / "old").rename(user / "new")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(user / "new"))
     assert entries["read"].read() == b"code"
     entry.write(b"code")
-    assert [path.name.split(".")[0] for path in files(user)] == ["fresh", "read", "sum"]
+    assert [path.name.split(".")[0] for path in files(user)] == ["fresh", "notes", "read", "sum"]
     (read,) = (user / "new" / "unisono").glob("read.*")
     assert time.time() - read.stat().st_mtime < DAY
