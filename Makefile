@@ -151,5 +151,6 @@ $(VENV)/.unisono-kind-package: $(STAMP)
 	"$(VENV)/bin/python" -m pip install $(QUIETLY) -e ".[package]"
 	touch "$@"
 
+# Not data and runs: these may hold what users have trained.
 clean:
-	rm -rf "$(VENV)" "$(LOWEST)" dist build data runs out *.egg-info
+	rm -rf "$(VENV)" "$(LOWEST)" dist build out *.egg-info

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -120,13 +119,13 @@ def rename(source: Path, dest: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (not what it points to) or a directory with its content, if there."""
+    """Remove a file, a link (not what it points to) or a directory of files, if there."""
     if path.is_dir() and not path.is_symlink():
         try:
             # What pages of a large file are in memory is given back by who removes it.
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 list(pool.map(os.unlink, [p for p in path.iterdir() if not p.is_dir()]))
-            shutil.rmtree(path)
+            os.rmdir(path)
         except OSError as error:
             error.filename = str(path)  # a name relative to some directory inside
             raise

@@ -297,6 +297,6 @@ def _keep_until(path: Path, step: int) -> None:
     """Drop the lines of later steps; the file is there, old or new, whatever happens."""
     kept = b"".join(line for line, fields in _lines(path) if fields["step"] <= step)
     part = path.with_name(f".tmp-{path.name}")
-    durable.remove(part)
+    part.unlink(missing_ok=True)
     durable.write_file(part, kept)
     durable.rename(part, path)

@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 # Half-written. Exactly our own names: the directory may hold other people's files.
 _LEFTOVERS = re.compile(r"\.tmp-(?:latest|step-\d{6,15})")
 _SHARD = re.compile(r"[a-z]+-\d{5,}-[0-9a-f]{12}\.safetensors")
+# The files of a checkpoint: a directory with any other file is never deleted.
+_OWN = re.compile(rf"{re.escape(manifest.NAME)}|[a-z]+-\d{{5,}}(?:-[0-9a-f]{{12}})?\.safetensors")
 
 
 class Writing(ABC):
@@ -147,22 +149,41 @@ class _InDirectory(Writing):
     def _delete(self, paths: Sequence[Path]) -> None:
         _recover(self.root)
         for path in paths:
-            trash = self.root / f".tmp-{path.name}"
-            durable.rename(path, trash)
-            durable.remove(trash)
+            if _is_own(path):
+                trash = self.root / f".tmp-{path.name}"
+                durable.rename(path, trash)
+                durable.remove(trash)
 
 
 def _recover(root: Path) -> None:
     """Undo or finish what a save that died left behind."""
     for path in sorted(root.iterdir()):
         if _LEFTOVERS.fullmatch(path.name):
-            durable.remove(path)
+            if _is_own(path):
+                durable.remove(path)
         elif path.name.startswith(".old-") and directory.DIRECTORY_NAME.fullmatch(path.name):
             final = root / path.name.removeprefix(".old-")
-            if os.path.lexists(final):
-                durable.remove(path)
-            else:
+            if not os.path.lexists(final):
                 durable.rename(path, final)
+            elif _is_own(path):
+                durable.remove(path)
+
+
+def _is_own(path: Path) -> bool:
+    """Tell whether a file, a link or a directory holds only what saves write."""
+    if path.is_symlink() or not path.is_dir():
+        return True
+    return _all_own(path, [p.name if p.is_file() else f"{p.name}/" for p in path.iterdir()])
+
+
+def _all_own(place: Location, names: Sequence[str]) -> bool:
+    others = sorted(name for name in names if not _OWN.fullmatch(name))
+    if others:
+        _log.warning(
+            "save: a checkpoint is not deleted, since it holds files that no save has written: %s "
+            "(directory: %s)", ", ".join(others), place,
+        )  # fmt: skip
+    return not others
 
 
 class _BehindUrl(Writing):
@@ -189,21 +210,20 @@ class _BehindUrl(Writing):
 
     def abandon(self) -> None:
         with contextlib.suppress(Exception):
-            mine = [name for name in self._names() if name.endswith(f"{self.suffix}.safetensors")]
+            mine = [
+                name
+                for name in _names_in(self.final)
+                if name.endswith(f"{self.suffix}.safetensors")
+            ]
             self._remove(self.final, mine)
 
     def _sweep(self, keep: set[str]) -> None:
         """Remove files of earlier saves of this step."""
         try:
-            gone = [n for n in self._names() if _SHARD.fullmatch(n) and n not in keep]
+            gone = [n for n in _names_in(self.final) if _SHARD.fullmatch(n) and n not in keep]
             self._remove(self.final, gone)
         except Exception as error:
             _log.warning("save: old files were not deleted: %s (directory: %s)", error, self.final)
-
-    def _names(self) -> list[str]:
-        self.root.files.invalidate_cache(self.final.path)
-        found = self.root.files.ls(self.final.path, detail=False)
-        return [name.rpartition("/")[2] for name in found]
 
     def _remove(self, place: Url, names: Sequence[str]) -> None:
         for name in names:
@@ -211,5 +231,12 @@ class _BehindUrl(Writing):
 
     def _delete(self, paths: Sequence[Url]) -> None:
         for path in paths:
-            path.files.rm_file((path / manifest.NAME).path)  # from here on it is none
-            path.files.rm(path.path, recursive=True)
+            if _all_own(path, _names_in(path)):
+                path.files.rm_file((path / manifest.NAME).path)  # from here on it is none
+                path.files.rm(path.path, recursive=True)
+
+
+def _names_in(place: Url) -> list[str]:
+    place.files.invalidate_cache(place.path)
+    found = place.files.ls(place.path, detail=False)
+    return [name.rstrip("/").rpartition("/")[2] for name in found]

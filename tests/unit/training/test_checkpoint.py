@@ -104,6 +104,55 @@ def test_any_tool_that_reads_safetensors_reads_the_shard(tmp_path):
     assert loaded["b"].dtype == np.float16
 
 
+def add_file(folder):
+    (folder / "notes.txt").write_text("of the user")
+
+
+def add_folder(folder):
+    (folder / "plots").mkdir()
+
+
+@pytest.mark.parametrize("add", [add_file, add_folder])
+def test_a_checkpoint_to_which_a_user_has_added_something_is_not_deleted(tmp_path, caplog, add):
+    old = checkpoint.save(tmp_path, {"a": np.array(1)}, step=1)
+    add(old)
+    before = everything(old)
+    for step in (2, 3):
+        checkpoint.save(tmp_path, {"a": np.array(step)}, step=step, keep=1)
+    assert steps(tmp_path) == [1, 3]
+    assert everything(old) == before
+    assert "it holds files that no save has written: " in caplog.text
+    assert checkpoint.restore(tmp_path, step=1).tensors["a"] == 1
+
+
+@pytest.mark.parametrize("add", [add_file, add_folder])
+def test_what_a_user_has_added_outlives_a_second_save_of_the_step(tmp_path, add):
+    add(checkpoint.save(tmp_path, {"a": np.array(1)}, step=1))
+    before = everything(tmp_path / "step-000001")
+    for step in (1, 2):
+        checkpoint.save(tmp_path, {"a": np.array(10)}, step=step)
+    assert everything(tmp_path / ".old-step-000001") == before
+    assert checkpoint.restore(tmp_path, step=1).tensors["a"] == 10
+
+
+@pytest.mark.parametrize("name", [".tmp-step-000009", ".tmp-latest", ".old-step-000003"])
+def test_leftovers_with_files_of_a_user_stay(tmp_path, name):
+    (tmp_path / name).mkdir()
+    add_file(tmp_path / name)
+    (tmp_path / "step-000003").mkdir()
+    if name == ".tmp-latest":
+        with pytest.raises(errors.FailedPreconditionError, match="file exists"):
+            checkpoint.save(tmp_path, {"a": np.array(1)}, step=10)
+    else:
+        checkpoint.save(tmp_path, {"a": np.array(1)}, step=10)
+    assert list(everything(tmp_path / name)) == ["notes.txt"]
+
+
+def everything(root):
+    found = {str(path.relative_to(root)): path for path in root.rglob("*")}
+    return {name: path.read_bytes() if path.is_file() else None for name, path in found.items()}
+
+
 def test_keeps_the_newest_and_points_to_the_last(tmp_path):
     for step in range(0, 60, 10):
         checkpoint.save(tmp_path, {"a": np.array(step)}, step=step, keep=3)

@@ -99,7 +99,8 @@ def set_up(directory, scene):
     for step in old:
         checkpoint.save(directory, small(step), step=step, keep=9)
     if scene == "next":  # what an earlier crash may have left
-        (directory / ".tmp-step-000004" / "x").mkdir(parents=True)
+        (directory / ".tmp-step-000004").mkdir(parents=True)
+        (directory / ".tmp-step-000004" / "rank-00001.safetensors").write_text("half")
         (directory / ".tmp-latest").write_text("half")
 
 

@@ -74,6 +74,17 @@ def test_what_stays(root):
     assert files_by_step(root) == {"step-000001": 1, "step-000003": 1, "step-000004": 1}
 
 
+def test_a_checkpoint_to_which_a_user_has_added_a_file_is_not_deleted(root):
+    files, path = fsspec.core.url_to_fs(root)
+    checkpoint.save(root, {"w": np.ones(3)}, step=1)
+    files.pipe_file(f"{path}/step-000001/notes.txt", b"of the user")
+    before = files_of(root)
+    for step in (2, 3):
+        checkpoint.save(root, {"w": np.ones(3)}, step=step, keep=1)
+    assert set(before) <= set(files_of(root))
+    assert files_by_step(root) == {"step-000001": 1, "step-000003": 1}
+
+
 def test_a_saver_in_the_background(root):
     model, rng = np.zeros(3), np.random.default_rng(1)
     with strategies.CheckpointManager(root, background=True) as manager:
