@@ -9,6 +9,7 @@ given is looked for by its address: a slice of a shared array is in shared memor
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -30,18 +31,23 @@ class Place(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    memory: Array
+    memory: weakref.ref[Array]  # kept by the rank's own array and the views of it
     bases: list[int]  # addresses of the ranks' parts
     stride: int  # bytes of a part
 
 
 class SharedArrays:
-    """The shared arrays of a group of ranks on one node, which live as long as this does."""
+    """The shared arrays of a group of ranks on one node.
+
+    Each rank unmaps an array as soon as its program has dropped it; the memory is free once all
+    have. Numbers are not used again: a plan of an array never fits a later one.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._all: list[_Shared] = []
+        self._all: dict[int, _Shared] = {}  # by number; also dropped ones, until the next is made
+        self._made = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -59,12 +65,21 @@ class SharedArrays:
         if memory is None:
             return None
         bases = [address(memory) + stride * rank for rank in range(self._size)]
-        self._all.append(_Shared(memory, bases, stride))
+        self._all = {n: shared for n, shared in self._all.items() if shared.memory() is not None}
+        self._all[self._made] = _Shared(weakref.ref(memory), bases, stride)
+        self._made += 1
         return memory[stride * self._rank : stride * self._rank + nbytes]
+
+    def is_dropped(self, key: object) -> bool:
+        """Tell whether a plan's key has the place of an array that is no more."""
+        places = [part for part in key if isinstance(part, Place)] if type(key) is tuple else []
+        return any(place.number not in self._all for place in places)
 
     def everyones(self, place: Place, like: Array) -> list[Array]:
         """Return what all ranks have at a place, as flat arrays like `like`."""
-        memory, _, stride = self._all[place.number]
+        shared, _, stride = self._all[place.number]
+        memory = shared()
+        assert memory is not None  # of which the caller has a view
         starts = [rank * stride + place.offset for rank in range(self._size)]
         return [memory[at : at + like.nbytes].view(like.dtype) for at in starts]
 
@@ -91,8 +106,9 @@ class SharedArrays:
 
     def place_at(self, start: int, nbytes: int) -> Place | None:
         """As `place_of` an array that begins at an address."""
-        for number, shared in enumerate(self._all):
+        for number, shared in self._all.items():
             offset = start - shared.bases[self._rank]
-            if offset >= 0 and 0 < nbytes <= shared.stride - offset:
+            fits = offset >= 0 and 0 < nbytes <= shared.stride - offset
+            if fits and shared.memory() is not None:  # else the addresses are of other memory now
                 return Place(number, offset)
         return None

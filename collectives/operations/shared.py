@@ -36,8 +36,9 @@ def shared_empty(
         timeout: seconds.
 
     Returns:
-        This rank's own array, of zeros. It lives as long as the communicator; slices of it are
-        in shared memory, too. An ordinary array where ranks do not share memory.
+        This rank's own array, of zeros; slices of it are also in shared memory. A rank unmaps the
+        memory as soon as it has dropped the array and all views of it. An ordinary array where
+        ranks do not share memory.
 
     Raises:
         TypeError: there is no such dtype, or it is not a number; a dimension is not an integer.
@@ -62,4 +63,7 @@ def allocate(call: Call, nbytes: int) -> Array | None:
     if group.node_engine is None or group.settings.shared_memory is None:
         return None
     ranks, directory = group.levels.node, group.settings.shared_memory
-    return group.node_engine.shared.create(nbytes, ranks, directory, call.deadline)
+    shared = group.node_engine.shared
+    made = shared.create(nbytes, ranks, directory, call.deadline)
+    group.plans = {key: plan for key, plan in group.plans.items() if not shared.is_dropped(key)}
+    return made
