@@ -242,11 +242,11 @@ class Communicator(Group):
         """Release the communicator; *collective*. Closing twice is harmless."""
         if self.unusable is None:
             self.check_free("close")
-        self.kept(background).close()
-        self.kept(PointToPoint).close()
+        self.close_kept(background)
+        self.close_kept(PointToPoint)
         if self.unusable is None:
-            self.kept(_OfMpi).close()
-            self.kept(OnDevices).close()
+            self.close_kept(_OfMpi)
+            self.close_kept(OnDevices)
             super().close()
 
     def __enter__(self) -> Communicator:

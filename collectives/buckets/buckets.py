@@ -17,6 +17,7 @@ the buckets stay as in the first step, since each has its residual.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -68,6 +69,7 @@ class Buckets:
     def __init__(self, group: Group, places: BucketMemory, names: Sequence[str]) -> None:
         self._group = group
         self._progress = Progress(lambda: group)
+        weakref.finalize(self, self._progress.end_soon).atexit = False
         self._places = places
         self._options = places.options
         self._names = names

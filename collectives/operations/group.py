@@ -20,6 +20,7 @@ from collectives.kernels import addresses
 from collectives.launch.open_mpi import is_fault_tolerant
 from collectives.node import engine
 from collectives.operations import call_sites, recorder, status
+from collectives.operations.dropped import Family, Member
 from collectives.operations.recorder import NO_FIELDS, Record
 from collectives.operations.watch import Members, Watch, Watcher
 from collectives.transport import liveness
@@ -89,6 +90,8 @@ class Group:
         look: how the arrays of such calls are looked at.
         number: of the last call.
         splits_made: how many groups were made of this one.
+        met_by_tag: how many groups with a tag were made of this one, in which this rank is first.
+        family: this group, those made of it, and that of which it was made.
         unusable: why there can be no more calls; None if there can.
         gate: None if a call may begin; the call under way, an object with its name in `operation`;
             or `unusable`. A call looks at it and stores itself there. CPython lets no other thread
@@ -120,6 +123,9 @@ class Group:
         self.look = addresses.in_python
         self.number = 0
         self.splits_made = 0
+        self.met_by_tag = 0
+        self.family = Family()
+        self._member: Member | None = None
         self.unusable: str | None = None
         self.gate: Any = None
         self._collided = False  # whether threads did, and the other ranks have not been told
@@ -146,11 +152,37 @@ class Group:
             self._watch = Watch(timeline.running, members, self.status, self.node_engine, here)
             self.watcher = self._watch
 
+    @property
+    def world_ranks(self) -> Sequence[int]:
+        """The ranks by their numbers in the group that the first of the family was."""
+        return self.transport.world or range(self.size)
+
+    def join(self, family: Family, name: str) -> None:
+        """Become one of the groups that are freed once all their ranks have dropped them.
+
+        Args:
+            family: of the group that this one was made of.
+            name: equal on all ranks; other groups of the family with a rank of this one have other
+                names.
+        """
+        self.family = family
+        self._member = family.add(self, name, self.world_ranks, self.transport)
+
+    def _stay(self) -> None:
+        """Be freed by nobody else."""
+        if self._member is not None:
+            self.family.forget(self._member)
+
     def kept(self, make: Callable[[Group], T]) -> T:
         """Return what an operation keeps between its calls, made when it is first asked for."""
         if make not in self._kept:
             self._kept.setdefault(make, make(self))  # by one of two threads
         return cast(T, self._kept[make])
+
+    def close_kept(self, make: Callable[[Group], Any]) -> None:
+        """Close what `make` has made, if it was asked for."""
+        if make in self._kept:
+            self._kept[make].close()
 
     def deadline(self, operation: str, timeout: float | None = None) -> Deadline:
         """Return a deadline that begins now; the timeout of the settings if None."""
@@ -188,9 +220,14 @@ class Group:
     def close(self) -> None:
         """Refuse later calls, and give back what the ranks share."""
         self.refuse_calls("it was closed")
+        self._stay()
         if self.node_engine is not None:
             self.node_engine.close()
         self.transport.close()
+        # These refer to the group. Freed at once, and not as garbage some day, the memory serves
+        # the next group: else a program that makes many grows by 1 to 2 KiB for each.
+        self.plans.clear()
+        self._kept.clear()
 
     def give_up(self, reason: str) -> None:
         """Refuse later calls for a reason, alone, and let the other ranks leave theirs.
@@ -199,6 +236,7 @@ class Group:
         does not, they wait for this rank until they see that it has ended.
         """
         self.refuse_calls(reason)
+        self._stay()
         self.transport.revoke()
         if self.node_engine is not None:
             self.node_engine.close()
@@ -302,4 +340,5 @@ class Group:
         The end of MPI is one more wait for the others, and gets a limit, too.
         """
         self.refuse_calls(f"{operation} failed: {type(error).__name__}: {error}")
+        self._stay()
         liveness.limit_exit(max(self.settings.timeout, _LEAST_EXIT_SECONDS))

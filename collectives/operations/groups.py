@@ -12,6 +12,7 @@ import numpy as np
 from collectives.errors import LaunchError, MismatchError
 from collectives.operations.broadcast import barrier
 from collectives.operations.call import enter
+from collectives.operations.dropped import NEWS
 from collectives.operations.group import Group
 from collectives.operations.rows import allgather
 from collectives.transport.transport import Deadline
@@ -48,7 +49,9 @@ def split(group: G, color: int | None, key: int = 0) -> G | None:
             )
         call.describe()
         call.agree()
-    chosen = allgather(group, np.array([wish], np.int64)).tolist()
+    news = group.family.news(group.world_ranks)
+    chosen = allgather(group, np.array([(*wish, *news)], np.int64)).tolist()
+    group.family.hear(key for told in chosen for key in told[2:])
     members = [r for r in range(group.size) if chosen[r][0] == wish[0]]
     members.sort(key=lambda r: (chosen[r][1], r))
     # MPI takes numbers of 32 bits: the group goes by its first rank, and its ranks by their place.
@@ -62,7 +65,9 @@ def split(group: G, color: int | None, key: int = 0) -> G | None:
         part.world = [r if world is None else world[r] for r in members]
     leaders = [group.leaders[r] for r in members]
     name = f"{group.recorder.name}.{group.splits_made}"
-    return type(group)(part, leaders, group.settings, name)
+    made = type(group)(part, leaders, group.settings, name)
+    made.join(group.family, name)
+    return made
 
 
 def group(whole: G, ranks: Sequence[int], *, tag: int | None = None) -> G | None:
@@ -117,39 +122,51 @@ def _of_members(whole: G, ranks: Sequence[int], tag: int) -> G:
     if not 0 <= tag <= LARGEST_TAG:
         raise ValueError(f"group: no such tag, expected 0 .. {LARGEST_TAG}, got {tag}")
     deadline = whole.deadline("group")
-    _meet(whole, listed, tag, deadline)
+    number = _meet(whole, listed, tag, deadline)
     part = whole.transport.members(listed, tag)
     world = whole.transport.world
     if world is not None or listed != list(range(whole.size)):
         part.world = [r if world is None else world[r] for r in listed]
     leaders = [whole.leaders[r] for r in listed]
     name = f"{whole.recorder.name}.{'-'.join(map(str, listed[:4]))}.{tag}"
-    return type(whole)(part, leaders, whole.settings, name)
+    made = type(whole)(part, leaders, whole.settings, name)
+    made.join(whole.family, f"{name}, number {number}")
+    return made
 
 
-def _meet(whole: Group, listed: list[int], tag: int, deadline: Deadline) -> None:
+def _meet(whole: Group, listed: list[int], tag: int, deadline: Deadline) -> int:
     """Wait until all members have come, which MPI would do without a limit, and compare the lists.
 
-    Each tells the first one a hash of its list, and is told whether all are alike.
+    Each tells the first one a hash of its list, and which groups it has dropped. It is told whether
+    the lists are alike, the first one's number of this group, and what all have told.
     """
     lane = whole.transport.lane(tag)
     first, *others = listed
-    own = np.array([zlib.crc32(repr(listed).encode())])
+    own = zlib.crc32(repr(listed).encode())
+    told = np.zeros((len(listed), 1 + NEWS), np.int64)  # hashes and news of all members
+    place = listed.index(whole.rank)
+    told[place] = own, *whole.family.news([whole.world_ranks[r] for r in listed])
+    answer = np.zeros(2, np.int64)  # whether the lists are alike, and the number
     if whole.rank != first:
-        alike = np.zeros(1, np.int64)
-        lane.send(own, first, deadline)
-        lane.receive(alike, first, deadline)
+        lane.send(told[place], first, deadline)
+        lane.receive(answer, first, deadline)
+        if answer[0]:
+            lane.receive(told, first, deadline)
     else:
-        theirs = np.zeros((len(others), 1), np.int64)
-        pairs = zip(theirs, others, strict=True)
-        lane.wait([lane.start_receive(hashed, r) for hashed, r in pairs], deadline)
-        alike = np.array([np.all(theirs == own)], np.int64)
-        lane.wait([lane.start_send(alike, r) for r in others], deadline)
-    if not alike[0]:
+        pairs = zip(told[1:], others, strict=True)
+        lane.wait([lane.start_receive(row, r) for row, r in pairs], deadline)
+        whole.met_by_tag += 1
+        answer[:] = np.all(told[:, 0] == own), whole.met_by_tag
+        lane.wait([lane.start_send(answer, r) for r in others], deadline)
+        if answer[0]:
+            lane.wait([lane.start_send(told, r) for r in others], deadline)
+    if not answer[0]:
         raise MismatchError(
             f"group: ranks with tag {tag} list other ranks than this one, which lists {listed} "
             f"({whole.transport.where})"
         )
+    whole.family.hear(told[:, 1:].reshape(-1).tolist())
+    return int(answer[1])
 
 
 def background(group: G) -> G:

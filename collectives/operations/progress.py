@@ -99,6 +99,13 @@ class Progress:
             self._changed.notify_all()
         return Request(job)
 
+    def end_soon(self) -> None:
+        """Take no more requests, and let the thread end by itself; waits for nothing."""
+        if os.getpid() == self._process:
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+
     def close(self) -> bool:
         """Wait for requests under way, and end the thread; closing twice is harmless.
 
@@ -205,7 +212,16 @@ def _finish_all() -> None:
 
 def background(group: Group) -> Progress:
     """Make what carries out the requests of a group, which keeps it."""
-    return Progress(lambda: groups.background(group))
+    of = weakref.ref(group)  # so that the thread does not keep the group
+
+    def duplicate() -> Group:
+        whole = of()
+        assert whole is not None  # who issues a request holds it
+        return groups.background(whole)
+
+    made = Progress(duplicate)
+    weakref.finalize(group, made.end_soon).atexit = False
+    return made
 
 
 def asynchronous(

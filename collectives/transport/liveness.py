@@ -195,6 +195,9 @@ class Liveness:
             raise
         self._file = file
         _signs.add(self)
+        # Also where the program drops this: it will make no call any more.
+        self._close = weakref.finalize(self, _leave_for_good, file, rank, size)
+        self._close.atexit = False  # `prepare_exit` tells more
 
     def dead(self) -> list[int]:
         """Return the ranks whose processes have ended without `close` and `end`, in order.
@@ -219,19 +222,13 @@ class Liveness:
 
     def end(self) -> None:
         """Tell the others that the program of this rank has ended; it can still look at them."""
-        self._leave(_ENDED)
+        if self._file is not None:
+            _leave(self._file, self.rank, self.size, _ENDED)
 
     def close(self) -> None:
         """Leave in good order, so that the others do not miss this rank; harmless when repeated."""
-        self._leave(_CLOSED)
-        file, self._file = self._file, None
-        if file is not None and os.getpid() == file.process:
-            _release(file)
-
-    def _leave(self, word: int) -> None:
-        file = self._file
-        if file is not None and os.getpid() == file.process:  # a forked child is not a rank
-            _write_word(file, self.rank, self.size, word)
+        self._file = None
+        self._close()
 
     def _words(self, file: _File) -> list[int]:
         words = os.pread(file.descriptor, _WORD.size * self.size, self.size)
@@ -249,6 +246,7 @@ class Liveness:
 class _File:
     """The one descriptor of a file that this process holds, whatever the number of its ranks."""
 
+    key: tuple[int, int, int]
     descriptor: int
     users: int = 0
     process: int = field(default_factory=os.getpid)
@@ -261,18 +259,19 @@ _signs: weakref.WeakSet[Liveness] = weakref.WeakSet()
 
 # (process, device, inode) -> file. Closing a second descriptor of a file would drop all locks.
 _files: dict[tuple[int, int, int], _File] = {}
-_guard = threading.Lock()
+_guard = threading.RLock()  # garbage may be collected while a thread holds it
 
 
 def _open(path: str) -> _File:
     with _guard:
         facts = os.stat(path, follow_symlinks=False)
         key = (os.getpid(), facts.st_dev, facts.st_ino)
-        if key not in _files:
+        file = _files.get(key)
+        if file is None:
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-            _files[key] = _File(os.open(path, flags))
-        _files[key].users += 1
-        return _files[key]
+            file = _files[key] = _File(key, os.open(path, flags))
+        file.users += 1
+        return file
 
 
 def _release(file: _File) -> None:
@@ -280,8 +279,19 @@ def _release(file: _File) -> None:
     with _guard:
         file.users -= 1
         if file.users == 0:
-            del _files[next(key for key, known in _files.items() if known is file)]
+            del _files[file.key]
             os.close(file.descriptor)
+
+
+def _leave(file: _File, rank: int, size: int, word: int) -> None:
+    if os.getpid() == file.process:  # a forked child is not a rank
+        _write_word(file, rank, size, word)
+
+
+def _leave_for_good(file: _File, rank: int, size: int) -> None:
+    if os.getpid() == file.process:
+        _leave(file, rank, size, _CLOSED)
+        _release(file)
 
 
 def _write_word(file: _File, rank: int, size: int, word: int) -> None:

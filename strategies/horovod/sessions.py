@@ -53,10 +53,10 @@ class Session:
         self.comm = comm
         self.sets: dict[int, ProcessSet] = {}
         self.world = ProcessSet(range(comm.size))
-        self._comms: list[cc.Communicator] = []
+        self._comms: dict[int | None, list[cc.Communicator]] = {}  # by the number of their set
         self._alone: cc.Communicator | None = None
         self._numbers = 0  # given so far
-        private = self._kept(comm.split(0, comm.rank))
+        private = self._kept(comm.split(0, comm.rank), self._numbers)
         assert private is not None
         self._bind(self.world, comm, Engine(private))
         try:
@@ -87,8 +87,8 @@ class Session:
             return made, [f"ranks {made.ranks}"]
 
         made = agreement.compare(self.comm, say, prepare)
-        own = self._kept(self.comm.group(made.ranks))
-        private = self._kept(self.comm.group(made.ranks))
+        own = self._kept(self.comm.group(made.ranks), self._numbers)
+        private = self._kept(self.comm.group(made.ranks), self._numbers)
         self._bind(made, own, None if private is None else Engine(private))
         return made
 
@@ -105,12 +105,13 @@ class Session:
             return False
         self._release(self.sets.pop(number))
         self.comm.barrier()
+        self._close(number)
         return True
 
     def alone(self) -> cc.Communicator:
         """Return a communicator of this rank, which ends with the session."""
         if self._alone is None:
-            self._alone = self._kept(self.comm.group([self.comm.rank], tag=0))
+            self._alone = self._kept(self.comm.group([self.comm.rank], tag=0), None)
             assert self._alone is not None
         return self._alone
 
@@ -118,8 +119,8 @@ class Session:
         """Wait for all ranks, and end; *collective*. Calls that are not carried out fail."""
         for number in sorted(self.sets, reverse=True):  # all ranks' own at last
             self._release(self.sets.pop(number))
-        for comm in self._comms:
-            comm.close()
+        for left in list(self._comms):
+            self._close(left)
 
     def stop(self) -> None:
         """End the threads, as the program does; waits for nobody."""
@@ -128,10 +129,15 @@ class Session:
             if bound is not None and bound.engine is not None:
                 bound.engine.stop()
 
-    def _kept(self, comm: cc.Communicator | None) -> cc.Communicator | None:
+    def _kept(self, comm: cc.Communicator | None, number: int | None) -> cc.Communicator | None:
+        """Keep a communicator until its set is removed; that of no set until the session ends."""
         if comm is not None:
-            self._comms.append(comm)
+            self._comms.setdefault(number, []).append(comm)
         return comm
+
+    def _close(self, number: int | None) -> None:
+        for comm in self._comms.pop(number, []):
+            comm.close()
 
     def _bind(
         self, process_set: ProcessSet, comm: cc.Communicator | None, engine: Engine | None

@@ -15,6 +15,7 @@ is given has a checksum, too.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,10 +38,11 @@ class Backward:
         averaging: whose `overlap` takes gradients as soon as they are there.
     """
 
-    # The hooks hold this, and not the optimizer.
+    # PyTorch keeps what hooks hold, and no collector of garbage looks there: they hold nothing.
     def __init__(self, averaging: Averaging) -> None:
         self._averaging = averaging
         self._hooks: list[Any] = []
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self._counts: dict[int, int] = {}  # position of a parameter -> its passes
         self._given: dict[int, _Given] = {}  # the same -> what was reduced
 
@@ -59,8 +61,9 @@ class Backward:
         trained = [(i, p) for i, p in enumerate(parameters) if p.requires_grad]
         if again or len(trained) != len(self._hooks):
             self.close()
-            self._hooks = [
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._ready, i))
+            own = weakref.ref(self)
+            self._hooks += [
+                parameter.register_post_accumulate_grad_hook(functools.partial(_called, own, i))
                 for i, parameter in trained
             ]
 
@@ -84,11 +87,10 @@ class Backward:
 
     def close(self) -> None:
         """Stop counting."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
 
-    def _ready(self, position: int, parameter: torch.Tensor) -> None:
+    def ready(self, position: int, parameter: torch.Tensor) -> None:
+        """Count a gradient that autograd has completed, and hand it over or lay it in its place."""
         count = self._counts[position] = self._counts.get(position, 0) + 1
         overlap = self._averaging.overlap
         if count < self._averaging.rule.backward_passes_per_step:
@@ -104,6 +106,18 @@ class Backward:
                 overlap.ready(position, gradient)
         elif overlap is None and self._averaging.rule.backward_passes_per_step == 1:
             _lay(self._averaging.places.get(position), parameter)
+
+
+def _called(backward: weakref.ref[Backward], position: int, parameter: torch.Tensor) -> None:
+    watching = backward()
+    if watching is not None:
+        watching.ready(position, parameter)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 class _Given(NamedTuple):
