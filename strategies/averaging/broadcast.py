@@ -23,6 +23,7 @@ from strategies.structures import (
     state_of,
     value_of,
 )
+from strategies.training.things import as_key, key_data, key_kind
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -172,11 +173,16 @@ def _described(name: str, leaf: Any) -> str:
         raise TypeError(
             f"broadcast_parameters: expected arrays, got {type(value).__name__} ({name})"
         )
-    return f"{name}: {dtype_name(value)} of shape {tuple(value.shape)}"
+    kind = key_kind(value)
+    what = dtype_name(value) if kind is None else f"random keys {kind}"
+    return f"{name}: {what} of shape {tuple(value.shape)}"
 
 
 def _received(leaf: Any, root: int, comm: cc.Communicator) -> Any:
     value = value_of(leaf)
+    kind = key_kind(value)
+    if kind is not None:
+        return as_key(comm.broadcast(key_data(value), root), kind)
     if isinstance(value, (bool, int, float, complex)):
         return type(value)(comm.broadcast(value, root))
     if _is_writable(value):

@@ -239,6 +239,20 @@ def test_parameters_and_states_of_one_rank_reach_all(world):
     world.run(check)
 
 
+def test_random_keys_are_broadcast(world):
+    def check(comm):
+        own = {"one": jax.random.key(comm.rank), "two": jax.random.split(jax.random.key(comm.rank))}
+        got = strategies.broadcast_parameters(own, comm.size - 1, comm=comm)
+        for name, key in {
+            "one": jax.random.key(comm.size - 1),
+            "two": jax.random.split(jax.random.key(comm.size - 1)),
+        }.items():
+            assert got[name].dtype == key.dtype
+            np.testing.assert_array_equal(jax.random.key_data(got[name]), jax.random.key_data(key))
+
+    world.run(check)
+
+
 def test_a_forgotten_broadcast_or_another_rate_is_an_error_on_all(world, compiled):
     def check(comm):
         if comm.size == 1:
