@@ -66,8 +66,14 @@ _REDUCTIONS = {
 
 MEAN = Reduction(cc.MEAN)
 
-# Truth values have no sum: any, and all.
-_OF_BOOL = {cc.SUM: cc.MAX, cc.PRODUCT: cc.MIN}
+# Ops that depend on the dtype, by the kind of NumPy's. Truth values have no sum: any, and all. The
+# average of integers is truncated towards zero, as `ncclAvg` does; Gloo has none, and frameworks
+# over it divide the sum, and truncate.
+_INSTEAD = {
+    "b": {cc.SUM: cc.MAX, cc.PRODUCT: cc.MIN},
+    "i": {cc.MEAN: cc.INTEGER_MEAN},
+    "u": {cc.MEAN: cc.INTEGER_MEAN},
+}
 
 
 def reduction(op: Any) -> Reduction:
@@ -89,9 +95,8 @@ def allreduce(
 ) -> None:
     """Reduce tensors in place."""
     if len(tensors) > 1 and comm.num_nodes > 1 and codec is cc.NONE:
-        together = [t for t in tensors if not t.is_sparse and t.dtype is not torch.bool]
-        _allreduce_together(comm, together, how, limit)
-        tensors = [t for t in tensors if t.is_sparse or t.dtype is torch.bool]
+        _allreduce_together(comm, [t for t in tensors if not t.is_sparse], how, limit)
+        tensors = [t for t in tensors if t.is_sparse]
     for tensor in tensors:
         if tensor.is_sparse:
             _allreduce_rows(comm, tensor, how, limit)
@@ -111,9 +116,13 @@ def _allreduce_together(
     comm: cc.Communicator, tensors: Tensors, how: Reduction, limit: float
 ) -> None:
     lent = [_lend(comm, tensor, adds=True) for tensor in tensors]
-    arrays = [array for array, _ in lent]
-    sent = [_prepared(array, how)[1] for array in arrays]
-    comm.grouped_allreduce(sent, op=how.op, out=arrays, timeout=limit)
+    by_op: dict[Any, list[tuple[Array, Array]]] = {}
+    for array, _ in lent:
+        op, sent = _prepared(array, how)
+        by_op.setdefault(op, []).append((sent, array))
+    for op, pairs in by_op.items():
+        everything, arrays = zip(*pairs, strict=True)
+        comm.grouped_allreduce(everything, op=op, out=arrays, timeout=limit)
     for _, write in lent:
         if write is not None:
             write()
@@ -239,10 +248,12 @@ def reduce_scatter_each(
 ) -> None:
     """Do this for several tensors and their outputs."""
     arrays = [_lend(comm, tensor, adds=True)[0].reshape(-1) for _, tensor in pairs]
-    even = all(array.size % comm.size == 0 and array.dtype.kind != "b" for array in arrays)
-    if comm.num_nodes > 1 and even:
-        sent = [_prepared(array, how)[1] for array in arrays]
-        shares = comm.grouped_reduce_scatter(sent, op=how.op, timeout=limit)
+    prepared = [_prepared(array, how) for array in arrays]
+    ops = {op for op, _ in prepared}
+    even = all(array.size % comm.size == 0 for array in arrays)
+    if comm.num_nodes > 1 and even and len(ops) == 1:
+        sent = [array for _, array in prepared]
+        shares = comm.grouped_reduce_scatter(sent, op=ops.pop(), timeout=limit)
         for (output, _), share in zip(pairs, shares, strict=True):
             _fill("reduce_scatter", [output], share)
         return
@@ -294,7 +305,8 @@ def _lend(
 
 def _prepared(array: Array, how: Reduction) -> tuple[Any, Array]:
     """Return the op for an array of such numbers, and what is to be combined."""
-    op = _OF_BOOL.get(how.op, how.op) if array.dtype.kind == "b" else how.op
+    instead = _INSTEAD.get(array.dtype.kind)
+    op = how.op if instead is None else instead.get(how.op, how.op)
     if how.factor is None:
         return op, array
     with np.errstate(all="ignore"):  # an error of this rank alone would leave the others waiting

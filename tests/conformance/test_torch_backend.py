@@ -12,7 +12,9 @@ from requirements import installed
 torch = installed("torch")
 dist = torch.distributed
 
+from torch.distributed import _functional_collectives as functional  # noqa: E402
 from torch.distributed import _make_nccl_premul_sum as premul_sum  # noqa: E402
+from torch.distributed.distributed_c10d import _coalescing_manager as coalescing  # noqa: E402
 from torch_calls import CALLS, numbers  # noqa: E402
 
 LIMIT = datetime.timedelta(seconds=20)
@@ -71,6 +73,81 @@ def test_what_gloo_does_not_do(torch_ranks):
     for r in range(1, size):
         expected &= numbers(rank + r, rank + 1, dtype=torch.int32)
     assert torch.equal(x, expected)
+
+
+def all_reduced(x, size):
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    return x
+
+
+def all_reduced_later(x, size):
+    work = dist.all_reduce(x, dist.ReduceOp.AVG, async_op=True)
+    assert work.wait()
+    return x
+
+
+def all_reduced_as_a_function(x, size):
+    return functional.wait_tensor(functional.all_reduce(x, "avg", dist.group.WORLD))
+
+
+def all_reduced_together(x, size):
+    """With tensors of other kinds, which are averaged as ever."""
+    real, other = torch.full((2,), 1.5), x.clone()
+    with coalescing():
+        for tensor in (x, real, other):
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    assert real.tolist() == [1.5, 1.5]
+    assert torch.equal(x, other)
+    return x
+
+
+def reduced(x, size):
+    dist.reduce(x, 0, dist.ReduceOp.AVG)
+    return x if dist.get_rank() == 0 else None
+
+
+def reduce_scattered(x, size):
+    mine = torch.empty_like(x)
+    dist.reduce_scatter_tensor(mine, x.repeat(size), dist.ReduceOp.AVG)
+    return mine
+
+
+def reduce_scattered_from_lists(x, size):
+    mine = torch.empty_like(x)
+    dist.reduce_scatter(mine, [x] * size, dist.ReduceOp.AVG)
+    return mine
+
+
+def reduce_scattered_together(x, size):
+    mine, real = [torch.empty_like(x), torch.empty_like(x)], torch.empty(2)
+    with coalescing():
+        for part in mine:
+            dist.reduce_scatter_tensor(part, x.repeat(size), dist.ReduceOp.AVG)
+        dist.reduce_scatter_tensor(real, torch.full((2 * size,), 1.5), dist.ReduceOp.AVG)
+    assert real.tolist() == [1.5, 1.5]
+    assert torch.equal(*mine)
+    return mine[0]
+
+
+AVERAGES = [
+    all_reduced, all_reduced_later, all_reduced_as_a_function, all_reduced_together, reduced,
+    reduce_scattered, reduce_scattered_from_lists, reduce_scattered_together,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", AVERAGES, ids=lambda call: call.__name__)
+def test_averages_of_integers_are_truncated(torch_ranks, call):
+    """As `ncclAvg` does, and as frameworks do over Gloo, which has no such average."""
+    rank, size = torch_ranks
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        signed = [[5 + r, -5 - r, 3 * r, -3 * r, 100] for r in range(size)]
+        everyones = torch.tensor(signed).abs() if dtype is torch.uint8 else torch.tensor(signed)
+        expected = (everyones.double().sum(0) / size).to(dtype)  # which truncates
+        found = call(everyones[rank].to(dtype), size)
+        assert found is None or torch.equal(found, expected)
+    # Truth values have no average, as with NCCL.
+    with pytest.raises(TypeError, match="MEAN"):
+        call(torch.tensor([True, rank == 0]), size)
 
 
 def test_tensors_of_any_layout_and_dtype(torch_ranks):

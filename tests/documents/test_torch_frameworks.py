@@ -57,6 +57,12 @@ class Model(lightning.LightningModule):
         self.log("loss", loss, sync_dist=True)
         return loss
 
+    def validation_step(self, batch, number):
+        rows, targets = batch
+        loss = torch.nn.functional.mse_loss(self.layer(rows), targets)
+        self.log("val_loss", loss, sync_dist=True)
+        self.log("val_rows", len(rows), sync_dist=True)  # the mean of an integer
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
@@ -66,8 +72,11 @@ trainer = lightning.Trainer(
     strategy=DDPStrategy(process_group_backend="unisono"),  # the line that changed
     enable_checkpointing=False, enable_model_summary=False,
 )
-trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
+loader = DataLoader(data, batch_size=4)
+trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True), loader)
 assert trainer.world_size == 2
+assert trainer.callback_metrics["val_loss"] < 0.05
+assert trainer.callback_metrics["val_rows"] == 4
 loss = trainer.callback_metrics["loss"].item()
 weights = trainer.strategy.all_gather(model.layer.weight.detach())
 """
