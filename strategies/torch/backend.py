@@ -88,9 +88,12 @@ def create(options: Any) -> UnisonoGroup:
         )
     tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
     limit = limit_of(options.timeout, whole)
-    comm = whole.group(ranks, tag=tag)
-    assert comm is not None
-    comm.barrier(timeout=limit)  # ranks meet by messages, before another thread may take over
+    try:
+        comm = whole.group(ranks, tag=tag)
+        assert comm is not None
+        comm.barrier(timeout=limit)  # ranks meet by messages, before another thread may take over
+    except Exception as error:
+        raise translated(error) from error.__cause__
     return UnisonoGroup(comm, options.store, limit)
 
 

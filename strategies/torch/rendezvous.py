@@ -19,6 +19,7 @@ from torch import distributed
 from torch.distributed.constants import default_pg_timeout
 
 import collectives as cc
+from strategies.torch.work import translated
 
 __all__ = ["addresses", "limit_of", "rendezvous"]
 
@@ -60,6 +61,17 @@ def rendezvous(
         LaunchError: the processes do not form one world; or some cannot reach rank 0, on all ranks.
     """
     comm = cc.init()
+    try:
+        _check(url, comm, timeout)
+        store = _store(comm, timeout)
+    except Exception as error:
+        raise translated(error) from error.__cause__
+    yield store, comm.rank, comm.size
+    raise RuntimeError("init_process_group: ranks of MPI do not meet a second time")
+
+
+def _check(url: str, comm: cc.Communicator, timeout: timedelta) -> None:
+    """Compare the rank and the number of ranks that a program names with those of MPI."""
     told = {"rank": os.environ.get("RANK"), "world_size": os.environ.get("WORLD_SIZE")}
     told |= parse_qsl(urlsplit(url).query)
     rank, size = told["rank"] or str(comm.rank), told["world_size"] or str(comm.size)
@@ -74,8 +86,6 @@ def rendezvous(
             "python train.py`, without these arguments and the variables RANK, WORLD_SIZE and "
             "MASTER_ADDR"
         )
-    yield _store(comm, timeout), comm.rank, comm.size
-    raise RuntimeError("init_process_group: ranks of MPI do not meet a second time")
 
 
 def limit_of(timeout: timedelta, comm: cc.Communicator) -> float:

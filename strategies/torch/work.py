@@ -63,17 +63,23 @@ def translated(error: BaseException) -> BaseException:
     """Return an error that programs for other backends catch, too.
 
     What ranks learn of each other is also a `DistBackendError` of PyTorch, a wrong argument also a
-    `RuntimeError`.
+    `RuntimeError`. A timeout contains the words "timed out".
     """
     if isinstance(error, _OURS):
         return error
     kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), None)
     if kind is None:
         return error
-    made = kind(*error.args)
+    made = kind(_timed_out(str(error))) if kind is _CollectiveTimeout else kind(*error.args)
     vars(made).update(vars(error))
     made.__cause__, made.__suppress_context__ = error.__cause__, True
     return made.with_traceback(error.__traceback__)
+
+
+def _timed_out(text: str) -> str:
+    """Return the text of a timeout with the words that launchers and loggers look for."""
+    operation, _, rest = text.partition(": ")
+    return f"{operation}: timed out, {rest}"
 
 
 class Done(distributed.Work):
@@ -181,7 +187,8 @@ class Pending(distributed.Work):
         seconds = timeout.total_seconds()
         if not self._job.finish(seconds if seconds > 0 else None):
             raise _CollectiveTimeout(
-                f"wait: {self._operation} is not complete within {seconds:g} s, and goes on"
+                f"wait: {self._operation} timed out, is not complete within {seconds:g} s, "
+                "and goes on"
             )
         if self._job.error is not None:
             raise self._job.error

@@ -196,3 +196,34 @@ def test_a_rank_that_does_not_come_is_named(torch_ranks):
     dist.barrier()
     dist.send(torch.zeros(1), (rank - 1) % size)
     assert work.wait()
+
+
+# Calls that wait for a rank that does not come.
+LATE = {
+    "barrier": lambda group: dist.barrier(group=group),
+    "monitored_barrier": lambda group: group.monitored_barrier(),
+    "all_reduce": lambda group: dist.all_reduce(torch.zeros(1), group=group),
+    "all_reduce later": lambda group: dist.all_reduce(
+        torch.zeros(1), group=group, async_op=True
+    ).wait(),
+    "all_gather": lambda group: dist.all_gather_object([None] * group.size(), 1, group),
+    "recv": lambda group: dist.recv(torch.zeros(1), 1, group),
+    "irecv": lambda group: dist.irecv(torch.zeros(1), 1, group).wait(
+        datetime.timedelta(seconds=0.01)
+    ),
+}
+
+
+def test_a_timeout_says_timed_out(torch_ranks):
+    """The words that launchers and loggers look for."""
+    rank, size = torch_ranks
+    if size == 1:
+        return
+    for call in LATE.values():
+        group = dist.new_group()
+        group.set_timeout(datetime.timedelta(seconds=0.2))
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match=r"\w: .*timed out, .* within 0\.") as e:
+                call(group)
+            assert isinstance(e.value, cc.CollectiveTimeout)
+        dist.barrier()
