@@ -18,6 +18,7 @@ All groups, also the world's, have communicators of their own.
 from __future__ import annotations
 
 import sys
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,7 +30,7 @@ from torch import distributed
 
 import collectives as cc
 from strategies.torch import messages, moves
-from strategies.torch.buckets import Buckets, is_bucket, tells_new_buckets
+from strategies.torch.buckets import Buckets, is_bucket, notifier, tells_new_buckets
 from strategies.torch.line import Line
 from strategies.torch.moves import reduction
 from strategies.torch.rendezvous import limit_of
@@ -117,6 +118,10 @@ class UnisonoGroup(distributed.ProcessGroup):
         self._limit = limit
         self._line = Line()
         self._buckets = Buckets(comm) if comm.size > 1 and comm.num_nodes == 1 else None
+        # The last notice of each model in DDP's `join`, which C++ needs until the next one.
+        self._notices: weakref.WeakKeyDictionary[Any, distributed.Work] = (
+            weakref.WeakKeyDictionary()
+        )
         self._name = self._description = ""
         try:
             comm.transport.check_threads("asynchronous operation")
@@ -173,9 +178,13 @@ class UnisonoGroup(distributed.ProcessGroup):
         if not opts.asyncOp:
             self._line.now(run)
             return DONE
-        if is_bucket(tensors[0], sys._getframe(1)):
+        caller = sys._getframe(1)
+        if is_bucket(tensors[0], caller):
             return self._reduce_bucket(tensors[0], how)
-        return self._start("allreduce", run, opts, tensors)
+        work = self._start("allreduce", run, opts, tensors)
+        if (model := notifier(caller)) is not None:
+            self._notices[model] = work
+        return work
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Reduce several tensors over all ranks, in place."""

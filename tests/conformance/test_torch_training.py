@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,30 @@ def test_ddp_does_what_else_it_offers(torch_ranks):
     with uneven.join():
         for step in range(4 + 3 * rank):
             loss_of(uneven, *batch_of(rank, step)).backward()
+
+
+def test_a_mean_over_the_ranks_that_have_data(torch_ranks):
+    """DDP's reducer gets the number of these ranks by a `Work` that C++ alone holds."""
+    rank, size = torch_ranks
+    works = {id(x) for x in gc.get_objects() if isinstance(x, dist.Work)}
+    model, one = DDP(network()), network()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, one)]
+    with model.join(divide_by_initial_world_size=False):
+        for step in range(2 + rank):
+            optimizers[0].zero_grad()
+            loss = loss_of(model, *batch_of(rank, step))
+            gc.collect()
+            loss.backward()
+            optimizers[0].step()
+    for step in range(1 + size):
+        optimizers[1].zero_grad()
+        there = [r for r in range(size) if step < 2 + r]
+        (sum(loss_of(one, *batch_of(r, step)) for r in there) / len(there)).backward()
+        optimizers[1].step()
+    assert_alike(model, one)
+    del model, optimizers, loss
+    gc.collect()
+    assert not [x for x in gc.get_objects() if isinstance(x, dist.Work) and id(x) not in works]
 
 
 def test_a_model_goes_on_after_an_error_and_on_another_group(torch_ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import threading
 from types import SimpleNamespace
 
@@ -14,6 +15,9 @@ from requirements import installed
 torch = installed("torch")
 dist = torch.distributed
 if torch:
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
+
     from strategies.torch.rendezvous import limit_of
 
 
@@ -58,6 +62,28 @@ def test_a_rank_that_goes_on_meets_what_others_do_before(torch_ranks):
             assert y[0] == 8
         dist.all_reduce(x)
     assert x[0] == total(size)
+
+
+def test_works_that_only_cpp_holds(torch_ranks):
+    """PyTorch keeps the half of Python of what its C++ has called."""
+    rank, size = torch_ranks
+    length = 100_000 * size
+    made = [
+        functional.all_reduce(ones(rank, length), "sum", dist.group.WORLD),
+        functional.all_gather_tensor(ones(rank, length), 0, dist.group.WORLD),
+        functional.reduce_scatter_tensor(ones(rank, length), "sum", 0, dist.group.WORLD),
+        *functional.all_reduce_coalesced([ones(rank, length)], "sum", dist.group.WORLD),
+    ]
+    with coalescing(async_ops=True) as together:
+        dist.all_reduce(x := ones(rank, length))
+        dist.all_reduce(ones(rank, length))
+    gc.collect()
+    last = [functional.wait_tensor(tensor)[-1].item() for tensor in made]
+    assert last == [total(size), size, total(size), total(size)]
+    together.wait()
+    assert x[-1] == total(size)
+    dist._broadcast_coalesced(dist.group.WORLD, [x, y := ones(rank, length)], 2**20, size - 1)
+    assert y[-1] == size
 
 
 def test_futures_and_what_follows_from_them(torch_ranks):
