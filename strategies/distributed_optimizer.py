@@ -117,7 +117,8 @@ def DistributedOptimizer(
             f/size. For MEAN only.
         clip_global_norm: scale averaged gradients down to this norm over all parameters, where it
             is larger.
-        sparse_as_dense: reduce sparse gradients of PyTorch as dense ones.
+        sparse_as_dense: reduce sparse gradients of PyTorch as dense ones; for the update they are
+            sparse again.
         bucket_bytes: after how many bytes of gradients a bucket is full.
         overlap: reduce gradients of PyTorch while the backward pass computes others. "auto" does so
             where the ranks are on several nodes and MPI lets several threads send, until three

@@ -66,6 +66,7 @@ class Averaging:
         due: whether ranks compare parameters in this step, if the rule says so; on all or on none.
         overlaps: whether gradients are reduced before the step; on all or on none.
         overlap: what takes them for the next step, if they are; on all or on none.
+        made_dense: leaves whose sparse gradient some rank made dense for the last step; on all.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Averaging:
         self._steps = 0
         self._guessed = False  # which leaves have gradients
         self._misses = 0  # steps in a row whose early reductions were in vain
+        self.made_dense: Sequence[int] = ()
         self.overlap: Overlap | None = None
 
     @property
@@ -187,6 +189,7 @@ class Averaging:
         self._compare(leaves, new)
         scale = self._scale(status.examples, contribution)
         results = self._combine(contribution.gradients, status, scale, reduced)
+        self.made_dense = status.made_dense
         if self._guessed:
             self._correct(status.dense)
         # Where passes were added up before, their sum is known in the step only, on any rank.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from strategies import sums
@@ -21,6 +21,7 @@ class Contribution(NamedTuple):
         passes: how many backward passes were added up.
         error: why there are no gradients; it is raised on all ranks.
         at_once: whether all passes came together, so that the gradients are the optimizer's own.
+        made_dense: leaves whose gradients were sparse (`sparse_as_dense`).
     """
 
     gradients: Sequence[Any]
@@ -29,6 +30,7 @@ class Contribution(NamedTuple):
     passes: int = 1
     error: Exception | None = None
     at_once: bool = True
+    made_dense: Collection[int] = ()
 
 
 class Passes:

@@ -17,15 +17,18 @@ from strategies.sparse import Rows
 __all__ = ["Exchange", "Status"]
 
 # What is added up. Behind these stand, for each leaf, the number of ranks with a gradient, and then
-# the number of ranks with a sparse one. Two sums tell whether all ranks have the same number of
-# steps: P times the sum of squares is then the square of the sum. That of steps since the last
-# multiple of `_TURN`, so that it is exact in float64.
+# the number of ranks with a sparse one, and `_MADE` times that of ranks that have made a sparse one
+# dense. Two sums tell whether all ranks have the same number of steps: P times the sum of squares is
+# then the square of the sum. That of steps since the last multiple of `_TURN`, so that it is exact
+# in float64.
 # For each bit of the checksum of the settings, the number of ranks that have it set is that of all
 # or none where the settings are equal.
 _REFUSED, _CHANGED, _RETRY, _APART, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _SETTINGS = range(9)
 _HEAD = _SETTINGS + BITS
 
 _TURN = 1 << 12
+
+_MADE = 1 << 20  # more than the number of ranks; sums of it are exact in float64
 
 
 class Status:
@@ -39,6 +42,7 @@ class Status:
         examples: of all ranks.
         dense: leaves with a gradient on any rank, none of them sparse.
         sparse: leaves with a sparse gradient on any rank.
+        made_dense: leaves whose sparse gradient some rank has made dense.
         settings_differ: the ranks have told different checksums of settings.
     """
 
@@ -47,13 +51,15 @@ class Status:
         bits = sums[_SETTINGS:_HEAD]
         self.settings_differ = bool(bits @ (size - bits))
         leaves = (len(sums) - _HEAD) // 2
-        self._present, self._rows = sums[_HEAD : _HEAD + leaves], sums[_HEAD + leaves :]
+        self._present = sums[_HEAD : _HEAD + leaves]
+        made, self._rows = np.divmod(sums[_HEAD + leaves :], _MADE)
         self.refused, self.changed, self.retry, self.apart = (
             bool(sums[i]) for i in (_REFUSED, _CHANGED, _RETRY, _APART)
         )
         self.examples = float(sums[_EXAMPLES])
         self.dense = set(np.flatnonzero((self._present > 0) & (self._rows == 0)).tolist())
         self.sparse: list[int] = np.flatnonzero(self._rows > 0).tolist()
+        self.made_dense: list[int] = np.flatnonzero(made > 0).tolist()
 
     def check(self, comm: cc.Communicator, rule: Rule, steps: int, names: Sequence[str]) -> None:
         """Find what is wrong in the sums; the same on all ranks.
@@ -139,5 +145,6 @@ class Exchange:
             middle = (_HEAD + len(sums)) // 2
             sums[_HEAD:middle] = [g is not None for g in contribution.gradients]
             sums[middle:] = [isinstance(g, Rows) for g in contribution.gradients]
+            sums[[middle + i for i in contribution.made_dense]] = _MADE
         self._reduce()
         return Status(sums.copy(), self._size)

@@ -104,6 +104,7 @@ class TorchOptimizer(_Optimizer):
         settings = functools.partial(settings_of, optimizer)
         self._averaging = Averaging(comm, rule, settings, facts, one_by_one=True)
         self._passes = Passes(rule.backward_passes_per_step)
+        self._made_dense: set[int] = set()  # parameters, since the last average
         self._backward = Backward(self._averaging)
         # Leaves are made anew for other parameters; these are kept, so that an id stays theirs.
         self._known: list[tuple[int, torch.dtype]] = []
@@ -299,6 +300,8 @@ class TorchOptimizer(_Optimizer):
                 parameter.grad = None
         else:
             self._held = _Held.AVERAGED
+            whole = whole._replace(made_dense=frozenset(self._made_dense))
+            self._made_dense.clear()
             self._average(parameters, whole, unchanged)
         return self._averaged
 
@@ -307,9 +310,10 @@ class TorchOptimizer(_Optimizer):
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         try:
             if self._rule.sparse_as_dense:
-                gradients = [
-                    g.to_dense() if g is not None and g.is_sparse else g for g in gradients
-                ]
+                for i, gradient in enumerate(gradients):
+                    if gradient is not None and gradient.is_sparse:
+                        gradients[i] = gradient.to_dense()
+                        self._made_dense.add(i)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None and gradient.is_sparse and gradient.sparse_dim() != 1:
                     raise ValueError(
@@ -329,6 +333,8 @@ class TorchOptimizer(_Optimizer):
         except Exception:
             self._forget()
             raise
+        for i in self._averaging.made_dense:  # on all ranks, for optimizers of sparse gradients
+            results[i] = results[i].to_sparse(1)
         for parameter, result in zip(parameters, results, strict=True):
             parameter.grad = _sparse(result, parameter) if isinstance(result, Rows) else result
 

@@ -539,14 +539,15 @@ def test_closures_take_the_same_way_on_all_ranks(world, kind):
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["rows", "as dense"])
-def test_embeddings_with_sparse_gradients(world, dense):
+@pytest.mark.parametrize("kind", ["SGD", "SparseAdam"])
+def test_embeddings_with_sparse_gradients(world, kind, dense):
     def check(comm):
         tables = []
         for size in (1, comm.size):
             table = torch.nn.Embedding(50, 3, sparse=True, dtype=torch.float64)
             with torch.no_grad():
                 table.weight.copy_(torch.arange(150.0).reshape(50, 3) / 100)
-            optimizer = torch.optim.SGD(table.parameters(), 0.5)
+            optimizer = getattr(torch.optim, kind)(table.parameters(), 0.5)
             if size == comm.size and tables:
                 optimizer = strategies.DistributedOptimizer(
                     optimizer, comm=comm, sparse_as_dense=dense
@@ -568,6 +569,7 @@ def test_embeddings_with_sparse_gradients(world, dense):
                 if used:
                     (table(torch.tensor(used)).square().sum() * weight).backward()
                 optimizer.step()
+                assert table.weight.grad is None or table.weight.grad.is_sparse
             tables.append(table.weight.detach().numpy())
         np.testing.assert_allclose(tables[1], tables[0], rtol=1e-12)
         everyones = comm.allgather(tables[1][np.newaxis])
