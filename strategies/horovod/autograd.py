@@ -1,17 +1,20 @@
 """Gradients of the operations that return new tensors.
 
-A gradient is that of the sum of all ranks' losses: what comes back to a rank is what its tensor has
-added to the loss of each of them. As formulas, with g the gradients that come to the results:
+Gradients are Horovod's, so that programs written for it train alike. With g the gradients that come
+to the results, and P ranks:
 
-| operation | what goes back to a rank |
-| --- | --- |
-| allreduce Sum, Average | the same of all g |
-| allreduce Min, Max | the sum of all g where the result is this rank's, over those that tie |
-| allreduce Product | the sum of all g times the product of the other ranks' numbers |
-| allgather | this rank's rows of the sum of all g |
-| broadcast | on the root the sum of all g, elsewhere zeros |
-| alltoall | the rows that went out, from where they went |
-| reducescatter Sum | all g, joined; of an Average divided by the number of ranks |
+| operation | what goes back to a rank | gradient of the sum of all losses, times |
+| --- | --- | --- |
+| allreduce Sum, Average | the same of all g | 1 |
+| allreduce Min, Max | the sum of all g where the result is this rank's, over those that tie | 1 |
+| allreduce Product | the sum of all g times the product of the other ranks' numbers | 1 |
+| allgather | this rank's rows of the mean of all g | 1/P |
+| broadcast | on the root the mean of all g, elsewhere zeros | 1/P |
+| alltoall | the rows that went out, from where they went | 1 |
+| reducescatter Sum | all g, joined, times P | P |
+| reducescatter Average | all g, joined | P |
+
+Those of Min, Max and Product are not Horovod's, which reduces g by the same op.
 
 The way back is made of named operations as well: ranks may go it in any order.
 """
@@ -141,8 +144,8 @@ def reducescatter(
                 f"reducescatter: {op.value} has no gradient here, expected Sum or Average"
             )
         joined = operations.grouped_allgather(gradients, _backward_name(name), process_set)
-        size = (process_set.size() or 1) if op is Average else 1
-        return [g * (before * after / size) for g in joined]
+        size = (process_set.size() or 1) if op is Sum else 1
+        return [g * (before * after * size) for g in joined]
 
     return results, back
 
@@ -157,12 +160,14 @@ def allgather(
         rows = torch.tensor([[len(t) if t.ndim else 1 for t in tensors]])
         again = _backward_name(name)
         counts = operations.allgather(rows, again and f"{again}, rows", process_set)
-        sums = operations.grouped_allreduce(gradients, name=again, op=Sum, process_set=process_set)
+        means = operations.grouped_allreduce(
+            gradients, name=again, op=Average, process_set=process_set
+        )
         rank = process_set.rank() or 0
         starts = counts[:rank].sum(0).tolist()
         return [
             g[start : start + (len(t) if t.ndim else 1)].reshape(t.shape)
-            for g, t, start in zip(sums, tensors, starts, strict=True)
+            for g, t, start in zip(means, tensors, starts, strict=True)
         ]
 
     return results, back
@@ -175,11 +180,11 @@ def broadcast(
     result = operations.broadcast(tensor, root_rank, name, process_set)
 
     def back(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        total = operations.allreduce(
-            gradients[0], name=_backward_name(name), op=Sum, process_set=process_set
+        mean = operations.allreduce(
+            gradients[0], name=_backward_name(name), op=Average, process_set=process_set
         )
         own = process_set.ranks.index(root_rank) == process_set.rank()
-        return [total if own else torch.zeros_like(total)]
+        return [mean if own else torch.zeros_like(mean)]
 
     return [result], back
 

@@ -46,13 +46,28 @@ FORWARD = {
     "splits": lambda x, s: hvd.alltoall(
         x, splits=torch.tensor([len(x)] + [0] * (s.size() - 1)), process_set=s
     )[0],
+    "groups of rows": lambda x, s: torch.cat(
+        hvd.grouped_allgather([x[: 1 + (s.rank() or 0)], x], name="rows", process_set=s)
+    ),
     "shares": lambda x, s: hvd.reducescatter(x, process_set=s),
+    "shares of a sum": lambda x, s: hvd.reducescatter(
+        x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=3.0, process_set=s
+    ),
+    "groups of shares": lambda x, s: torch.cat(
+        hvd.grouped_reducescatter([x, 2 * x], process_set=s)
+    ),
+}
+
+# Horovod's gradients, by the number of ranks, as multiples of those of the sum of all losses.
+TIMES = {
+    **dict.fromkeys(("rows", "groups of rows", "broadcast"), lambda size: 1 / size),
+    **dict.fromkeys(("shares", "shares of a sum", "groups of shares"), lambda size: size),
 }
 
 
 @pytest.mark.parametrize("name", FORWARD)
-def test_gradients_are_those_of_the_sum_of_all_losses(world, name):
-    forward = FORWARD[name]
+def test_gradients_are_those_of_horovod(world, name):
+    forward, times = FORWARD[name], TIMES.get(name, lambda size: 1)
 
     def check(comm, ranks):
         x = rows_of(comm.rank, 2 * comm.size, 3).requires_grad_()
@@ -73,7 +88,8 @@ def test_gradients_are_those_of_the_sum_of_all_losses(world, name):
             # Central differences: the error is of order 1e-8 by rounding, and by the step's square.
             slope = (total(position, 1e-6) - total(position, -1e-6)) / 2e-6
             if comm.rank == comm.size - 1:
-                assert x.grad[position].item() == pytest.approx(slope, abs=1e-6)
+                wanted = times(comm.size) * slope
+                assert x.grad[position].item() == pytest.approx(wanted, abs=1e-6 * comm.size)
 
     everyone(world, check)
 
