@@ -26,7 +26,6 @@ import itertools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -36,6 +35,7 @@ import collectives as cc
 from strategies.horovod.execution import Pending, Work, carry_out
 from strategies.horovod.helper import Helper, Pause
 from strategies.horovod.known import MOST, Joined, Known, Late, Leaves, News, Told
+from strategies.horovod.names import Names
 from strategies.horovod.table import Entry, slot_of
 from strategies.horovod.words import Description, Key, label
 
@@ -58,12 +58,12 @@ class Engine:
         comm: for the engine alone.
 
     Attributes:
-        handles: of the calls that have names, for those that look for a name in use.
+        names: those in use on this rank.
         unnamed: numbers for the others.
     """
 
     def __init__(self, comm: cc.Communicator) -> None:
-        self.handles: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.names = Names()
         self.unnamed = itertools.count()
         self._comm = comm
         self._row = comm.shared_empty(_WIDTHS[-1], np.uint8)
@@ -127,6 +127,7 @@ class Engine:
             self._joining = pending
             self._news.append(Joined())
         self.wait(pending)
+        self.names.sweep()
         if pending.error is not None:
             raise pending.error
         return cast(int, pending.results[0])

@@ -27,11 +27,17 @@ class Handle:
     ) -> None:
         self._bound, self._pending, self._finish = bound, pending, finish
         self._result: Any = None
-        self.settled = False  # whether somebody has seen that it is done
+        self._settled = False  # whether the program has seen that it is done
+
+    def __del__(self) -> None:
+        """Let the name be free again when the program waits for another call."""
+        if not self._settled and self._bound.engine is not None:
+            self._bound.engine.names.drop(self._pending)
 
     def done(self) -> bool:
         """Tell whether `wait` would return, or raise, at once."""
-        self.settled = self.settled or self._pending.done
+        if self._pending.done:
+            self._settle()
         return self._pending.done
 
     def wait(self) -> Any:
@@ -40,13 +46,20 @@ class Handle:
         if not pending.done:
             assert self._bound.engine is not None
             self._bound.engine.wait(pending)
-        self.settled = True
+        self._settle()
         if pending.error is not None:
             raise pending.error
         if self._finish is not _nothing:
             self._result, self._finish = self._finish(pending.results), _nothing
             pending.results = ()
         return self._result
+
+    def _settle(self) -> None:
+        if not self._settled:
+            self._settled = True
+            assert self._bound.engine is not None
+            self._bound.engine.names.free(self._pending)
+            self._bound.engine.names.sweep()
 
 
 def _nothing(results: Sequence[Any]) -> None:
@@ -78,13 +91,11 @@ def start(
     assert engine is not None
     key = Key(None, next(engine.unnamed)) if name is None else Key(str(name))
     try:
-        if key.name is not None:
-            earlier = engine.handles.get(key.name)
-            if earlier is not None and not earlier.settled:
-                raise ValueError(
-                    f"{operation}: the name is in use, expected synchronize of the earlier call "
-                    f"first, got {key.name!r} twice"
-                )
+        if key.name in engine.names:
+            raise ValueError(
+                f"{operation}: the name is in use, expected synchronize of the earlier call "
+                f"first, got {key.name!r} twice"
+            )
         call = prepare(bound)
     except (TypeError, ValueError) as error:
         refused = Description(operation, refused=f"{type(error).__name__}: {error}")
@@ -92,9 +103,8 @@ def start(
         raise
     pending = Pending(key, call.description, call.arrays, call.targets, call.splits)
     handle = Handle(bound, pending, call.finish)
-    if key.name is not None:
-        engine.handles[key.name] = handle
     engine.submit(pending, alone=alone)
+    engine.names.use(pending)
     return handle
 
 

@@ -129,6 +129,45 @@ def test_calls_without_a_name_belong_together_in_their_order(world):
     everyone(world, check)
 
 
+def test_a_name_is_in_use_until_its_end_was_seen(world):
+    """Also where the handle was dropped, and whether or not the call is done meanwhile."""
+
+    def check(comm, ranks):
+        x = np.ones(2)
+
+        def start():
+            return hvd.allreduce_async(x, name="x", process_set=ranks)
+
+        def used():
+            with pytest.raises(ValueError, match="the name is in use.*'x' twice"):
+                start()
+
+        handle = start()
+        if comm.rank == comm.size - 1:
+            used()
+        assert hvd.synchronize(handle).tolist() == [1, 1]
+        if comm.rank != comm.size - 1:  # it belongs to the call that was refused
+            with pytest.raises(cc.MismatchError, match="the name is in use"):
+                hvd.synchronize(start())
+        if comm.rank == 0:
+            start()  # the handle is dropped
+            used()
+        else:
+            hvd.synchronize(start())
+        hvd.barrier(ranks)
+        if comm.size == 1:  # nothing says that the barrier comes after the calls of one rank
+            return
+        if comm.rank != 0:
+            with pytest.raises(cc.MismatchError, match="the name is in use"):
+                hvd.synchronize(start())
+        assert hvd.synchronize(start()).tolist() == [1, 1]
+        start()
+        hvd.join(process_set=ranks)  # waits for it
+        assert hvd.synchronize(start()).tolist() == [1, 1]
+
+    everyone(world, check)
+
+
 def test_groups_are_one_call(world):
     def check(comm, ranks):
         xs = [np.full(n, comm.rank + n, np.float32) for n in (0, 1, 5)]
