@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
@@ -149,8 +150,6 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         path = directory / ".lock"
-        self._descriptor: int | None = None
-        self._process = os.getpid()
         with explained("lock", path):
             directory.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -160,7 +159,8 @@ class DirectoryLock:
         except BaseException:
             os.close(descriptor)
             raise
-        self._descriptor = descriptor
+        self._release = weakref.finalize(self, _release, descriptor, os.getpid())
+        self._release.atexit = False  # then the kernel does it, after all that still writes
 
     def _take(self, descriptor: int, path: Path) -> None:
         try:
@@ -181,15 +181,7 @@ class DirectoryLock:
 
     def close(self) -> None:
         """Let others write; harmless when called again."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
-        # A forked child shares the lock: it must not release it for its parent, and where the
-        # parent closes, the child's copy must not keep it.
-        if self._process == os.getpid():
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        self._release()
 
     def __enter__(self) -> DirectoryLock:
         return self
@@ -197,6 +189,11 @@ class DirectoryLock:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", None) is not None:
-            self.close()
+
+def _release(descriptor: int, process: int) -> None:
+    # A forked child shares the lock: it must not release it for its parent, and where the parent
+    # closes, the child's copy must not keep it.
+    if process == os.getpid():
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

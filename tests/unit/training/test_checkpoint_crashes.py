@@ -431,6 +431,18 @@ def test_locks_of_one_process_exclude_each_other_and_close_twice(tmp_path):
         pass
 
 
+def test_a_lock_that_outlives_the_modules_is_silent(tmp_path):
+    text = (
+        "import os, sys, pathlib; from strategies.training import durable; "
+        "os.kept = durable.DirectoryLock(pathlib.Path(sys.argv[1]))"
+    )
+    for _ in range(2):  # the kernel releases it
+        result = subprocess.run(
+            [sys.executable, "-c", text, str(tmp_path)], capture_output=True, text=True, timeout=60
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplog):
     def flock(descriptor, operation):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
