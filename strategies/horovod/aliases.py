@@ -13,7 +13,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["install"]
+__all__ = ["VERSION", "install"]
+
+VERSION = "0.28.1"
+"""The version of Horovod whose names these are: its last release."""
 
 _OF_TORCH = "strategies.horovod.torch"
 _ELASTIC = "strategies.horovod.elastic"
@@ -61,7 +64,8 @@ class _Finder(MetaPathFinder):
             return ModuleSpec(fullname, _Loader(), is_package=True)
         if fullname.startswith("horovod."):
             raise ModuleNotFoundError(
-                f"{fullname} is not here; docs/migrate-from-horovod.md says what is", name=fullname
+                f"{fullname} is not here, expected one of {', '.join(sorted(_MODULES))}",
+                name=fullname,
             )
         return None
 
@@ -75,3 +79,5 @@ class _Loader(Loader):
         names = getattr(ours, "__all__", ())
         module.__dict__.update({name: getattr(ours, name) for name in names})
         module.__doc__ = ours.__doc__
+        if module.__name__ == "horovod":
+            module.__dict__["__version__"] = VERSION

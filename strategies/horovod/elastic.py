@@ -40,7 +40,8 @@ class State:
     """What a job goes on from when ranks have died; `ObjectState` and `TorchState` are made.
 
     Things are attributes. `commit` copies them, `restore` gives them back, also what has been
-    changed in place.
+    changed in place. They are also copied at `sync`, and when the state is made, which after `init`
+    is *collective*.
 
     Args:
         things: by name; what `strategies.training.State` takes.
@@ -52,6 +53,8 @@ class State:
         self._kept: training.State | None = None
         for name, thing in things.items():
             setattr(self, name, thing)
+        if things and sessions.is_initialized():
+            State.save(self)
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
         """Let functions be called after ranks have died, before training goes on."""
@@ -74,7 +77,7 @@ class State:
         """Do nothing: spare ranks come in when others have died."""
 
     def sync(self) -> None:
-        """Give all ranks rank 0's things; *collective*."""
+        """Give all ranks rank 0's things, and copy them; *collective*."""
         for name, thing in self._things().items():
             if hasattr(thing, "load_state"):  # whose state is that of all ranks
                 continue
@@ -84,6 +87,8 @@ class State:
                 objects.broadcast_optimizer_state(thing)
             else:
                 setattr(self, name, objects.broadcast_object(thing, name=f"state.{name}"))
+        if self._names:
+            self.save()
 
     def reset(self) -> None:
         """Do nothing; subclasses may do something after ranks have died, before the callbacks."""
@@ -163,7 +168,6 @@ def run(func: Callable[..., T] | None = None, *, min_np: int = 1, max_np: int | 
     @functools.wraps(func)
     def elastic(state: State, *args: Any, **kwargs: Any) -> T:
         state.sync()
-        state.commit()
         kept = state._state()
         has_spares = max_np is not None and kept.comm.size > max_np
         if has_spares:
@@ -197,6 +201,7 @@ class ElasticSampler:
     Attributes:
         epoch: the present one.
         processed_indices: rows that this rank knows to be done in it.
+        processed_num: how many rows all ranks have done in it, where all record equal batches.
     """
 
     def __init__(self, dataset: Sized | int, shuffle: bool = True, seed: int = 0) -> None:
@@ -205,6 +210,7 @@ class ElasticSampler:
         self._shuffle, self._seed = shuffle, seed
         self.epoch = 0
         self.processed_indices: set[int] = set()
+        self.processed_num = 0
         self._place: cc.Communicator | None = None
         self._dealt: list[int] | None = None
 
@@ -212,6 +218,7 @@ class ElasticSampler:
         """Begin an epoch, of which no row is done."""
         self.epoch = epoch
         self.processed_indices = set()
+        self.processed_num = 0
         self.reset()
 
     def reset(self) -> None:
@@ -222,15 +229,18 @@ class ElasticSampler:
         """Note that this rank has done a batch of the present pass, counted from 0."""
         begin = batch_idx * batch_size
         self.processed_indices.update(self._own()[begin : begin + batch_size])
+        self.processed_num += batch_size * (self._place or _world()).size
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and what this rank knows to be done in it; on this rank alone."""
-        return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
+        rows = sorted(self.processed_indices)
+        return {"epoch": self.epoch, "processed_indices": rows, "processed_num": self.processed_num}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` says, with the same rows done on all ranks."""
         self.epoch = state["epoch"]
         self.processed_indices = set(state["processed_indices"])
+        self.processed_num = state.get("processed_num", len(self.processed_indices))
         self.reset()
 
     def state(self, comm: cc.Communicator) -> dict[str, Any]:
@@ -256,6 +266,7 @@ class ElasticSampler:
             )
         self.epoch = state["epoch"]
         self.processed_indices = set(state["processed_indices"])
+        self.processed_num = len(self.processed_indices)
         self._place = comm or self._place
         self.reset()
 

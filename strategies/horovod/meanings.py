@@ -138,8 +138,7 @@ class _Sent:
 def _reducing(operation: str, op: Any, sent: _Sent) -> Call:
     if op == Adasum:
         raise ValueError(
-            f"{operation}: Adasum is not supported, expected Average, Sum, Min, Max or Product; "
-            "see docs/migrate-from-horovod.md"
+            f"{operation}: Adasum is not supported, expected Average, Sum, Min, Max or Product"
         )
     if sent.in_place and any(
         not arrays.is_array(x) or hasattr(x, "at") for x in sent.tensors

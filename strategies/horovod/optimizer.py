@@ -58,8 +58,8 @@ def DistributedOptimizer(
     comm = process_set.own_ranks(say)
     if op == Adasum:
         raise ValueError(
-            f"{say}: Adasum is not supported, expected Average or Sum; see "
-            "docs/migrate-from-horovod.md"
+            f"{say}: Adasum is not supported, expected Average or Sum; for large batches wrap "
+            "strategies.optimizers.LARS"
         )
     own = type(compression)
     if not isinstance(compression, Compressor):

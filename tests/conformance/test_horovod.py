@@ -490,6 +490,10 @@ def test_a_sampler_keeps_its_rows_until_it_deals_anew(world):
         assert len(rows) == len(sampler) == -(-10 // comm.size)
         sampler.record_batch(0, 2)
         assert list(sampler) == rows
+        assert sampler.processed_num == 2 * comm.size  # of all ranks
+        again = hvd.elastic.ElasticSampler(10, seed=3)
+        again.load_state_dict(sampler.state_dict())
+        assert again.processed_num == sampler.processed_num
         sampler.reset()
         assert len(sampler) == -(-8 // comm.size)
         assert not set(rows[:2]) & set(sampler)

@@ -47,8 +47,10 @@ dist.destroy_process_group()
 HOROVOD = """
 import sys
 import torch
+import horovod
 import horovod.torch as hvd
 import beside
+assert horovod.__version__ == "0.28.1"
 from horovod.common.process_sets import ProcessSet
 from horovod.torch.compression import Compression
 from horovod.torch.elastic.sampler import ElasticSampler
@@ -66,10 +68,23 @@ optimizer.step()
 total = torch.ones(3)
 synchronize(allreduce_async_(total, op=hvd.Sum, name="total"))
 assert len(ElasticSampler(5)) == 3 and ProcessSet([0]).ranks == [0]
+state = hvd.elastic.TorchState(model, optimizer, epoch=3)
+state.epoch = 10 + hvd.rank()
+state.restore()  # as it was made
+assert state.epoch == 3
+state.epoch = 10 + hvd.rank()
+with torch.no_grad():
+    model.weight.fill_(hvd.rank() + 1)
+state.sync()
+state.epoch = 0
+with torch.no_grad():
+    model.weight.zero_()
+state.restore()  # as it was synchronized
+assert state.epoch == 10 and model.weight.tolist() == [[1, 1]]
 try:
     import horovod.tensorflow
 except ModuleNotFoundError as error:
-    assert "docs/migrate-from-horovod.md" in str(error)
+    assert "horovod.tensorflow is not here, expected one of horovod, horovod.common" in str(error)
 else:
     sys.exit("horovod.tensorflow is found")
 print(f"rank {rank()}: {total.tolist()} {sys.argv[1:]} {__name__}", flush=True)
