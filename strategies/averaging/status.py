@@ -18,9 +18,9 @@ __all__ = ["Exchange", "Status"]
 
 # What is added up. Behind these stand, for each leaf, the number of ranks with a gradient, and then
 # the number of ranks with a sparse one, and `_MADE` times that of ranks that have made a sparse one
-# dense. Two sums tell whether all ranks have the same number of steps: P times the sum of squares is
-# then the square of the sum. That of steps since the last multiple of `_TURN`, so that it is exact
-# in float64.
+# dense. Two sums tell whether all ranks have the same number of steps: P times the sum of squares
+# is then the square of the sum. That of steps since the last multiple of `_TURN`, so that it is
+# exact in float64.
 # For each bit of the checksum of the settings, the number of ranks that have it set is that of all
 # or none where the settings are equal.
 _REFUSED, _CHANGED, _RETRY, _APART, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _SETTINGS = range(9)
