@@ -95,8 +95,8 @@ class ShardedInput(Generic[R]):
         self._rank = rank
         self._size = size
         # What an epoch keeps that was begun with another number of ranks.
-        enough = "file" if len(files) >= size else "data"
-        self._usual: str = enough if policy == "auto" else policy
+        enough: Policy = "file" if len(files) >= size else "data"
+        self._usual: Policy = enough if policy == "auto" else policy
         self._shuffle = shuffle
         self._seed = seed
         self._num_epochs = num_epochs
@@ -105,6 +105,7 @@ class ShardedInput(Generic[R]):
         self._epoch = 0
         self._used = 0  # cards of this stage of this epoch
         self._begun: list[int] | None = None  # number of the file being read, records done
+        self._start = state
 
         def check() -> None:
             if not len(files) or not 0 <= rank < size:
@@ -182,6 +183,30 @@ class ShardedInput(Generic[R]):
         own = self.position() if position is None else position
         return merge_positions([own] if comm is None else comm.allgather_object(own))
 
+    def state_of_survivors(self, comm: cc.Communicator) -> dict[str, Any]:
+        """Return the position of all ranks although some have died; *collective*.
+
+        A dead rank counts as if it had used nothing since this input was made, or loaded a state:
+        records that it has used since then come again.
+
+        Args:
+            comm: the surviving ranks.
+
+        Returns:
+            As `state`; the same on all ranks.
+        """
+        known = {position["rank"]: position for position in comm.allgather_object(self.position())}
+        positions = []
+        for rank in range(self._size):
+            if rank not in known:
+                dead = ShardedInput(
+                    self._files, self._read, rank=rank, size=self._size, policy=self._usual,
+                    shuffle=self._shuffle, seed=self._seed, state=self._start,
+                )  # fmt: skip
+                known[rank] = dead.position()
+            positions.append(known[rank])
+        return merge_positions(positions)
+
     def load_state(self, state: Mapping[str, Any], *, comm: cc.Communicator | None = None) -> None:
         """Go on where a state says, as if this input had been made with it.
 
@@ -194,6 +219,7 @@ class ShardedInput(Generic[R]):
         """
         if comm is not None:
             self._rank, self._size = comm.rank, comm.size
+        self._start = state
         self._go_on(state)
         self._records = self._all_epochs()
 

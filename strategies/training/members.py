@@ -24,7 +24,7 @@ from strategies.training import events, preemption
 from strategies.training.copies import Copies
 from strategies.training.places import Report, placed
 from strategies.training.state import State
-from strategies.training.survivors import shrunk
+from strategies.training.survivors import shrunk, without_the_dead
 
 __all__ = ["Members", "TooFew"]
 
@@ -113,6 +113,7 @@ class Members:
         # Nobody has trained: all things are as they were, and a commit that the program has made
         # before has not what spare ranks need.
         self._state.copies.go_back(max(report.number for report in reports))
+        self._state.share_inputs()  # a dead rank's share, too
         self.begin(failed_at)
 
     def _place(self, reports: Sequence[Report], failed_at: float | None) -> None:
@@ -212,8 +213,14 @@ class Members:
             state.comm.give_up(f"train failed: {what}")
         if state.comm is not self.everyone:
             state.comm.close()
-        comm = shrunk(self.everyone)
-        if comm.allreduce(int(own is not None), op=cc.MAX):
+        failed = False
+
+        def exchange(comm: cc.Communicator) -> None:
+            nonlocal failed
+            failed = bool(comm.allreduce(int(own is not None), op=cc.MAX))
+
+        comm = without_the_dead(shrunk(self.everyone), exchange)
+        if failed:
             raise_everywhere(own, comm, "train")
         state.comm = self.everyone = comm
 

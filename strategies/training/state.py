@@ -185,6 +185,24 @@ class State:
             self.copies.hand_on(comm, places)
         self._put_back(self.copies.kept)
 
+    def share_inputs(self) -> None:
+        """Deal out the inputs to the ranks of `comm`, others of which died before the first commit.
+
+        *Collective*. Where a rank dies meanwhile, the inputs are unchanged on all ranks.
+
+        Raises:
+            PeerFailure: a rank has died.
+        """
+        dealt = [
+            (thing, thing.state_of_survivors(self.comm))
+            for _, thing in self._inputs()
+            if hasattr(thing, "state_of_survivors")
+        ]
+        if not self.comm.agreed(True):
+            raise cc.PeerFailure("run_elastic: a rank died while inputs were dealt out anew")
+        for thing, found in dealt:
+            thing.load_state(found, comm=self.comm)
+
     def _inputs(self) -> list[tuple[str, Any]]:
         found = self._things.items()
         return [(name, thing) for name, thing in found if kinds.kind_of(thing) is _INPUT]

@@ -191,3 +191,39 @@ def test_positions_of_some_ranks_only_are_refused():
     parts = inputs(contents([3, 3]), 3)
     with pytest.raises(InvalidArgumentError, match="one position per rank"):
         merge_positions([part.position() for part in parts[:2]])
+
+
+class Survivors:
+    """As a communicator: some ranks of which each tells its position."""
+
+    def __init__(self, parts):
+        self.positions = [part.position() for part in parts]
+
+    def allgather_object(self, own):
+        assert own in self.positions
+        return self.positions
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("before", [None, 2, 3])
+@pytest.mark.parametrize("dead", [{0}, {2}, {0, 1}])
+def test_what_dead_ranks_had_used_comes_again_and_nothing_else(policy, before, dead):
+    """They were three, at the beginning or on from where `before` ranks were interrupted."""
+    files = contents([3, 1, 4, 0, 5])
+    options = {"policy": policy, "seed": 2, "num_epochs": 2}
+    seen, state = Counter(), None
+    if before is not None:
+        parts = inputs(files, before, **options)
+        for number, part in enumerate(parts):
+            seen.update(islice(part, 1 + 2 * number))
+        state = merge_positions([part.position() for part in parts])
+    parts = inputs(files, 3, state=state, **options)
+    survivors = [part for rank, part in enumerate(parts) if rank not in dead]
+    for number, part in enumerate(parts):
+        used = list(islice(part, 1 + number))
+        seen.update(used if part in survivors else [])
+    found = {json.dumps(part.state_of_survivors(Survivors(survivors))) for part in survivors}
+    (state,) = map(json.loads, found)
+    for part in inputs(files, len(survivors), state=state, **options):
+        seen.update(part)
+    assert seen == Counter({record: 2 for records in files.values() for record in records})
