@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from collectives import crowding, settings
 from collectives.communicator import Communicator, from_mpi
 from collectives.launch import processes, uncaught
+from collectives.launch.open_mpi import is_fault_tolerant
 from collectives.operations import recorder, timelines
 from collectives.operations.group import open_groups
 from collectives.transport import whereabouts
@@ -131,7 +132,7 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     ranks = all_processes if comm is None else processes.some(comm)
     _members = processes.members(ranks)
     if len(_members) == all_processes.Get_size():
-        whereabouts.install(all_processes, recorder.last_call)
+        whereabouts.install(all_processes, recorder.last_call, is_fault_tolerant())
     _world = from_mpi(ranks, configuration)
     # By its number among all: worlds of other processes may write beside it.
     recorder.install(all_processes.Get_rank(), all_processes.Get_size(), configuration.recorder_dir)

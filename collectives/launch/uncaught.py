@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from collectives.errors import CollectiveTimeout, await_turn, page
 from collectives.launch.open_mpi import is_fault_tolerant
-from collectives.transport import liveness
+from collectives.transport import liveness, whereabouts
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,8 +41,9 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     text and status. Nothing is changed inside pytest and IPython, which show exceptions themselves,
     and in forked children; in a world of one only the command is added to a traceback.
 
-    Where a job survives the death of a rank (`is_fault_tolerant`), only this rank ends, by SIGKILL;
-    where all end, the last one with the status. But a `CollectiveTimeout` ends the job there, too.
+    Where a job survives the death of a rank (`is_fault_tolerant`), only this rank ends, by SIGKILL.
+    The surviving ranks end with its status once all of them have ended their programs, and where
+    all fail, the last one ends with it. A `CollectiveTimeout` ends the job there as well.
     """
     global _leave
     interactive = "pytest" in sys.modules or hasattr(builtins, "__IPYTHON__")
@@ -120,17 +121,21 @@ def _end(
 ) -> None:
     """End this process in a way that the other ranks learn of."""
     # Of a rank that calls MPI_Abort, or ends with a status, Open MPI 5.0.11 does not tell all
-    # others; of one that a signal has ended it does, but then mpirun's own status is 0.
+    # others; of one that a signal has ended it does, but then mpirun's own status is 0: others end
+    # with the status of this one, which they are told.
     # A rank that does not answer learns of nothing: mpirun has to end it.
     if is_fault_tolerant() and not isinstance(error, CollectiveTimeout):
+        status = status & 0xFF or 1
+        if whereabouts.current is not None:
+            whereabouts.current.tell_failure(status)
         if _is_last(world, others_follow):
-            os._exit(status & 0xFF or 1)
+            os._exit(status)
         os.kill(os.getpid(), signal.SIGKILL)
     world.Abort(status)
 
 
 def _is_last(world: MPI.Intracomm, others_follow: float) -> bool:
-    """Tell whether all other ranks are dead, so that this one says how the job has ended.
+    """Tell whether all other ranks have failed or died, so that this one ends with the status.
 
     Where others fail, too, the one with the lowest number waits for them: for some time, and for
     `others_follow` seconds longer if all have the same error.
@@ -143,6 +148,8 @@ def _is_last(world: MPI.Intracomm, others_follow: float) -> bool:
         MPI.COMM_SELF.Iprobe()  # MPI hears of deaths only while it is called
         failed = world.Get_failed()
         dead = set(failed.Translate_ranks(None, world.Get_group()))
+        if whereabouts.current is not None:
+            dead |= whereabouts.current.failed()
         if dead != before:
             before, give_up = dead, time.monotonic() + _OTHERS_END_WITHIN
         living = sorted(set(range(world.Get_size())) - dead)

@@ -38,6 +38,7 @@ __all__ = [
     "lift_limit",
     "limit_exit",
     "look_before_exit",
+    "note_failure",
     "prepare_exit",
     "will_leave_with",
 ]
@@ -74,7 +75,8 @@ def create(directory: str = "/dev/shm") -> str:
 def limit_exit(seconds: float = _EXIT_SECONDS) -> None:
     """From now on, end this process soon after its program has ended, even if MPI does not.
 
-    For a rank that learns that a rank has died, or has failed otherwise while others may not have.
+    For a rank that learns that a rank has died, or has failed otherwise while others may not have;
+    and at the end of a job that outlives its ranks, because one may be killed in `MPI_Finalize`.
     `MPI_Finalize` waits for all ranks; once one has died, it sometimes never returns (Open MPI
     5.0.11: in 1 of 40 runs, on busy cores more often). To leave it out would be no better: a rank
     that goes before the others have ended looks dead to them, too. So the kernel gets an alarm,
@@ -100,10 +102,10 @@ def end_soon() -> None:
     But mpirun's own status is 0 where a signal has ended ranks of a job that outlives them: one
     that is known to be another is said at once, and MPI does not get to end.
     """
-    if _status:
+    if status := _status or _failure:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_status)
+        os._exit(status)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_MET_EXIT_SECONDS)
@@ -115,12 +117,18 @@ def will_leave_with(status: int) -> None:
     _status = status
 
 
+def note_failure(status: int) -> None:
+    """Note that another rank has failed, and with which status: the job must not end with 0."""
+    global _failure
+    _failure = _failure or status
+
+
 def is_lifted() -> bool:
     """Tell whether those that live have gone on after a death."""
     return _lifted
 
 
-_exit_limit, _lifted, _status = math.inf, False, 0
+_exit_limit, _lifted, _status, _failure = math.inf, False, 0, 0
 _last: Callable[[], object] | None = None
 
 

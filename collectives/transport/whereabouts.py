@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import struct
 import threading
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Here", "News", "Whereabouts", "current", "install", "next_key"]
 
-_ASK, _TELL, _COME = 1, 2, 3  # tags
-_QUESTION = struct.Struct("q")  # key of the communicator
+_ASK, _TELL, _COME, _FAIL = 1, 2, 3, 4  # tags
+_QUESTION = struct.Struct("q")  # key of the communicator; with _FAIL the exit status
 _ANSWER = struct.Struct("qqq")  # key, kind, rank of the world; a text follows
 _ENDED, _WAITS = 0, 1  # kinds: this rank has ended its program; the teller waits for this rank
 _TEXT_BYTES = 200
@@ -61,6 +62,11 @@ _GRACE = 0.5
 # A rank that waits looks ten times a second: within so many seconds it has answered, and so long
 # holds what it said of itself.
 _ANSWERS_WITHIN = 0.3
+
+# Seconds that a failing rank gives MPI to send the news: a first message between nodes opens a
+# connection. And seconds that the others wait for each other at the end.
+_SEND_WITHIN = 0.5
+_MEET_WITHIN = 5.0
 _LONGEST_CHAIN = 8
 _LOOK_AGAIN = 0.002
 
@@ -97,9 +103,12 @@ class Whereabouts(Ranks):
     Args:
         world: all processes; *collective*.
         last_call: tells what this rank did last: "after allreduce #2 at train.py:5".
+        outlives_ranks: whether the job goes on when a rank dies.
     """
 
-    def __init__(self, world: MPI.Comm, last_call: Callable[[], str]) -> None:
+    def __init__(
+        self, world: MPI.Comm, last_call: Callable[[], str], outlives_ranks: bool = False
+    ) -> None:
         from mpi4py import MPI
 
         self.endpoint = Endpoint(world)
@@ -110,6 +119,7 @@ class Whereabouts(Ranks):
         self.size = self._mpi.Get_size()
         self._process = os.getpid()
         self._last_call = last_call
+        self._outlives_ranks = outlives_ranks
         self._lock = threading.Lock()
         self._asked: dict[tuple[int, int], float] = {}  # (rank, key) that this rank has asked, when
         self._asking: set[tuple[int, int]] = set()  # (rank, key) that have asked this one
@@ -119,6 +129,7 @@ class Whereabouts(Ranks):
         self._failed: dict[int, News] = {}  # key -> why this rank waits no more
         self._end: News | None = None  # of this rank's program
         self._come: set[tuple[int, int]] = set()  # (rank, key) that have come to a meeting
+        self._have_failed: set[int] = set()  # ranks whose programs an error has ended
 
     @property
     def is_mine(self) -> bool:
@@ -160,6 +171,27 @@ class Whereabouts(Ranks):
             self._take()
             dead = self.endpoint.dead()
             return Here(set(dead), {rank for rank, of in self._come if of == key})
+
+    def tell_failure(self, status: int) -> None:
+        """Tell all ranks that an error ends the program of this one, and its exit status."""
+        if not self.is_mine:
+            return
+        with self._lock:
+            for rank in range(self.size):
+                if rank != self.rank:
+                    self._send(_QUESTION.pack(status), rank, _FAIL)
+        waiting.until(self._all_sent, _SEND_WITHIN, _LOOK_AGAIN)
+
+    def failed(self) -> set[int]:
+        """Return the ranks whose programs an error has ended."""
+        with self._lock:
+            self._take()
+            return set(self._have_failed)
+
+    def _all_sent(self) -> bool:
+        with self._lock:
+            self._take()
+            return not self.endpoint.live
 
     def fail(self, key: int, rank: int, how: str) -> None:
         """Tell those who wait for this rank that it waits no more, since another one has left.
@@ -217,18 +249,28 @@ class Whereabouts(Ranks):
                 if wait.pause():
                     liveness.look_before_exit()
         except self._error:  # a rank has died, of which this one may not have heard before
-            liveness.limit_exit()
-            liveness.prepare_exit()
+            if self.failed():
+                self._meet_at_end(_MEET_WITHIN)
+        else:
+            if not self._outlives_ranks:
+                return
+        # A rank may be dead, or be killed in MPI_Finalize, which does not always return then (1 of
+        # 14 runs of 3 ranks on busy cores).
+        liveness.limit_exit()
+        liveness.prepare_exit()
 
-    def _meet_at_end(self) -> None:
-        """Wait until all ranks have ended their programs, or died.
+    def _meet_at_end(self, limit: float = math.inf) -> None:
+        """Wait until all ranks have ended their programs, or died; then end soon.
 
         By messages: MPI's barrier has no way without the dead.
+
+        Args:
+            limit: seconds after which this rank ends all the same.
         """
         others = set(range(self.size)) - {self.rank}
         self.come(_EVERYWHERE, sorted(others))
-        wait = Wait()
-        while not others <= set.union(*self.here(_EVERYWHERE)):
+        wait, give_up = Wait(), time.monotonic() + limit
+        while not others <= set.union(*self.here(_EVERYWHERE)) and time.monotonic() < give_up:
             wait.pause()
         liveness.end_soon()
 
@@ -263,6 +305,9 @@ class Whereabouts(Ranks):
                 self._tell(source, key, _WAITS, awaited)
         for source, question in self._messages(_COME):
             self._come.add((source, *_QUESTION.unpack(question)))
+        for source, question in self._messages(_FAIL):
+            self._have_failed.add(source)
+            liveness.note_failure(*_QUESTION.unpack(question))
         for source, answer in self._messages(_TELL):
             key, kind, rank = _ANSWER.unpack_from(answer)
             if kind == _WAITS:
@@ -325,7 +370,7 @@ _attribute = 0  # of MPI's communicator of this process alone
 _keys = 1
 
 
-def install(world: MPI.Comm, last_call: Callable[[], str]) -> None:
+def install(world: MPI.Comm, last_call: Callable[[], str], outlives_ranks: bool = False) -> None:
     """From now on, answer other ranks; *collective*, harmless when repeated.
 
     At the end of its program a rank stays until all others have ended theirs, as it would in
@@ -335,7 +380,7 @@ def install(world: MPI.Comm, last_call: Callable[[], str]) -> None:
     if current is None and world.Get_size() > 1:
         from mpi4py import MPI
 
-        current = Whereabouts(world, last_call)
+        current = Whereabouts(world, last_call, outlives_ranks)
         # MPI_Finalize begins by deleting the attributes of this communicator.
         _attribute = MPI.Comm.Create_keyval(delete_fn=_stay)
         MPI.COMM_SELF.Set_attr(_attribute, True)

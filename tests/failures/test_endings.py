@@ -7,13 +7,13 @@ import re
 import textwrap
 
 import pytest
+from elastic_jobs import FAULT_TOLERANT, needs_fault_tolerance
 
 from launcher import mpirun
 from pairwise import also
 
 # Messages only: without shared memory a rank of the node is as far away as one of another node.
 MESSAGES = {"UNISONO_SHARED_MEMORY": "off"}
-FAULT_TOLERANT = ("--with-ft", "ulfm")
 
 # Seconds from the call to the error: room for a busy machine, and far less than a wait may last.
 ON_A_NODE, BETWEEN_NODES = 5.0, 10.0
@@ -249,3 +249,91 @@ def test_strategies_learn_of_a_rank_that_fails_in_a_job_that_survives_it(tmp_pat
     result = mpirun(4, file, timeout=60, cwd=tmp_path, options=FAULT_TOLERANT)
     closed = sorted(path.name for path in tmp_path.glob("closed-*"))
     assert closed == ["closed-0", "closed-1", "closed-3"], result
+
+
+# Dead ranks are seen here before MPI reports them.
+LATE = """
+    import atexit
+    pids = comm.allgather_object(os.getpid())
+
+    def is_dead(rank):
+        try:
+            with open(f"/proc/{pids[rank]}/stat") as file:
+                return ") Z " in file.read()
+        except OSError:
+            return True
+
+    def until(happened, *arguments):
+        while not happened(*arguments):
+            time.sleep(0.001)
+"""
+LAST = {
+    "after the others' last call": (
+        """
+        if comm.rank < 2:
+            atexit.register(lambda: open(f"ended-{comm.rank}", "w").close())
+        else:
+            until(lambda: os.path.exists("ended-0") and os.path.exists("ended-1"))
+            raise KeyError("here")
+        """,
+        1,
+    ),
+    "sys.exit after the others' last call": (
+        """
+        if comm.rank == 0:
+            until(lambda: os.path.exists("ended-1") and os.path.exists("ended-2"))
+            sys.exit(3)
+        atexit.register(lambda: open(f"ended-{comm.rank}", "w").close())
+        """,
+        3,
+    ),
+    "one after the other": (
+        """
+        if comm.rank > 0:
+            until(is_dead, comm.rank - 1)
+        raise KeyError(f"on rank {comm.rank}")
+        """,
+        1,
+    ),
+    "others have gone on": (
+        """
+        if comm.rank == 1:
+            raise KeyError("here")
+        try:
+            while True:
+                comm.barrier()
+        except cc.PeerFailure:
+            comm = cc.shrink()
+        assert comm.allreduce(1, op=cc.SUM) == 2
+        """,
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, also(MESSAGES)], ids=["node", "messages"])
+@pytest.mark.parametrize("when", LAST)
+def test_an_error_of_one_rank_is_the_status_of_a_job_that_survives_it(tmp_path, when, settings):
+    needs_fault_tolerance()
+    text, status = LAST[when]
+    file = program(tmp_path, textwrap.dedent(LATE) + textwrap.dedent(text))
+    result = mpirun(3, file, timeout=60, cwd=tmp_path, options=FAULT_TOLERANT, **settings)
+    assert result.status == status, result
+
+
+def test_the_others_end_although_a_rank_does_not_come_to_the_end_of_mpi(tmp_path):
+    """As one that is killed in MPI_Finalize: on the others it sometimes never returns."""
+    needs_fault_tolerance()
+    text = """
+        import atexit
+        atexit.register(lambda: comm.rank == 1 and time.sleep(100))  # called after that of `init`
+        import collectives as cc
+        comm = cc.init()
+        comm.barrier()
+        print("ends", flush=True)
+    """
+    file = tmp_path / "program.py"
+    file.write_text("import time\n" + textwrap.dedent(text))
+    result = mpirun(3, file, timeout=60, options=FAULT_TOLERANT)
+    assert result.stdout.count("ends") == 3, result
+    assert result.status == 0, result
