@@ -1,0 +1,53 @@
+"""Jobs whose ranks die at chosen moments of `run_elastic`, and at random ones."""
+
+from __future__ import annotations
+
+import pytest
+from elastic_jobs import needs_fault_tolerance
+from kill_schedules import Event, Schedule, drawn, run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fault_tolerant_mpi():
+    needs_fault_tolerance()
+
+
+def killed(*events, trained=3, spares=0, session=False, memory="/dev/shm"):
+    """A schedule of kills from inside, each (rank, phase, point, call)."""
+    return Schedule(trained, spares, session, memory, [Event("kill", *event) for event in events])
+
+
+# Each lost or stopped a job once. In the phase "failure" calls count from the first death on.
+SCHEDULES = {
+    "before the first call": killed((0, "start", "start", 1)),
+    "before the first call of two": killed((1, "start", "begin", 1), trained=2),
+    "spare ranks, in the first commit": killed(
+        (1, "start", "barrier", 1), (3, "failure", "allgather", 3), trained=2, spares=2
+    ),
+    "two deaths before the first commit": killed(
+        (0, "start", "start", 1), (2, "failure", "commit", 1), trained=4
+    ),
+    "just after a shrink": killed((1, "start", "step", 5), (0, "failure", "allreduce", 1)),
+    "in a shrink, with a session": killed(
+        (0, "start", "step", 6), (2, "failure", "agree", 1), session=True
+    ),
+    "while a spare rank is given its state": killed(
+        (0, "start", "step", 5), (3, "failure", "hand_on", 1), spares=2
+    ),
+    "after all have returned": killed((2, "last", "stay", 1), (1, "start", "finalize", 1)),
+}
+
+
+@pytest.mark.parametrize("when", SCHEDULES)
+def test_the_others_end_with_the_right_state(tmp_path, when):
+    outcome = run(SCHEDULES[when], tmp_path)
+    assert not outcome.fault, f"{outcome}\n{(tmp_path / 'output').read_text()}"
+    assert len(outcome.happened) == len(SCHEDULES[when].events), outcome
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.timeout(200)
+def test_random_deaths_leave_the_right_state(tmp_path, seed):
+    outcome = run(drawn(seed), tmp_path)
+    assert not outcome.fault, f"{outcome}\n{(tmp_path / 'output').read_text()}"
