@@ -155,16 +155,17 @@ class MpiMessage:
 
 
 class Endpoint:
-    """A private duplicate of a communicator, and the messages under way on it.
+    """A private communicator, and the messages under way on it.
 
     Args:
         comm: the ranks that take part. Collective: all of them must construct it together.
+        owned: whether nobody else uses it, so that no duplicate is needed.
     """
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm: MPI.Comm, owned: bool = False) -> None:
         from mpi4py import MPI
 
-        self.mpi = comm.Dup()
+        self.mpi = comm if owned else comm.Dup()
         self.byte = MPI.BYTE
         # Their memory must not be released as long as MPI may touch it.
         self.live: set[MpiMessage] = set()

@@ -20,7 +20,7 @@ from collectives.transport import liveness, survivors, waiting, whereabouts
 from collectives.transport.mailbox import MpiMailbox
 from collectives.transport.messages import Endpoint, MpiMessage, is_death
 from collectives.transport.transport import InC, Transport
-from collectives.transport.waiting import Deadline, Message, this_thread
+from collectives.transport.waiting import Deadline, Message, Wait, this_thread
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -51,22 +51,24 @@ def _functions() -> tuple[int, int, int] | None:
 
 
 class MpiTransport(Transport):
-    """Messages over a private duplicate of an MPI communicator.
+    """Messages over a private MPI communicator.
 
     Args:
         comm: the ranks that take part. Collective: all of them must construct it together.
+        parent: of which `comm` was made for this transport alone, and which a rank that fails here
+            revokes; None to use a duplicate of `comm`.
     """
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm: MPI.Comm, parent: MPI.Comm | None = None) -> None:
         from mpi4py import MPI
 
-        self.endpoint = Endpoint(comm)
+        self.endpoint = Endpoint(comm, owned=parent is not None)
         self.mpi = self.endpoint.mpi
         self.rank = self.mpi.Get_rank()
         self.size = self.mpi.Get_size()
         self.status: MPI.Status | None = MPI.Status()
         # Of the messages by which ranks tell each other where they are.
-        self._key = whereabouts.next_key(self._largest)
+        self._key = whereabouts.next_key(lambda own: self._largest(own, parent or self.mpi))
         self._tag = _TAG
         self._meetings = 0  # before agreements
         # Whether threads of ours may call MPI while others do.
@@ -131,8 +133,7 @@ class MpiTransport(Transport):
             part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
             if part == MPI.COMM_NULL:
                 return None
-            transport = MpiTransport(part)
-            part.Free()
+            transport = MpiTransport(part, self.mpi)
         except RuntimeError as error:
             raise self._explain(error, "split") from error
         return transport
@@ -156,8 +157,7 @@ class MpiTransport(Transport):
             part = cast("MPI.Intracomm", self.mpi).Create_group(chosen, tag)
             chosen.Free()
             everyone.Free()
-            transport = MpiTransport(part)
-            part.Free()
+            transport = MpiTransport(part, self.mpi)
         except RuntimeError as error:
             raise self._explain(error, "group") from error
         return transport
@@ -215,16 +215,26 @@ class MpiTransport(Transport):
         """Free the communicator, unless messages are under way or MPI has ended."""
         self.endpoint.free()
 
-    def _largest(self, number: int) -> int:
-        """Return the largest of the numbers that the ranks bring."""
+    def _largest(self, number: int, parent: MPI.Comm) -> int:
+        """Return the largest of the numbers that the ranks bring.
+
+        A rank that fails revokes the parent, because others may still be making this communicator:
+        Open MPI 5.0.11 crashes when one is revoked that is not complete.
+        """
         from mpi4py import MPI
 
         largest = np.array([number])
+        wait = Wait()
         try:
-            self.mpi.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+            coming = self.mpi.Iallreduce(MPI.IN_PLACE, largest, MPI.MAX)
+            self.endpoint.kept.append((coming, largest))
+            while not coming.Test():
+                if wait.pause() and survivors.is_revoked(parent):
+                    raise MPI.Exception(MPI.ERR_REVOKED)
         except MPI.Exception:
-            self.revoke()  # others may still wait in it
+            survivors.revoke(parent)
             raise
+        self.endpoint.kept.clear()
         return int(largest[0])
 
     def look_around(self, operation: str, peers: Sequence[int] = ()) -> None:

@@ -6,17 +6,18 @@ Only where the MPI library outlives its ranks: Open MPI >= 5 under `mpirun --wit
     revoke              dead       revoke            whoever waits leaves its operation
     "here" -> 2                    "here" -> 0       within a limit, beside the communicator
     Shrink                         Shrink            MPI agrees on the dead, and leaves them out
-    Dup, ...                       Dup, ...          the private communicator of the new group
+    Agree                          Agree             complete on all: from here on it may be revoked
+    Iallreduce                     Iallreduce        the number of the new communicator
     Agree                          Agree             did all come through? else once more
 
-MPI's own calls, but the last two lines of which have no limit, are made when all that live have
-come: they wait for nobody who computes. In a world of some processes only, which have no messages
+MPI's own calls, which have no limit, are made when all surviving ranks have come: they wait for no
+rank that computes. In a world of some processes only, which have no messages
 beside their communicators, they come by an agreement that is given up at the limit, and wait for
 each other at the end of their programs by another one. `Ishrink`, which could be given up, fails
 with an internal error in Open MPI 5.0.11. A rank that dies meanwhile is left out by the next
 attempt.
 
-Cost: P messages of 16 bytes to and from each rank, and three agreements: milliseconds.
+Cost: P messages of 16 bytes to and from each rank, and four agreements: milliseconds.
 
 Source: W. Bland et al., "Post-failure recovery of MPI communication capability: design and
 rationale", IJHPCA 27(3), 2013; MPIX_Comm_revoke, MPIX_Comm_shrink and MPIX_Comm_agree of Open MPI.
@@ -120,11 +121,13 @@ def meet(
     give_up_at = math.inf
     while True:
         dead, come = world.here(own)
+        # First: a rank that went to the last meeting may have died since. Another one that saw it
+        # there goes to Shrink, and would wait for this one, which waits for it in Agree.
+        if number and not world.here(key).come.isdisjoint(numbers):
+            return False
         missing = [rank for rank in others if numbers[rank] not in dead | come]
         if not missing:
             return True
-        if number and not world.here(key).come.isdisjoint(numbers):
-            return False
         if time.monotonic() > give_up_at:
             return False
         absent = [Known(f"{ranks.name([rank])} to come", (rank,), False) for rank in missing]
@@ -182,24 +185,28 @@ def agree(comm: MPI.Comm, flag: bool) -> bool:
         return False
 
 
-def form(comm: MPI.Comm, make: Callable[[MPI.Comm], T]) -> tuple[T, list[int]]:
+def form(comm: MPI.Comm, make: Callable[[MPI.Comm, MPI.Comm | None], T]) -> tuple[T, list[int]]:
     """Make something of a communicator of the ranks that live; *collective* over these.
 
     Args:
         comm: revoked, or not.
-        make: collective over the ranks of what it is given; raises MPI's errors, or ours, where
-            one of them dies.
+        make: `MpiTransport`, or another function of a communicator of these ranks, and of the
+            communicator that it revokes on errors; None if the first one is to be duplicated.
+            Raises MPI's errors, or ours, where a rank dies.
 
     Returns:
         What was made, and the numbers that its ranks have in `comm`.
     """
     from mpi4py import MPI
 
+    is_whole = whereabouts.current is not None
     while True:
+        _forget_failed_creation()
         part = comm.Shrink()
+        agree(part, True)  # complete on all ranks: from here on it may be revoked
         made = None
         try:
-            made = make(part)
+            made = make(part, part if is_whole else None)
         except (MPI.Exception, CollectiveError):
             revoke(part)  # others may wait for this rank
         if agree(part, made is not None) and made is not None:
@@ -207,13 +214,23 @@ def form(comm: MPI.Comm, make: Callable[[MPI.Comm], T]) -> tuple[T, list[int]]:
             numbers = list(own.Translate_ranks(None, before))
             own.Free()
             before.Free()
-            if whereabouts.current is None:
+            if not is_whole:
                 _parts.append(part)
-            else:
-                part.Free()
             liveness.lift_limit()
             return made, numbers
         _given_up.append((part, made))
+
+
+def _forget_failed_creation() -> None:
+    """Let MPI make communicators after one that failed since a rank died.
+
+    Open MPI 5.0.11 makes one communicator at a time, in the order of their parents' numbers. One
+    that fails keeps its turn, and those of parents with higher numbers wait for ever. This process
+    alone has nearly the lowest number, and gives the turn back.
+    """
+    from mpi4py import MPI
+
+    MPI.COMM_SELF.Dup().Free()
 
 
 # Called before what `whereabouts` registers, which waits in a world of all processes.

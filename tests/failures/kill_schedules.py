@@ -63,7 +63,7 @@ MOMENTS = {
     },
     "shrinking": {
         ("failure", "shrunk"): 2, ("failure", "meeting"): 2, ("failure", "form"): 2,
-        ("failure", "agree"): 3, ("failure", "revoke"): 2,
+        ("failure", "agree"): 3, ("failure", "revoke"): 2, ("failure", "made"): 3,
     },
     "end": {
         ("start", "meet"): 2, ("start", "leave"): 1, ("last", "stay"): 1, ("last", "end"): 1,

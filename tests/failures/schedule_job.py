@@ -23,7 +23,7 @@ import numpy as np
 
 import collectives as cc
 import strategies
-from collectives.transport import liveness, survivors, whereabouts
+from collectives.transport import liveness, messages, survivors, whereabouts
 from strategies import training
 from strategies.training import checkpoint, copies, members, state
 
@@ -46,6 +46,7 @@ POINTS = {
     "form": (survivors, "form"),
     "agree": (survivors, "agree"),
     "revoke": (survivors, "revoke"),
+    "made": (messages.Endpoint, "__init__"),
     "write": (checkpoint, "write_part"),
     "allreduce": (cc.Communicator, "allreduce"),
     "barrier": (cc.Communicator, "barrier"),

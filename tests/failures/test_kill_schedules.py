@@ -34,6 +34,15 @@ SCHEDULES = {
     "while a spare rank is given its state": killed(
         (0, "start", "step", 5), (3, "failure", "hand_on", 1), spares=2
     ),
+    # Open MPI makes no further communicator then, if it is not made to.
+    "while survivors make their second communicator": killed(
+        (0, "start", "barrier", 2),
+        (3, "failure", "allgather", 1),
+        (1, "failure", "made", 2),
+        trained=4,
+        spares=1,
+        memory="off",
+    ),
     "after all have returned": killed((2, "last", "stay", 1), (1, "start", "finalize", 1)),
 }
 
