@@ -161,8 +161,8 @@ def prepare_exit() -> None:
 
 def _leave_to_parent() -> None:
     """Set no alarm, and end nothing that belongs to the rank, in a forked child."""
-    global _exit_limit, _last, _status
-    _exit_limit, _last, _status = math.inf, None, 0
+    global _exit_limit, _last, _status, _failure
+    _exit_limit, _last, _status, _failure = math.inf, None, 0, 0
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
