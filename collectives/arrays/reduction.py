@@ -142,7 +142,10 @@ def check(op: Op, dtype: np.dtype[Any], *, operation: str, by_way: bool = False)
     """
     if not isinstance(op, Op):
         names = " ".join(o.value for o in Op)
-        raise TypeError(f"{operation}: op is not a reduction, expected one of {names}, got {op!r}")
+        raise TypeError(
+            f"{operation}: op is not a reduction, expected one of {names} "
+            f"from the module collectives, got {op!r}"
+        )
     if op in LOCATING or (op in BY_WAY and not by_way):
         others = "allreduce, reduce and reduce_scatter"
         where = others if op in LOCATING else f"{others}, alone or grouped"
