@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
     """Says in one line what is wrong, without all options, of which some commands have many."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -193,7 +194,13 @@ def _timeline(options: argparse.Namespace) -> int:
 def _errors(options: argparse.Namespace) -> int:
     from collectives.tools import errors
 
-    return errors.run(options.words)
+    try:
+        status = errors.run(options.words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `errors | head`: the reader of the pipe has what it needs
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 0
+    return status
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m strategies")
-    rooms = parser.add_subparsers(dest="room", required=True)
+    rooms = parser.add_subparsers(dest="command", required=True)
     checkpoint = rooms.add_parser("checkpoint", help="look at checkpoints; without ranks")
     commands = checkpoint.add_subparsers(dest="command", required=True)
     place = "a checkpoint, or a directory of checkpoints; a path or a URL"

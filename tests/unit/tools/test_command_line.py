@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -208,6 +209,8 @@ def test_wrong_arguments_are_refused(arguments, capsys):
     said = ("expected", "choose from", "required", "No such file")
     assert any(word in stderr for word in said)
     assert stderr.count("\n") == 1
+    if not arguments:
+        assert "--help" in stderr
 
 
 def test_wrong_arguments_end_the_program():
@@ -215,6 +218,15 @@ def test_wrong_arguments_end_the_program():
     assert result.status == 2
     assert "expected" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_errors_ends_quietly_when_the_reader_of_its_pipe_has_gone():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as pipe:
+        command = [sys.executable, *COMMAND, "errors"]
+        ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_bench_measures_every_operation(tmp_path):
