@@ -27,6 +27,9 @@ def run(command: Sequence[str], usage: str | None, prepare: Callable[[], None]) 
     if asks or not command or command == ["-m"]:
         print(usage, file=sys.stdout if asks else sys.stderr)
         return 0 if asks else 2
+    if command[0] != "-m" and not Path(command[0]).exists():
+        print(f"no such program, expected a file, got {command[0]!r}", file=sys.stderr)
+        return 2  # the status of `python NOFILE`
     prepare()
     if command[0] == "-m":
         sys.argv, sys.path[0] = list(command[1:]), str(Path.cwd())

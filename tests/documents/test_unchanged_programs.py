@@ -114,3 +114,11 @@ def test_without_a_program_it_says_how_it_is_used(runner, asked, status):
     result = run([sys.executable, "-m", runner, *asked], timeout=60)
     assert result.status == status
     assert f"mpirun -np 4 python -m {runner} train.py" in (result.stderr or result.stdout)
+
+
+@pytest.mark.parametrize("module", ["strategies.torch", "strategies.horovod"])
+def test_a_program_that_is_missing_is_named(module):
+    result = run([sys.executable, "-m", module, "no-such-program.py"], timeout=60)
+    assert result.status == 2
+    assert "no such program, expected a file, got 'no-such-program.py'" in result.stderr
+    assert "Traceback" not in result.stderr
