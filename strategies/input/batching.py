@@ -197,6 +197,8 @@ def csv_batches(
 ) -> Iterator[Batches]:
     """Read CSV files in threads, mix their rows, and iterate over batches.
 
+    Use the result in a `with` statement, and iterate over what it yields.
+
     A field in quotes may hold line ends. Empty lines are no rows.
 
     `Saver` takes the batches as a thing: with a seed where rows are shuffled, and the same number
