@@ -26,6 +26,7 @@ __all__ = [
     "copy",
     "divide",
     "empty",
+    "has_own_type",
     "is_half",
     "settle",
     "stored_as",
@@ -34,15 +35,24 @@ __all__ = [
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _HALVES = (np.dtype(np.float16), BFLOAT16)
 
+# NPY_USERDEF of NumPy's C headers: the first number of a dtype that another package has added.
+_OWN_TYPES = 256
+
 
 def is_half(dtype: np.dtype[Any]) -> bool:
     """Tell whether elements are floats of 16 bits: float16 or bfloat16."""
     return dtype in _HALVES
 
 
+def has_own_type(dtype: np.dtype[Any]) -> bool:
+    """Tell whether a package such as `ml_dtypes` has added the dtype to NumPy's."""
+    return dtype.num >= _OWN_TYPES
+
+
 def stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype as which a device keeps elements: the bits, for floats of 16."""
-    return np.dtype(np.uint16) if is_half(dtype) else dtype
+    """Return the dtype as which a device keeps elements: the bits, where CuPy lacks the dtype."""
+    is_bits = is_half(dtype) or has_own_type(dtype)
+    return np.dtype(f"u{dtype.itemsize}") if is_bits else dtype
 
 
 class Device:

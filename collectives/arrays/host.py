@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from collectives.arrays import libraries
-from collectives.arrays.device import BFLOAT16
+from collectives.arrays.dtypes import NUMBERS, can_move
 from collectives.arrays.foreign import Foreign
 
 __all__ = [
@@ -39,10 +39,6 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-
-# What has a rule for every operation (see `collectives.arrays.reduction`) and the same bytes on all
-# machines of a job, in native byte order. `q` and `Q` are int64 and uint64 under a second name.
-_DTYPES = frozenset([*map(np.dtype, "?bBhHiIlLqQefdFD"), BFLOAT16])
 
 # What a library raises when it cannot show its elements: sparse, deleted, traced, on two devices.
 _REFUSALS = (AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError)
@@ -94,14 +90,14 @@ def borrow(x: Any, out: Any = None, *, operation: str) -> Borrowed:
         array.
 
     Raises:
-        TypeError: the elements cannot be read, their dtype is not one of numbers, or `out` cannot
-            be written or has another dtype.
+        TypeError: the elements cannot be read, or cannot be moved (`collectives.arrays.dtypes`),
+            or `out` cannot be written or has another dtype.
         ValueError: `out` has another shape, or is read-only.
 
     Cost: memory is shared where the kind allows; arrays on a device are copied once, to pinned
         memory.
     """
-    if type(x) is np.ndarray and x.dtype in _DTYPES:  # 0.3 us; every other kind takes some us
+    if type(x) is np.ndarray and x.dtype in NUMBERS:  # 0.3 us; every other kind takes some us
         borrowed = Borrowed(x, None, unchanged)
     else:
         borrowed = _lend(x, operation)
@@ -349,12 +345,17 @@ def _kind(x: Any) -> str:
 
 
 def _check_dtype(dtype: np.dtype[Any], x: Any, operation: str) -> None:
-    if dtype not in _DTYPES and dtype.newbyteorder("=") not in _DTYPES:
-        raise TypeError(
-            f"{operation}: this dtype cannot be sent, expected bool, an integer, float16, "
-            f"bfloat16, float32, float64, complex64 or complex128, got {dtype} (x: {_kind(x)})"
-            f"{_remedy(x) or '; broadcast_object and its siblings send other objects'}"
-        )
+    is_array = hasattr(x, "dtype")
+    if can_move(dtype) and (is_array or dtype in NUMBERS):
+        return
+    expected = "elements without references" if is_array else "an array, or numbers"
+    remedy = _remedy(x) or (
+        "; broadcast_object, gather_object, allgather_object and send_object take any object"
+    )
+    raise TypeError(
+        f"{operation}: this dtype cannot be sent, expected {expected}, got {dtype} "
+        f"(x: {_kind(x)}){remedy}"
+    )
 
 
 def _check_fit(

@@ -6,10 +6,11 @@ import functools
 import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from collectives.arrays.device import BFLOAT16, Device, DeviceBuffer, stored_as
+from collectives.arrays.device import Device, DeviceBuffer, has_own_type, stored_as
 from collectives.arrays.foreign import Foreign, Resident, dense_axes, why_repeated
 from collectives.arrays.of_cuda import has_cupy, load_cupy
 
@@ -80,8 +81,9 @@ class _Tensor(Foreign):
 
     def _shown(self, host: npt.NDArray[Any]) -> Any:
         """Show host memory as a tensor."""
-        if host.dtype == BFLOAT16:
-            return self._torch.from_numpy(host.view(np.int16)).view(self._torch.bfloat16)
+        if has_own_type(host.dtype):
+            bits = self._torch.from_numpy(host.view(f"i{host.itemsize}"))
+            return bits.view(getattr(self._torch, host.dtype.name))
         return self._torch.from_numpy(host)
 
     def resident(self) -> Resident | None:
@@ -126,11 +128,21 @@ class _Tensor(Foreign):
 def _tensor_elements(tensor: Any, torch: Any) -> npt.NDArray[Any]:
     """View a tensor as NumPy array; what is lazy in it, or on another device, is copied."""
     array: npt.NDArray[Any]
-    if tensor.dtype == torch.bfloat16:  # which PyTorch cannot show to NumPy
-        array = tensor.detach().view(torch.int16).numpy(force=True).view(BFLOAT16)
-    else:
+    added = _added_dtype(tensor.dtype)
+    if added is None:
         array = tensor.numpy(force=True)
+    else:
+        bits = getattr(torch, f"int{8 * added.itemsize}")
+        array = tensor.detach().view(bits).numpy(force=True).view(added)
     return array
+
+
+@functools.cache
+def _added_dtype(dtype: Any) -> np.dtype[Any] | None:
+    """Return the dtype of `ml_dtypes` for bfloat16 and float8, which PyTorch does not show."""
+    name = str(dtype).removeprefix("torch.")
+    found = getattr(ml_dtypes, name, None) if name.startswith(("bfloat16", "float8")) else None
+    return None if found is None else np.dtype(found)
 
 
 @functools.cache

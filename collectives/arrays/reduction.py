@@ -7,12 +7,13 @@
 | complex64, complex128 | in their own precision | yes | error: they have no order | error |
 | integers | modulo 2^bits, as in NumPy | error: it would have to truncate | yes | yes |
 | bool | error: it would wrap to 0 or 1 | error | yes: MIN is "all", MAX is "any" | yes |
+| all others | error | error | error | error |
 
 MEAN divides by the number of ranks *before* the sum, so that the sum of values near the largest
 number of the dtype does not overflow where their mean fits.
 
-LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR (every dtype) and INTEGER_MEAN (integers) go by way of one of
-these (`collectives.arrays.detour`), MINLOC and MAXLOC by way of two of them
+LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR (of all rows but the last) and INTEGER_MEAN (integers) go by
+way of one of these (`collectives.arrays.detour`), MINLOC and MAXLOC by way of two of them
 (`collectives.operations.located`).
 """
 
@@ -26,6 +27,7 @@ import numpy as np
 
 from collectives.arrays import device
 from collectives.arrays.device import is_half
+from collectives.arrays.dtypes import NUMBER_NAMES, NUMBERS
 from collectives.arrays.host import Array
 
 __all__ = [
@@ -150,6 +152,11 @@ def check(op: Op, dtype: np.dtype[Any], *, operation: str, by_way: bool = False)
         others = "allreduce, reduce and reduce_scatter"
         where = others if op in LOCATING else f"{others}, alone or grouped"
         raise TypeError(f"{operation}: there is no {op.value} here, but in {where}")
+    if dtype not in NUMBERS:
+        raise TypeError(
+            f"{operation}: {op.value} is not defined for this dtype, expected {NUMBER_NAMES}, got "
+            f"{dtype}; arrays of other dtypes can only be moved"
+        )
     kind = "f" if is_half(dtype) else dtype.kind
     why = RULES[op].undefined.get(kind)
     if why is not None:

@@ -61,7 +61,7 @@ def kind_of(x: Any, *, operation: str) -> Kind:
     """Tell the kind of an array, or of a pair of a shape and a dtype, which stands for NumPy's.
 
     Raises:
-        TypeError: this is not an array, or its dtype is not one of numbers.
+        TypeError: this is not an array, or its elements cannot be moved.
         ValueError: a dimension is negative.
     """
     if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], (int, tuple, list)):
@@ -104,5 +104,5 @@ def show(memory: Array, kind: Kind) -> View:
 
 
 def _checked(dtype: np.dtype[Any], operation: str) -> np.dtype[Any]:
-    """Refuse a dtype that is not one of numbers; return it in native byte order."""
+    """Refuse a dtype that cannot be moved; return it in native byte order."""
     return host.borrow(np.empty(0, dtype), operation=operation).host.dtype

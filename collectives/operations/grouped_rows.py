@@ -102,7 +102,7 @@ def grouped_broadcast(
             host.borrow(x, to, operation=call.operation) for x, to in pairs(call.operation, xs, out)
         ]
         call.check_root(root)
-        kinds = [(loan.host.dtype.name, loan.host.shape) for loan in loans]
+        kinds = [(str(loan.host.dtype), loan.host.shape) for loan in loans]
         arrays = bucket_layout.shortened(kinds)
         call.describe(count=len(loans), arrays=arrays, root=root, algorithm=algorithm)
         own = group.rank == root
@@ -170,7 +170,7 @@ def grouped_allgather(
             row, dtype = array.shape[1:], array.dtype
             tos.append(host.borrow_rows(to, row, dtype, loan, operation=call.operation))
             arrays.append(array)
-        kinds = [(array.dtype.name, array.shape[1:]) for array in arrays]
+        kinds = [(str(array.dtype), array.shape[1:]) for array in arrays]
         shapes = bucket_layout.shortened(kinds)
         call.describe(count=len(arrays), arrays=shapes, algorithm=algorithm)
         told = call.tell(*(len(array) for array in arrays), *(to.number for to in tos))

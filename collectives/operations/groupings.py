@@ -179,13 +179,12 @@ def _described(
     op, compression, scales, algorithm = asked
     dtypes = [dtype for _, dtype in kinds]
     ways = []
-    for dtype in dict.fromkeys(dtypes):
-        host.borrow(np.empty(0, dtype), operation=call.operation)  # refuses what is no number
-        compression.codec(dtype, op, network=True)
     for dtype in dtypes:
         way = detour.detour(op, dtype, call.group.size, scales, operation=call.operation)
         if way is not None:  # then there is one for every dtype
             ways.append(way)
+    for dtype in dict.fromkeys(dtypes):
+        compression.codec(dtype, op, network=True)
     facts: dict[str, object] = {
         "op": op.value,
         "count": len(kinds),

@@ -2,8 +2,10 @@
 
 ::
 
-    head     [ magic | kind | dimensions | dtype | tag | shape | elements, if short ]
+    head     [ magic | kind | dimensions | dtype | tag | shape | long dtype | elements, if short ]
     payload  [ elements ]
+
+A dtype longer than its field, such as a structured one, follows the shape.
 """
 
 from __future__ import annotations
@@ -16,23 +18,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from collectives.arrays import dtypes
 from collectives.arrays.host import Array
 from collectives.errors import CollectiveError
 from collectives.transport.waiting import Ranks
 
-__all__ = ["ARRAY", "OBJECT", "SHORT", "Envelope", "Head", "read", "write"]
+__all__ = ["ARRAY", "OBJECT", "Envelope", "Head", "is_short", "read", "write"]
 
 _MAGIC = 0xA11B
-_FIELDS = struct.Struct("<HBBxxxx16sq")  # magic, kind, number of dimensions, name of dtype, tag
+# Magic, kind, number of dimensions, bytes of a long dtype, a short dtype, tag.
+_FIELDS = struct.Struct("<HBBI16sq")
+_SHORT_DTYPE = 16
 
 # What the elements are; in the head its number.
 ARRAY, OBJECT = "an array", "an object"
 _KINDS = (ARRAY, OBJECT)
 
-# Elements up to so many bytes travel in the head: their copies cost less than a message of its own.
-# With the head no more than what every MPI sends without asking first (`compare.LETTER_BYTES`): who
-# looks whether a head has come takes it at once, and must not wait for its sender.
-SHORT = 3 << 10
+# Elements, and a long dtype, up to so many bytes travel in the head: their copies cost less than a
+# message of its own. With the head no more than what every MPI sends without asking first
+# (`compare.LETTER_BYTES`): a rank that finds a head takes it at once, and must not wait for its
+# sender.
+_SHORT = 3 << 10
 
 
 class Envelope(NamedTuple):
@@ -67,14 +73,32 @@ class Head(NamedTuple):
     elements: Array | None
 
 
+def is_short(array: Array, *, operation: str) -> bool:
+    """Tell whether an array's elements travel in its head.
+
+    Raises:
+        TypeError: its dtype does not fit into a head.
+    """
+    long_bytes = len(_texts(array.dtype)[1])
+    if long_bytes > _SHORT:
+        raise TypeError(
+            f"{operation}: the description of a structured dtype is too long, expected at most "
+            f"{_SHORT} bytes, got {long_bytes}; send_object takes any object"
+        )
+    return array.nbytes + long_bytes <= _SHORT
+
+
 def write(array: Array, flat: Array, tag: int, kind: str) -> Array:
     """Return the head of an array, whose elements are these bytes; with them if they are short."""
-    start = _FIELDS.size + 8 * array.ndim
-    short = flat.size <= SHORT
+    name, text = _texts(array.dtype)
+    shape_end = _FIELDS.size + 8 * array.ndim
+    start = shape_end + len(text)
+    short = flat.size + len(text) <= _SHORT
     head = np.empty(start + flat.size * short, np.uint8)
-    name = _name(array.dtype)
-    _FIELDS.pack_into(head.data, 0, _MAGIC, _KINDS.index(kind), array.ndim, name, tag)
+    _FIELDS.pack_into(head.data, 0, _MAGIC, _KINDS.index(kind), array.ndim, len(text), name, tag)
     struct.pack_into(f"<{array.ndim}q", head.data, _FIELDS.size, *array.shape)
+    if text:
+        head[shape_end:start] = np.frombuffer(text, np.uint8)
     if short:
         head[start:] = flat
     return head
@@ -86,28 +110,32 @@ def read(head: npt.NDArray[np.uint8], source: int, ranks: Ranks) -> Head:
     Raises:
         CollectiveError: this is not a head; nothing has been allocated by then.
     """
-    magic = kind = ndim = tag = 0
+    magic = kind = ndim = long_bytes = tag = 0
     name = b""
     if head.size >= _FIELDS.size:
-        magic, kind, ndim, name, tag = _FIELDS.unpack_from(head.data)
-    start = _FIELDS.size + 8 * ndim
+        magic, kind, ndim, long_bytes, name, tag = _FIELDS.unpack_from(head.data)
+    start = _FIELDS.size + 8 * ndim + long_bytes
     if magic != _MAGIC or kind >= len(_KINDS) or start > head.size:
         raise CollectiveError(
             f"recv: what {ranks.name([source])} sent is not an array, it begins with "
             f"{head[:16].tobytes().hex()} ({ranks.where})"
         )
     shape = struct.unpack_from(f"<{ndim}q", head.data, _FIELDS.size)
+    if long_bytes:
+        name = head[start - long_bytes : start].tobytes()
     dtype = _dtype(name)
     nbytes = math.prod(shape) * dtype.itemsize
-    elements = head[start:] if nbytes <= SHORT else None
+    elements = head[start:] if nbytes + long_bytes <= _SHORT else None
     return Head(Envelope(source, tag, shape, dtype), _KINDS[kind], nbytes, elements)
 
 
-@functools.cache  # NumPy takes microseconds for either
-def _name(dtype: np.dtype[Any]) -> bytes:
-    return str(dtype.name).encode()
+@functools.lru_cache(256)  # NumPy takes microseconds for either
+def _texts(dtype: np.dtype[Any]) -> tuple[bytes, bytes]:
+    """Return what stands in the field of a dtype, and what follows the shape: one is empty."""
+    text = dtypes.spelled(dtype).encode()
+    return (text, b"") if len(text) <= _SHORT_DTYPE else (b"", text)
 
 
-@functools.cache
-def _dtype(name: bytes) -> np.dtype[Any]:
-    return np.dtype(name.rstrip(b"\0").decode())
+@functools.lru_cache(256)
+def _dtype(text: bytes) -> np.dtype[Any]:
+    return dtypes.named(text.rstrip(b"\0").decode())

@@ -106,8 +106,9 @@ class PointToPoint:
             if sum(sending.copied for sending in behind) <= AHEAD_BYTES:
                 break
             self._lane.finish(behind[0], deadline)
+        short = heads.is_short(array, operation=deadline.operation)
         flat, copy = host.raw_bytes(np.ascontiguousarray(array)), None
-        if flat.size > heads.SHORT:
+        if not short:
             copy = self._matching.memory(flat.size)
             copy[...] = flat
         sending = Sending(deadline, self._ranks, self._lane.move, dest, copy)
@@ -115,10 +116,11 @@ class PointToPoint:
 
     def isend(self, array: Array, dest: int, tag: int, deadline: Deadline) -> Job:
         """Start sending an array, which must not change until that is over."""
+        short = heads.is_short(array, operation=deadline.operation)
         flat = host.raw_bytes(np.ascontiguousarray(array))
         sending = Sending(deadline, self._ranks, self._lane.move, dest)
         job = self._lane.job_of(sending)
-        payload = flat if flat.size > heads.SHORT else None
+        payload = None if short else flat
         self._lane.start(sending, heads.write(array, flat, tag, ARRAY), payload)
         self._lane.attend_to(sending)
         return job

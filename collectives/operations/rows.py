@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from collectives.arrays import host
+from collectives.arrays import dtypes, host
 from collectives.arrays.host import Array
 from collectives.operations import joins, objects, repeats, row_counts
 from collectives.operations.call import enter
@@ -204,10 +204,12 @@ def scatter(
         rows = [] if loan is None else row_counts.shares(call, loan.host, splits=splits)
         call.describe(root=root, algorithm=algorithm)  # step 4
         # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
-        facts = None if loan is None else (loan.host.dtype.name, loan.host.shape[1:], rows)
+        facts = (
+            None if loan is None else (dtypes.spelled(loan.host.dtype), loan.host.shape[1:], rows)
+        )
         name, row, rows = objects.from_root(call, facts, root)
         call.next_part()
-        dtype = np.dtype(name)
+        dtype = dtypes.named(name)
         if out is None:
             to = host.NEW if loan is None else host.NEW._replace(give_back=loan.give_back)
         else:

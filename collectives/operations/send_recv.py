@@ -45,7 +45,7 @@ def send(group: Group, x: Any, dest: int, *, tag: int = 0, timeout: float | None
 
     Raises:
         ValueError: no such rank, or this one; no such tag.
-        TypeError: the elements cannot be read, or are not numbers.
+        TypeError: the elements cannot be read, or cannot be moved (`collectives.arrays.dtypes`).
         CollectiveTimeout: an array that was sent before has not been received in its time.
         PeerFailure: a rank is dead.
 

@@ -41,7 +41,8 @@ def shared_empty(
         ranks do not share memory.
 
     Raises:
-        TypeError: there is no such dtype, or it is not a number; a dimension is not an integer.
+        TypeError: there is no such dtype, or it cannot be moved (`collectives.arrays.dtypes`); a
+            dimension is not an integer.
         ValueError: a dimension is negative.
         MismatchError: another rank refused, or the shapes or dtypes differ; on all ranks.
 

@@ -1,0 +1,77 @@
+"""Dtypes: which arrays can be moved, which can be reduced, and how a message names a dtype.
+
+| dtype | moved | reduced |
+| --- | --- | --- |
+| bool, integers, float16 to float64, bfloat16, complex64, complex128 | yes | yes |
+| the other dtypes of `ml_dtypes`: float8, int4 and so on | yes | error |
+| longdouble, datetime64, timedelta64, text (U, S), void (V) | yes | error |
+| structured, of all of these | yes | error |
+| object, StringDType, structured with such a field | error: elements are pointers | error |
+
+Arrays move as bytes. `collectives.arrays.reduction` defines which op is defined for which numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from collectives.arrays.device import BFLOAT16, has_own_type
+
+__all__ = ["NUMBERS", "NUMBER_NAMES", "can_move", "named", "spelled"]
+
+# Dtypes with a loop for every reduction. `q` and `Q` are int64 and uint64 under a second name.
+NUMBERS = frozenset([*map(np.dtype, "?bBhHiIlLqQefdFD"), BFLOAT16])
+
+# The same for error messages.
+NUMBER_NAMES = "bool, an integer, float16, bfloat16, float32, float64, complex64 or complex128"
+
+
+def can_move(dtype: np.dtype[Any]) -> bool:
+    """Tell whether the bytes of elements mean the same in another process."""
+    if dtype in NUMBERS:
+        return True
+    if dtype.hasobject or not dtype.itemsize:  # a pointer, or nothing that NumPy shows as bytes
+        return False
+    if dtype.fields is not None:
+        return all(can_move(field[0]) for field in dtype.fields.values())
+    base = dtype.base  # of a field that is itself an array
+    return not has_own_type(base) or hasattr(ml_dtypes, base.name)
+
+
+def spelled(dtype: np.dtype[Any]) -> str:
+    """Write a dtype that can move as text, from which `named` makes it again.
+
+    Example:
+        >>> spelled(np.dtype("float32")), spelled(np.dtype("<U3"))
+        ('float32', '<U3')
+        >>> named(spelled(np.dtype([("a", "i1"), ("b", "<f4", 2)])))
+        dtype([('a', 'i1'), ('b', '<f4', (2,))])
+    """
+    form = _form(dtype)
+    return form if isinstance(form, str) else repr(form)
+
+
+def named(text: str) -> np.dtype[Any]:
+    """Return the dtype that `spelled` has written."""
+    is_compound = text.startswith(("{", "("))
+    return np.dtype(ast.literal_eval(text) if is_compound else text)
+
+
+def _form(dtype: np.dtype[Any]) -> Any:
+    """Return what `np.dtype` makes the dtype of: text, or a literal of Python."""
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return _form(base), shape
+    if dtype.names is None:
+        return dtype.name if dtype in NUMBERS or has_own_type(dtype) else dtype.str
+    fields = [dtype.fields[name] for name in dtype.names]  # type: ignore[index]
+    return {
+        "names": list(dtype.names),
+        "formats": [_form(field[0]) for field in fields],
+        "offsets": [field[1] for field in fields],
+        "itemsize": dtype.itemsize,
+    }
