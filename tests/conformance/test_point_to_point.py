@@ -185,6 +185,14 @@ def test_wrong_arguments_are_named_and_do_no_harm(world):
             left, right = neighbours(comm)
             with pytest.raises(TypeError, match="send: this dtype cannot be sent"):
                 comm.send(["text"], right)
+            many = np.zeros(1, [(f"field {i}", "f4") for i in range(200)])
+            with pytest.raises(TypeError, match="send: .*too long, expected at most 3072 bytes"):
+                comm.send(many, right)
+            some = np.ones(1, [(f"field {i}", "f4") for i in range(30)])
+            comm.send(some, right)
+            assert comm.recv(left) == some
+            comm.send(np.repeat(some, 30), right)  # longer than a head
+            assert (comm.recv(left) == some).all()
             for timeout in (0, -1, float("nan")):
                 with pytest.raises(ValueError, match="recv: timeout must be seconds > 0"):
                     comm.recv(left, timeout=timeout)

@@ -17,6 +17,7 @@ import pytest
 
 import collectives as cc
 import inprocess
+import moving
 import oracle
 from collectives.algorithms import hierarchical
 from collectives.communicator import Communicator
@@ -188,6 +189,16 @@ def test_calls_of_many_kinds_follow_each_other_without_a_trace(nodes):
             else:
                 comm.barrier(algorithm="hierarchical")
                 np.testing.assert_array_equal(comm.allgather(arrays[comm.rank][:1]).size, comm.size)
+
+    nodes.run(check)
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["float8", "text", "structured"])
+def test_arrays_of_other_dtypes_move_between_nodes(nodes, name):
+    def check(comm):
+        for shape in [(5, 3), (20_001, 1)]:
+            moving.assert_moved(comm, shape, moving.DTYPES[name])
 
     nodes.run(check)
 
