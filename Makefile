@@ -125,7 +125,7 @@ $(VENV)/.unisono-kind-jax: $(STAMP)
 	touch "$@"
 
 $(VENV)/.unisono-kind-frameworks: $(VENV)/.unisono-kind-torch
-	"$(VENV)/bin/python" -m pip install $(QUIETLY) "accelerate>=1.15" "lightning>=2.6"
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) "accelerate>=1.15" "lightning>=2.6" "transformers>=5.24"
 	touch "$@"
 
 # 280 MB, with a Node.js of its own. On a stranger's machine mypy alone checks types.

@@ -18,7 +18,7 @@ import pytest
 REQUIREMENTS = (
     "compiler",  # of C++
     "cores",  # two of them
-    "frameworks",  # over PyTorch: Accelerate, Lightning
+    "frameworks",  # over PyTorch: Accelerate, Lightning, Transformers
     "gpu",  # a CUDA device, and CuPy
     "impi",  # Intel MPI, beside the first MPI library
     "jax",  # with Optax
@@ -38,7 +38,7 @@ REQUIREMENTS = (
 # Packages that come with another one that has the requirement's name.
 _PART_OF = {
     "optax": "jax",
-    **dict.fromkeys(("accelerate", "lightning"), "frameworks"),
+    **dict.fromkeys(("accelerate", "lightning", "transformers"), "frameworks"),
     **dict.fromkeys(("build", "twine"), "package"),
     "basedpyright": "pyright",
     **dict.fromkeys(
