@@ -4,11 +4,12 @@ A rank that does not come is busy elsewhere and answers no question. So each ran
 memory that the node shares whenever it enters or leaves an operation: which, in which line of the
 program, when. A rank that has waited too long reads the notes of those it waits for.
 
-    bytes of a note   0        8        16      18
-                      number   time     length  text: "allreduce at train.py:88"
+    bytes of a note   0        8        16         24      26
+                      number   time     compiles   length  text: "allreduce at train.py:88"
 
 `number` counts the operations of the communicator; it is negative once the operation is over, and 0
 before the first. `time` is that of the monotonic clock, one clock for all processes of a node.
+`compiles` is the time since when the rank compiles, or waits for compiled code; 0 if it does not.
 
 Cost: about 0.3 us per operation, 128 bytes per rank.
 """
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import NamedTuple
 
+from collectives import preparation
 from collectives.arrays.host import Array
 from collectives.errors import some
 from collectives.node import engine
@@ -31,9 +33,10 @@ __all__ = ["NOTE_BYTES", "Board"]
 # Two cache lines, so that no rank's notes slow down another one's.
 NOTE_BYTES = engine.NOTE_BYTES
 
-_LAYOUT = struct.Struct(f"qdH{NOTE_BYTES - 18}s")
-_TEXT = struct.Struct(f"H{NOTE_BYTES - 18}s")
-_TEXT_AT = 16
+_TEXT_AT = 24
+_TEXT_BYTES = NOTE_BYTES - _TEXT_AT - 2
+_LAYOUT = struct.Struct(f"qddH{_TEXT_BYTES}s")
+_TEXT = struct.Struct(f"H{_TEXT_BYTES}s")
 
 # How many texts are kept; a notebook makes new lines of code as long as it is used.
 _TEXTS = 1024
@@ -59,6 +62,7 @@ class Board:
         self.operation = ""
         self.caller: tuple[CodeType, int] | None = None
         self._texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
+        preparation.keep_noted(self)
 
     def enter(self, record: Record) -> None:
         """Note that this rank enters an operation."""
@@ -76,7 +80,7 @@ class Board:
         if key not in self._texts:
             if len(self._texts) >= _TEXTS:
                 self._texts.clear()
-            text = f"{record.operation} at {record.site}".encode()[: NOTE_BYTES - 18]
+            text = f"{record.operation} at {record.site}".encode()[:_TEXT_BYTES]
             self._texts[key] = text, code
         text, _ = self._texts[key]
         _TEXT.pack_into(self._memory, self._at + _TEXT_AT, len(text), text)
@@ -88,14 +92,24 @@ class Board:
         self._words[word] = -record.number
         self._times[word + 1] = record.ended or 0.0
 
+    def note_preparation(self, since: float) -> None:
+        """Note since when this rank compiles; 0.0 if it does not."""
+        self._times[self._at // 8 + 2] = since
+
     def missing(self) -> str:
         """Say which ranks have not entered this rank's current operation, and what they last did.
 
-        Example: "rank 3 left barrier #11 at train.py:80 61 s ago". Empty if all have entered it.
+        Example: "rank 3 left barrier #11 at train.py:80 61 s ago". Also names ranks that compile
+        inside the operation. Empty if all have entered it and none compiles.
         """
         current = abs(self._note(self._rank).number)
         notes = [(rank, self._note(rank)) for rank in range(self._size)]
-        late = [(rank, note) for rank, note in notes if abs(note.number) < current]
+        late = [
+            (rank, note)
+            for rank, note in notes
+            if abs(note.number) < current
+            or (note.number == current and note.compiles and rank != self._rank)
+        ]
         return some([_told(self._names[rank], note) for rank, note in late])
 
     def last(self, rank: int) -> str:
@@ -108,13 +122,14 @@ class Board:
     def _note(self, rank: int) -> _Note:
         # The other rank may be writing. Its note is short, so what is read is old, new, or, at
         # worst, the name of one operation with the number of the next.
-        number, since, length, text = _LAYOUT.unpack_from(self._memory, rank * NOTE_BYTES)
-        return _Note(number, since, text[:length].decode(errors="replace"))
+        number, since, compiles, length, text = _LAYOUT.unpack_from(self._memory, rank * NOTE_BYTES)
+        return _Note(number, since, compiles, text[:length].decode(errors="replace"))
 
 
 class _Note(NamedTuple):
     number: int
     since: float
+    compiles: float
     text: str
 
     def __str__(self) -> str:
@@ -123,6 +138,8 @@ class _Note(NamedTuple):
 
 
 def _told(name: str, note: _Note) -> str:
+    if note.compiles:
+        return f"{name} has compiled loops for {time.monotonic() - note.compiles:.0f} s"
     if note.number == 0:
         return f"{name} has called nothing yet"
     ago = max(0.0, time.monotonic() - note.since)

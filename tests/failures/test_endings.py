@@ -202,6 +202,28 @@ def test_the_first_call_names_the_rank_that_has_not_come(tmp_path, settings):
     assert re.search(words, result.stdout), result
 
 
+def test_a_timeout_says_that_another_rank_compiles(tmp_path):
+    text = """
+        from collectives import preparation
+
+        comm.barrier()
+        try:
+            if comm.rank == 1:
+                with preparation.preparing():
+                    while not os.path.exists("told"):
+                        time.sleep(0.01)
+            else:
+                comm.allreduce(x, timeout=3)
+        except cc.CollectiveTimeout as error:
+            print(error, flush=True)
+            open("told", "w").close()
+    """
+    result = mpirun(2, program(tmp_path, text), cwd=tmp_path, UNISONO_STALL_WARNING="1")
+    words = r"rank 1 to enter the call; rank 1 has compiled loops for \d+ s"
+    assert re.search(rf"has waited \d+ s for {words}", result.stderr), result
+    assert re.search(rf"no answer within 3 s, still waiting for {words} \(", result.stdout), result
+
+
 STRATEGIES = {
     "parameter server": """
         from strategies.cluster.cluster import Cluster

@@ -272,6 +272,24 @@ class TestBoard:
         words = r"rank 1 has been in gather #11 at test_recorder.py:\d+ for 0 s"
         assert re.fullmatch(words, ranks[0][0].missing())
 
+    def test_a_rank_that_compiles_before_the_operation_or_inside(self, ranks):
+        for rank in ranks[:2]:
+            self.enter(rank, 12, "allreduce")
+        for board, _ in ranks[1:]:
+            board.note_preparation(time.monotonic() - 5)
+        words = r"rank 1 has compiled loops for \d+ s, rank 2 has compiled loops for \d+ s"
+        assert re.fullmatch(words, ranks[0][0].missing())
+        for board, _ in ranks[1:]:
+            board.note_preparation(0.0)
+        assert ranks[0][0].missing() == "rank 2 has called nothing yet"
+
+    def test_a_rank_that_has_compiled_inside_the_operation_and_left_it_is_not_missing(self, ranks):
+        for rank in ranks:
+            self.enter(rank, 12, "allreduce")
+        self.leave(ranks[1], 12, "allreduce")
+        ranks[1][0].note_preparation(time.monotonic())
+        assert ranks[0][0].missing() == ""
+
     def test_nobody_is_missing_when_all_have_come(self, ranks):
         for rank in ranks:
             self.enter(rank, 5, "barrier")
