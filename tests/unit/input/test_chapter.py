@@ -100,7 +100,8 @@ def test_what_a_blank_is_without_being_asked(tmp_path):
     path = tmp_path / "my_test.csv"
     path.write_text("x1,x2,target\n1., ,0\n")
     with pytest.raises(
-        ValueError, match=r"Field 1 .* not a valid float32: ' ' \(.*my_test.csv:2\)"
+        ValueError,
+        match=r"Field 1 .* not a valid float32: ' '; blank_is_missing=True .*\(.*my_test.csv:2\)",
     ):
         instances(path, 1, blank=False)
 
