@@ -32,6 +32,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import pickle
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,6 +50,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
+from numba.core.extending import _Intrinsic
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps, loads
@@ -313,30 +315,58 @@ class _Cache(FunctionCache):
         super().save_overload(signature, data)  # type: ignore[no-untyped-call]
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
-        """Describe a variant; numba knows functions of other files by their names only."""
-        key = super()._index_key(signature, codegen)  # type: ignore[no-untyped-call]
+        """Describe a variant by source.
+
+        numba pickles what the function closes over, with an identity that each process draws anew.
+        """
         content = repr(list(_contents(self._py_func, set()))).encode()
-        return key, hashlib.sha256(content).hexdigest()
+        return signature, codegen.magic_tuple(), hashlib.sha256(content).hexdigest()
 
 
 def _contents(value: Any, seen: set[Any]) -> Iterator[Any]:
     """Describe a function and those that it calls, or another value that becomes a constant."""
     if isinstance(value, Dispatcher):
+        yield sorted(value.targetoptions.items()), sorted(value.locals.items())
         value = value.py_func
+    elif isinstance(value, _Intrinsic):
+        value = value._defn
     if isinstance(value, FunctionType):
-        if value in seen or (value.__module__ or "").startswith("numba."):
-            return
-        seen.add(value)
-        yield _instructions(value.__code__)
-        names = inspect.getclosurevars(value)
-        for name, inner in sorted({**names.globals, **names.nonlocals}.items()):
-            yield name
-            yield from _contents(inner, seen)
-    elif isinstance(value, bool | int | float | complex | str | bytes | np.generic | np.dtype):
-        yield repr(value)
-    elif isinstance(value, tuple):
+        if (value.__module__ or "").startswith("numba."):
+            yield value.__module__, value.__qualname__
+        elif value not in seen:
+            seen.add(value)
+            yield _instructions(value.__code__)
+            yield from _contents(value.__defaults__, seen)
+            variables = {**value.__globals__, **inspect.getclosurevars(value).nonlocals}
+            for name in sorted(_names(value.__code__) & variables.keys()):
+                yield name
+                yield from _contents(variables[name], seen)
+    elif isinstance(value, tuple | list):
+        yield type(value).__name__, getattr(value, "_fields", len(value))
         for element in value:
             yield from _contents(element, seen)
+    elif isinstance(value, _PRINTED):
+        yield repr(value)
+    else:
+        yield _pickled(value)
+
+
+# Values of these print all that a loop can tell of them.
+_PRINTED = (bool, int, float, complex, str, bytes, np.generic, np.dtype, types.Type)
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        pickled: bytes = dumps(value)  # type: ignore[no-untyped-call]
+    except (TypeError, pickle.PicklingError):  # no loop can have it as a constant
+        return type(value).__qualname__.encode()
+    return pickled
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function and those inside it may take from around it."""
+    inner = [_names(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return {*code.co_names, *code.co_freevars}.union(*inner)
 
 
 def _instructions(code: CodeType) -> tuple[Any, ...]:

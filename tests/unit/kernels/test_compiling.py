@@ -65,6 +65,71 @@ def test_each_variant_has_a_file_of_its_own(module):
         assert hits(again) == 1
 
 
+CLOSURES = """
+    import math
+    import sys
+
+    import numba
+    import numpy as np
+    from numba.extending import intrinsic, register_jitable
+    from collectives.kernels import compiling
+
+    @intrinsic
+    def same(typing, x):
+        return x(x), lambda context, builder, signature, arguments: arguments[0]
+
+    @intrinsic
+    def negative(typing, x):
+        return x(x), lambda context, builder, signature, arguments: builder.fneg(arguments[0])
+
+    def quotient(x):
+        return 1 / (x - x)
+
+    def calling(called):
+        def loop(x):
+            return called(x)
+        return loop
+
+    def holding(held):
+        def loop(x):
+            return x + held[0]
+        return loop
+
+    def nested(called):
+        @register_jitable
+        def inner(x):
+            return called(x)
+        return calling(inner)
+
+    quick = numba.njit(error_model="numpy")(quotient)
+    quick(1.0)                        # what is compiled already is no part of an identity
+    functions = [
+        calling(same), calling(negative), nested(same), nested(negative), calling(math.sin),
+        calling(math.cos), calling(np.sin), calling(quick),
+        calling(numba.njit(error_model="numpy", fastmath=True)(quotient)),
+        holding((1, 2)), holding((2, 2)), holding(np.zeros(2)), holding(np.ones(2)),
+    ]
+    for function in functions[:: int(sys.argv[1])]:
+        compiled = compiling.compiled(function)
+        print(compiled(3.0), sum(compiled.stats.cache_hits.values()))
+"""
+
+
+def test_closures_are_told_apart_and_alike_in_all_processes(tmp_path):
+    program = tmp_path / "closures.py"
+    program.write_text(textwrap.dedent(CLOSURES))
+
+    def run(step):
+        command = [sys.executable, program, str(step)]
+        done = subprocess.run(command, env=alone(tmp_path), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return [line.split() for line in done.stdout.splitlines()]
+
+    first = run(1)
+    assert [hit for _, hit in first] == ["0"] * len(first)
+    assert run(-1) == [[result, "1"] for result, _ in reversed(first)]
+
+
 def test_options_are_part_of_a_variant(module):
     assert module.divider(error_model="numpy")(0.0) == float("inf")
     with pytest.raises(ZeroDivisionError):
@@ -197,12 +262,18 @@ def test_a_full_disk_costs_nothing_but_the_file(module, monkeypatch):
     assert kept(module) == []
 
 
+def written(module):
+    """The kept files, each with what tells it from one that replaces it."""
+    facts = {file: file.stat() for file in kept(module)}
+    return {file: (fact.st_ino, fact.st_mtime_ns) for file, fact in facts.items()}
+
+
 def test_recompiling_makes_the_file_anew(module):
     function = module.multiplier(2)
     function(5)
-    before = {file: file.stat().st_ino for file in kept(module)}
+    before = written(module)
     function.recompile()
-    after = {file: file.stat().st_ino for file in kept(module)}
+    after = written(module)
     assert before.keys() == after.keys()
     assert before != after
     assert function(6) == 12
