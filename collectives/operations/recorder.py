@@ -144,8 +144,9 @@ class Recorder:
         self.size = size
         self._ring = [Record(times) for times in np.zeros((CAPACITY, 2))]
         self._begun = 0
-        # Who called last: most calls come from few lines of one module.
-        self._program: dict[str, Any] | None = None
+        # Who called last: most calls come from few lines of one module. Its name, not its globals:
+        # these would outlive the program, with the requests that nobody waited for.
+        self._program: str | None = None
         self._caller = type(self).begin.__code__, 0
         _recorders.add(self)
 
@@ -198,9 +199,9 @@ class Recorder:
 
     def _found(self, frame: FrameType) -> tuple[CodeType, int]:
         """Return where a call comes from, of whose callers this is the first that may be it."""
-        if frame.f_globals is not self._program:  # nearly always the same module
+        if frame.f_globals.get("__name__") != self._program:  # nearly always the same module
             frame = outside(frame)
-            self._program = frame.f_globals
+            self._program = frame.f_globals.get("__name__")
         return frame.f_code, frame.f_lasti
 
     def facts(self) -> dict[str, Any]:
