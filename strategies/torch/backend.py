@@ -93,7 +93,7 @@ def create(options: Any) -> UnisonoGroup:
         comm = whole.group(ranks, tag=tag)
         assert comm is not None
         comm.barrier(timeout=limit)  # ranks meet by messages, before another thread may take over
-    except Exception as error:
+    except cc.CollectiveTimeout as error:
         raise translated(error) from error.__cause__
     return UnisonoGroup(comm, options.store, limit)
 

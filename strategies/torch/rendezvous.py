@@ -64,7 +64,7 @@ def rendezvous(
     try:
         _check(url, comm, timeout)
         store = _store(comm, timeout)
-    except Exception as error:
+    except cc.CollectiveTimeout as error:
         raise translated(error) from error.__cause__
     yield store, comm.rank, comm.size
     raise RuntimeError("init_process_group: ranks of MPI do not meet a second time")
