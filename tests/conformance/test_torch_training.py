@@ -152,11 +152,15 @@ def test_ddp_does_what_else_it_offers(torch_ranks):
             loss_of(uneven, *batch_of(rank, step)).backward()
 
 
+def works_of_process():
+    # By type: `isinstance` asks a weak proxy for its object, which may be gone.
+    return [x for x in gc.get_objects() if issubclass(type(x), dist.Work)]
+
+
 def test_a_mean_over_the_ranks_that_have_data(torch_ranks):
     """DDP's reducer gets the number of these ranks by a `Work` that C++ alone holds."""
     rank, size = torch_ranks
-    # By type: `isinstance` asks a weak proxy for the object, which may be gone.
-    works = {id(x) for x in gc.get_objects() if issubclass(type(x), dist.Work)}
+    before = {id(work) for work in works_of_process()}
     model, one = DDP(network()), network()
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, one)]
     with model.join(divide_by_initial_world_size=False):
@@ -174,7 +178,7 @@ def test_a_mean_over_the_ranks_that_have_data(torch_ranks):
     assert_alike(model, one)
     del model, optimizers, loss
     gc.collect()
-    assert not [x for x in gc.get_objects() if issubclass(type(x), dist.Work) and id(x) not in works]
+    assert not [work for work in works_of_process() if id(work) not in before]
 
 
 def test_a_model_goes_on_after_an_error_and_on_another_group(torch_ranks):
