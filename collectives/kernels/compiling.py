@@ -32,7 +32,6 @@ import functools
 import hashlib
 import inspect
 import logging
-import pickle
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -358,7 +357,7 @@ _PRINTED = (bool, int, float, complex, str, bytes, np.generic, np.dtype, types.T
 def _pickled(value: Any) -> bytes:
     try:
         pickled: bytes = dumps(value)  # type: ignore[no-untyped-call]
-    except (TypeError, pickle.PicklingError):  # no loop can have it as a constant
+    except Exception:  # of whatever it is made; no loop can have it as a constant
         return type(value).__qualname__.encode()
     return pickled
 
