@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -37,6 +38,7 @@ MPI_ENVIRONMENT = {
     # A second less for each program that starts MPI by itself; see `launch/open_mpi.py`.
     "OMPI_MCA_btl": "^ofi",
     "UNISONO_RECORDER_DIR": str(ROOT / "out" / "recorder"),
+    "PYTHONFAULTHANDLER": "1",  # a job that hangs shows where; see `show_stacks`
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     # What JAX compiles is kept: half of what a short program of it takes.
@@ -95,12 +97,25 @@ def run(command: list[str], *, timeout: float, cwd: Path = ROOT, **extra: str) -
     try:
         stdout, stderr = output_of(process, timeout, extra.get("NUMBA_CACHE_DIR"))
     except subprocess.TimeoutExpired as error:
-        os.killpg(process.pid, signal.SIGKILL)
+        show_stacks(process)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
         raise AssertionError(
             f"{' '.join(command)} did not end within {timeout} s\n{stdout}\n{stderr}"
         ) from error
     return Result(process.returncode, stdout, stderr)
+
+
+def show_stacks(launcher: subprocess.Popen[str], seconds: float = 2.0) -> None:
+    """Make the ranks of a job in a session of its own write their stacks, and end."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            pid, session = int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[3])
+            if session == launcher.pid != pid:
+                os.kill(pid, signal.SIGABRT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        launcher.wait(seconds)
 
 
 def mpirun(

@@ -246,9 +246,9 @@ class Call:
 
     def __enter__(self) -> Call:
         group = self.group
-        self._outer = group.gate
         if group.gate is not None:
             group.check_free(self.operation)
+        self._outer = group.gate
         try:
             group.gate = self
             group.number += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -273,12 +274,15 @@ class Group:
         """Refuse a call after a failure, and while another thread is in a call.
 
         The call under way goes on. Later calls are refused, because ranks may have taken the calls
-        of the two threads in different orders.
+        of the two threads in different orders. In a group of one rank no order can differ, so the
+        second thread waits until the call of the first is over.
         """
         self.check_usable(operation)
         under_way = self.gate
         first = None if under_way is None else call_sites.other_thread_with(under_way)
         if first is None:  # a call that this thread makes inside of another one
+            return
+        if self.size == 1 and self._wait_until_free(operation):
             return
         second = threading.current_thread().name
         self._collided = True
@@ -289,6 +293,19 @@ class Group:
             f"communicator, expected one thread at a time, got a call by thread {second}; give "
             f"each thread a communicator of its own by comm.split(0) ({self.transport.where})"
         )
+
+    def _wait_until_free(self, operation: str) -> bool:
+        """Wait until no thread is in a call; False if one still is after the timeout.
+
+        The caller stores its own call as the gate with no other call in between, as `gate` demands.
+        """
+        end = time.monotonic() + self.settings.timeout
+        while self.gate is not None:
+            self.check_usable(operation)
+            if time.monotonic() > end:
+                return False
+            time.sleep(1e-4)
+        return True
 
     def meeting(self, deadline: Deadline) -> engine.Engine | None:
         """Return the node engine if all ranks meet there, None where messages have to serve.

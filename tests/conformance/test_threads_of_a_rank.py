@@ -39,7 +39,7 @@ def until_in_a_call(comm):
 @pytest.mark.parametrize("first", FIRST)
 def test_the_second_thread_is_refused_and_the_call_of_the_first_goes_on(world, first, second):
     def check(comm):
-        if comm.size == 1:  # waits for nobody, so no thread meets another one
+        if comm.size == 1:  # its threads take turns, as below
             return
         shared, signals = comm.split(0), comm.split(0)
         call = FIRST[first](shared)
@@ -66,6 +66,78 @@ def test_the_second_thread_is_refused_and_the_call_of_the_first_goes_on(world, f
         signals.barrier()
 
     world.run(check)
+
+
+class Slow:
+    """An object whose pickling lasts until a signal comes, so that a call does."""
+
+    def __init__(self, begun, signal):
+        self.begun, self.signal = begun, signal
+
+    def __reduce__(self):
+        self.begun.set()
+        assert self.signal.wait(LIMIT)
+        return (list, ())
+
+
+def test_threads_of_a_group_of_one_rank_take_turns():
+    def check(comm):
+        begun, signal = threading.Event(), threading.Event()
+        results = []
+
+        def first():
+            results.append(comm.broadcast_object(Slow(begun, signal)))
+
+        def second():
+            results.append(comm.allreduce(np.ones(3), op=cc.SUM).tolist())
+
+        threads = [threading.Thread(target=first), threading.Thread(target=second)]
+        threads[0].start()
+        assert begun.wait(LIMIT)
+        threads[1].start()
+        threads[1].join(0.1)
+        assert results == []
+        signal.set()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert results[1:] == [[1.0] * 3]
+
+    inprocess.run_ranks(1, check)
+
+
+def test_many_threads_of_a_group_of_one_rank_get_their_own_results():
+    def check(comm):
+        found = []
+
+        def work(number):
+            plan = comm.plan_allreduce(np.full(100, float(number)), op=cc.SUM)
+            for _ in range(100):
+                found.append((plan() == number).all())
+                found.append((comm.allreduce(np.full(100, float(number))) == number).all())
+                found.append(comm.allgather_object(number) == [number])
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert found == [True] * 8 * 300
+
+    inprocess.run_ranks(1, check)
+
+
+def test_a_thread_of_a_group_of_one_rank_does_not_wait_for_another_for_ever():
+    def check(comm):
+        begun, signal = threading.Event(), threading.Event()
+        thread = threading.Thread(target=comm.broadcast_object, args=(Slow(begun, signal),))
+        thread.start()
+        assert begun.wait(LIMIT)
+        with pytest.raises(cc.CollectiveError, match="another thread"):
+            comm.barrier()
+        signal.set()
+        thread.join(LIMIT)
+
+    inprocess.run_ranks(1, check, timeout=0.3)
 
 
 def test_other_ranks_of_the_node_do_not_wait_for_a_rank_whose_threads_have_met():
