@@ -97,25 +97,29 @@ def run(command: list[str], *, timeout: float, cwd: Path = ROOT, **extra: str) -
     try:
         stdout, stderr = output_of(process, timeout, extra.get("NUMBA_CACHE_DIR"))
     except subprocess.TimeoutExpired as error:
-        show_stacks(process)
+        ranks = show_stacks(process)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
         raise AssertionError(
-            f"{' '.join(command)} did not end within {timeout} s\n{stdout}\n{stderr}"
+            f"{' '.join(command)} did not end within {timeout} s, with {ranks} processes left\n"
+            f"{stdout}\n{stderr}"
         ) from error
     return Result(process.returncode, stdout, stderr)
 
 
-def show_stacks(launcher: subprocess.Popen[str], seconds: float = 2.0) -> None:
-    """Make the ranks of a job in a session of its own write their stacks, and end."""
+def show_stacks(launcher: subprocess.Popen[str], seconds: float = 2.0) -> int:
+    """Make the ranks of a job in a session of its own write their stacks and end; count them."""
+    ranks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            pid, session = int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[3])
-            if session == launcher.pid != pid:
+            pid, facts = int(stat.parent.name), stat.read_text().rpartition(")")[2].split()
+            if int(facts[3]) == launcher.pid != pid:
                 os.kill(pid, signal.SIGABRT)
+                ranks += 1
     with contextlib.suppress(subprocess.TimeoutExpired):
         launcher.wait(seconds)
+    return ranks
 
 
 def mpirun(
