@@ -197,7 +197,7 @@ def _errors(options: argparse.Namespace) -> int:
     try:
         status = errors.run(options.words)
         sys.stdout.flush()
-    except BrokenPipeError:  # `errors | head`: the reader of the pipe has what it needs
+    except BrokenPipeError:  # `errors | head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 0
     return status

@@ -55,7 +55,7 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
         configuration: the settings; from the environment if None.
 
     Raises:
-        LaunchError: the ranks have settings that must be equal and are not; on all ranks.
+        LaunchError: settings that must be equal differ; on all ranks.
         TypeError: `comm` is not one of mpi4py.
         ValueError: `comm` is of two groups, or of none; or what rank 0 knows of the links cannot be
             read, on all ranks.
@@ -95,9 +95,9 @@ class Communicator(Group):
     After a `CollectiveTimeout` or a `PeerFailure` messages may still be under way, so every later
     call raises `CollectiveError` at once; `shrink` may make another one of the ranks that live.
 
-    A copy is the communicator itself. Pickled, it is a name: loaded in the same job it is the
-    communicator of the same ranks; loaded in another job, that of all ranks is `init()`, and that
-    of a group is a `ValueError`.
+    A copy is the communicator itself. Pickled, it is a name: loading it in the same job returns the
+    communicator of the same ranks. In another job a communicator of all ranks loads as `init()`,
+    and one of a group raises `ValueError`.
 
     `rank`, `size`, `local_rank`, `local_size`, `node_rank` and `num_nodes` say where this process
     stands; these attributes, and the arguments, are those of `collectives.operations.group.Group`.
@@ -108,7 +108,7 @@ class Communicator(Group):
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
-        """Return this communicator, as `__copy__`; so a model that holds one can be copied."""
+        """Return this communicator, so that a model that holds one can be copied."""
         return self
 
     def __repr__(self) -> str:

@@ -2,7 +2,8 @@
 
 The first calls of a program compile, or wait for the process of their machine that does: seconds,
 on a busy machine many. No other rank is late because of it, so no limit of a wait counts it. Notes
-in shared memory (`collectives.operations.status`) show the other ranks of a node that it goes on.
+in shared memory (`collectives.operations.status`) show the other ranks of a node when a rank does
+so.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ class Notes(Protocol):
     """Memory that shows other processes what this one does."""
 
     def note_preparation(self, since: float) -> None:
-        """Show that this process prepares since a time of the monotonic clock; 0 if it does not."""
+        """Show since when this process prepares, by the monotonic clock; 0 if it does not."""
 
 
 _lock = threading.Lock()
 _seconds = 0.0
-_open = 0  # how many blocks have not ended
-_since = 0.0  # when the first of them began; 0 where there is none
+_open = 0  # blocks that have not ended
+_since = 0.0  # when the first of these blocks began; 0 if there is none
 _notes: weakref.WeakSet[Notes] = weakref.WeakSet()
 
 
@@ -44,19 +45,20 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextlib.contextmanager
 def preparing() -> Iterator[None]:
-    """Count the time of a block as preparation, and note that it goes on."""
-    _change(1)
+    """Count the time of a block as preparation, and show it in the notes."""
+    _add_blocks(1)
     try:
         yield
     finally:
-        _change(-1)
+        _add_blocks(-1)
 
 
-def _change(number: int) -> None:
+def _add_blocks(number: int) -> None:
     global _open, _seconds, _since
     now = time.monotonic()
     with _lock:
-        before, _open = _open, max(0, _open + number)  # after a fork blocks of the parent end
+        # In a forked child the parent's blocks also end, uncounted.
+        before, _open = _open, max(0, _open + number)
         if before and not _open:
             _seconds += now - _since
         if not before or not _open:
@@ -66,12 +68,12 @@ def _change(number: int) -> None:
 
 
 def keep_noted(notes: Notes) -> None:
-    """Note from now on when this process prepares, as long as `notes` exists."""
+    """Show in `notes`, as long as they exist, when this process prepares."""
     with _lock:
         _notes.add(notes)
         notes.note_preparation(_since)
 
 
 def seconds() -> float:
-    """Return how long this process has prepared so far, in any of its threads."""
+    """Return how long at least one thread of this process has prepared so far."""
     return _seconds

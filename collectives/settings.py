@@ -94,7 +94,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def equal_values(own: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the variables that must be equal, as the user writes them."""
+    """Return the values of the variables in `EQUAL`, as the user writes them."""
     values = {}
     for variable in EQUAL:
         if variable in _READERS:
@@ -179,8 +179,8 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "UNISONO_NCCL": ("nccl", partial(_one_of, get_args(Nccl))),
 }
 
-# Variables that must be equal, and on which ranks: on all of the world, or on those of each node.
-# The others concern one process alone, or ranks settle on one value (`operations.settle`).
+# Variables that must be equal on all ranks of the world, or of each node. Every other variable
+# concerns one process alone, or ranks settle on one value (`operations.settle`).
 EQUAL: dict[str, Literal["world", "node"]] = {
     "UNISONO_SHARED_MEMORY": "node",
     "UNISONO_NCCL": "world",

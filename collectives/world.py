@@ -112,8 +112,8 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
 
     Raises:
         LaunchError: a launcher started several processes, but MPI sees one; or there is no MPI
-            library; or this process is a child of a rank; or settings that must be equal on all
-            ranks are not (on all ranks).
+            library; or this process is a child of a rank; or settings that must be equal differ
+            (on all ranks).
         TypeError: `comm` is neither a communicator of mpi4py nor a sequence of integers.
         ValueError: an environment variable of Unisono cannot be understood, or the file of
             `python -m collectives tune` is damaged; or this process is not in `comm`; or there is a
@@ -146,39 +146,35 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     return _world
 
 
-def _reduced(comm: Communicator) -> tuple[Callable[..., Communicator], tuple[Any, ...]]:
-    """Pickle a communicator as a name, by which the ranks of its job find their own."""
+def _reduce(comm: Communicator) -> tuple[Callable[..., Communicator], tuple[Any, ...]]:
+    """Pickle the world as `init()`, another communicator as its name and ranks."""
     if comm is _world:
         return init, ()
-    return _named, (comm.recorder.name, _world_ranks(comm))
+    return _find_open, (comm.recorder.name, list(comm.world_ranks))
 
 
-def _named(name: str, ranks: list[int]) -> Communicator:
-    """Return the open communicator of this process that was pickled by this name.
+def _find_open(name: str, ranks: list[int]) -> Communicator:
+    """Return the open communicator of this process with this name and these ranks.
 
     Raises:
-        ValueError: there is none, as in another job, or several.
+        ValueError: there is none, as in another job, or there are several.
     """
     found = [
         group
         for group in open_groups()
         if isinstance(group, Communicator)
         and group is not _world
-        and (group.recorder.name, _world_ranks(group)) == (name, ranks)
+        and (group.recorder.name, list(group.world_ranks)) == (name, ranks)
     ]
     if len(found) != 1:
         raise ValueError(
-            "unpickle: a communicator of a group is known in its own job only, while it is open, "
-            f"expected one of the ranks {ranks} named {name!r}, got {len(found)}"
+            "unpickle: a communicator of a group can be loaded in its own job only, while it is "
+            f"open, expected one of the ranks {ranks} named {name!r}, got {len(found)}"
         )
     return found[0]
 
 
-def _world_ranks(comm: Communicator) -> list[int]:
-    return list(range(comm.size) if comm.transport.world is None else comm.transport.world)
-
-
-copyreg.pickle(Communicator, _reduced)
+copyreg.pickle(Communicator, _reduce)
 
 
 def shutdown() -> None:
@@ -280,7 +276,7 @@ def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, 
 def _shrink(world: Communicator, *, timeout: float | None = None) -> Communicator:
     global _world, _members
     _world = world.shrink(timeout=timeout)
-    _members = list(_world.transport.world or range(_world.size))
+    _members = list(_world.world_ranks)
     return _world
 
 

@@ -16,8 +16,8 @@ Cost per rank: up to floor(log2 P) + 2 buffers of S bytes, scratch S. A buffer g
 MPI over TCP sends a long message one direction after the other (`ring.exchange`).
 
 Order: both partners compute the lower rank's part op the higher one's, so all ranks get the same
-bits, in every run. Every NaN of the result has the bits of `numpy.nan`: which of two NaNs an
-operation keeps depends on the processor.
+bits, in every run. In host memory every NaN of the result has the bits of `numpy.nan`, because the
+processor and the compiler choose which of two NaNs an operation keeps.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations
 in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), section 4.5.

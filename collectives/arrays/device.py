@@ -26,7 +26,7 @@ __all__ = [
     "copy",
     "divide",
     "empty",
-    "has_own_type",
+    "is_added",
     "is_half",
     "settle",
     "stored_as",
@@ -36,7 +36,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _HALVES = (np.dtype(np.float16), BFLOAT16)
 
 # NPY_USERDEF of NumPy's C headers: the first number of a dtype that another package has added.
-_OWN_TYPES = 256
+_FIRST_ADDED_DTYPE = 256
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
@@ -44,14 +44,14 @@ def is_half(dtype: np.dtype[Any]) -> bool:
     return dtype in _HALVES
 
 
-def has_own_type(dtype: np.dtype[Any]) -> bool:
+def is_added(dtype: np.dtype[Any]) -> bool:
     """Tell whether a package such as `ml_dtypes` has added the dtype to NumPy's."""
-    return dtype.num >= _OWN_TYPES
+    return dtype.num >= _FIRST_ADDED_DTYPE
 
 
 def stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype as which a device keeps elements: the bits, where CuPy lacks the dtype."""
-    is_bits = is_half(dtype) or has_own_type(dtype)
+    """Return the dtype in which a device stores elements: unsigned bits if CuPy lacks the dtype."""
+    is_bits = is_half(dtype) or is_added(dtype)
     return np.dtype(f"u{dtype.itemsize}") if is_bits else dtype
 
 
@@ -187,9 +187,10 @@ def combine(function: str, into: Any, other: Any) -> None:
 
 
 def canonical_nans(buffer: Any) -> None:
-    """Store NumPy's NaN in place of every NaN, in host memory; a device makes only one NaN.
+    """Replace every NaN of a buffer in host memory by NumPy's.
 
-    For elements that several ranks compute: `collectives.kernels.combine` has the reason.
+    Several ranks compute these elements: `collectives.kernels.combine` has the reason. Buffers on a
+    device stay, because the same kernels on all ranks keep the same NaN.
     """
     if not isinstance(buffer, DeviceBuffer) and buffer.dtype.kind in "fc":
         parts = buffer.view(buffer.real.dtype)

@@ -1,14 +1,14 @@
-"""Dtypes: which arrays can be moved, which can be reduced, and how a message names a dtype.
+"""Dtypes that can be moved, dtypes that can be reduced, and the name of a dtype in a message.
 
 | dtype | moved | reduced |
 | --- | --- | --- |
 | bool, integers, float16 to float64, bfloat16, complex64, complex128 | yes | yes |
 | the other dtypes of `ml_dtypes`: float8, int4 and so on | yes | error |
 | longdouble, datetime64, timedelta64, text (U, S), void (V) | yes | error |
-| structured, of all of these | yes | error |
+| structured dtypes of the dtypes above | yes | error |
 | object, StringDType, structured with such a field | error: elements are pointers | error |
 
-Arrays move as bytes. `collectives.arrays.reduction` defines which op is defined for which numbers.
+Arrays move as bytes. `collectives.arrays.reduction` lists the dtypes of each reduction.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from collectives.arrays.device import BFLOAT16, has_own_type
+from collectives.arrays.device import BFLOAT16, is_added
 
 __all__ = ["NUMBERS", "NUMBER_NAMES", "can_move", "named", "spelled"]
 
-# Dtypes with a loop for every reduction. `q` and `Q` are int64 and uint64 under a second name.
+# Dtypes that can be reduced. `q` and `Q` are int64 and uint64 under a second name.
 NUMBERS = frozenset([*map(np.dtype, "?bBhHiIlLqQefdFD"), BFLOAT16])
 
-# The same for error messages.
+# `NUMBERS` in error messages.
 NUMBER_NAMES = "bool, an integer, float16, bfloat16, float32, float64, complex64 or complex128"
 
 
@@ -34,16 +34,16 @@ def can_move(dtype: np.dtype[Any]) -> bool:
     """Tell whether the bytes of elements mean the same in another process."""
     if dtype in NUMBERS:
         return True
-    if dtype.hasobject or not dtype.itemsize:  # a pointer, or nothing that NumPy shows as bytes
+    if dtype.hasobject or not dtype.itemsize:  # pointers, or no bytes at all
         return False
-    if dtype.fields is not None:
-        return all(can_move(field[0]) for field in dtype.fields.values())
-    base = dtype.base  # of a field that is itself an array
-    return not has_own_type(base) or hasattr(ml_dtypes, base.name)
+    base = dtype.base  # another dtype if a field is itself an array
+    if base.fields is not None:
+        return all(can_move(field[0]) for field in base.fields.values())
+    return not is_added(base) or hasattr(ml_dtypes, base.name)
 
 
 def spelled(dtype: np.dtype[Any]) -> str:
-    """Write a dtype that can move as text, from which `named` makes it again.
+    """Return the text of a dtype that can be moved; `named` returns the dtype of a text.
 
     Example:
         >>> spelled(np.dtype("float32")), spelled(np.dtype("<U3"))
@@ -56,18 +56,18 @@ def spelled(dtype: np.dtype[Any]) -> str:
 
 
 def named(text: str) -> np.dtype[Any]:
-    """Return the dtype that `spelled` has written."""
+    """Return the dtype whose text `spelled` has returned."""
     is_compound = text.startswith(("{", "("))
     return np.dtype(ast.literal_eval(text) if is_compound else text)
 
 
 def _form(dtype: np.dtype[Any]) -> Any:
-    """Return what `np.dtype` makes the dtype of: text, or a literal of Python."""
+    """Return an argument of `np.dtype` for the dtype: text, or a literal of Python."""
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return _form(base), shape
     if dtype.names is None:
-        return dtype.name if dtype in NUMBERS or has_own_type(dtype) else dtype.str
+        return dtype.name if dtype in NUMBERS or is_added(dtype) else dtype.str
     fields = [dtype.fields[name] for name in dtype.names]  # type: ignore[index]
     return {
         "names": list(dtype.names),

@@ -48,11 +48,11 @@ class Foreign(ABC):
         """Make `result` the array's elements; if `shared`, they have been written already."""
 
     def show(self, memory: npt.NDArray[Any]) -> Any:
-        """Show host memory as an array of this kind, with its strides; of what is `shared`."""
+        """View host memory as an array of this kind, with its strides, if `shared`."""
         return self.wrap(memory)
 
     def strides(self) -> tuple[int, ...] | None:
-        """Return the strides in elements that results keep; None for those of C order."""
+        """Return the strides that results keep, in elements; None for C order."""
         return None
 
     def pinned(self, nbytes: int) -> npt.NDArray[Any]:
@@ -102,11 +102,11 @@ def dense_axes(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None
     """Return the axes with several elements, from the slowest to the fastest in memory.
 
     Args:
-        shape: of an array.
-        strides: in elements.
+        shape: the array's shape.
+        strides: the array's strides, in elements.
 
     Returns:
-        None if the elements do not fill one stretch of memory, each once.
+        The axes; None if the elements do not fill a contiguous block of memory, or share memory.
 
     Example:
         >>> dense_axes((4, 3, 2), (6, 1, 3)), dense_axes((4, 3), (8, 2)), dense_axes((5, 1), (1, 9))

@@ -90,8 +90,8 @@ def borrow(x: Any, out: Any = None, *, operation: str) -> Borrowed:
         array.
 
     Raises:
-        TypeError: the elements cannot be read, or cannot be moved (`collectives.arrays.dtypes`),
-            or `out` cannot be written or has another dtype.
+        TypeError: the elements cannot be read or moved (`collectives.arrays.dtypes`), or `out`
+            cannot be written or has another dtype.
         ValueError: `out` has another shape, or is read-only.
 
     Cost: memory is shared where the kind allows; arrays on a device are copied once, to pinned
@@ -268,7 +268,7 @@ def address(array: Array) -> int:
 
 
 def in_order_of(array: Array, result: Array) -> Array:
-    """Return a result for an array in the order of its elements, as NumPy's `order="K"`."""
+    """Return `result` with the memory order of `array`, as with NumPy's `order="K"`."""
     if array.ndim < 2 or array.flags.c_contiguous:
         return result
     made = np.empty_like(array, result.dtype)
@@ -328,7 +328,7 @@ def _unreadable(x: Any, operation: str, error: Exception) -> TypeError:
 
 
 def _remedy(x: Any) -> str:
-    """Name what does take an array whose elements cannot be read."""
+    """Name the operations that accept an array whose elements cannot be read."""
     if "sparse" in str(getattr(x, "layout", "")) or hasattr(x, "tocsr"):
         return "; sparse_allreduce adds up rows of sparse arrays"
     jax = sys.modules.get("jax")

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from collectives.arrays.device import Device, DeviceBuffer, has_own_type, stored_as
+from collectives.arrays.device import Device, DeviceBuffer, is_added, stored_as
 from collectives.arrays.foreign import Foreign, Resident, dense_axes, why_repeated
 from collectives.arrays.of_cuda import has_cupy, load_cupy
 
@@ -57,8 +57,8 @@ class _Tensor(Foreign):
 
     def wrap(self, result: npt.NDArray[Any]) -> Any:
         made = self._shown(result).to(self._x.device)
-        # As `torch.empty_like`: optimizers that work on lists of tensors are fast where a tensor
-        # and its gradient have the same strides.
+        # The strides of `torch.empty_like`, because optimizers that work on lists of tensors are
+        # fast only if a tensor and its gradient have the same strides.
         strided = len(self.shape) > 1 and not self._x.is_contiguous()  # 0.1 us
         if strided and result.shape == self.shape:
             like = self._torch.empty_like(self._x.detach())
@@ -81,7 +81,7 @@ class _Tensor(Foreign):
 
     def _shown(self, host: npt.NDArray[Any]) -> Any:
         """Show host memory as a tensor."""
-        if has_own_type(host.dtype):
+        if is_added(host.dtype):
             bits = self._torch.from_numpy(host.view(f"i{host.itemsize}"))
             return bits.view(getattr(self._torch, host.dtype.name))
         return self._torch.from_numpy(host)
@@ -139,7 +139,7 @@ def _tensor_elements(tensor: Any, torch: Any) -> npt.NDArray[Any]:
 
 @functools.cache
 def _added_dtype(dtype: Any) -> np.dtype[Any] | None:
-    """Return the dtype of `ml_dtypes` for bfloat16 and float8, which PyTorch does not show."""
+    """Return the dtype of `ml_dtypes` for bfloat16 and float8, which NumPy lacks."""
     name = str(dtype).removeprefix("torch.")
     found = getattr(ml_dtypes, name, None) if name.startswith(("bfloat16", "float8")) else None
     return None if found is None else np.dtype(found)

@@ -12,8 +12,8 @@
 MEAN divides by the number of ranks *before* the sum, so that the sum of values near the largest
 number of the dtype does not overflow where their mean fits.
 
-LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR (of all rows but the last) and INTEGER_MEAN (integers) go by
-way of one of these (`collectives.arrays.detour`), MINLOC and MAXLOC by way of two of them
+LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR (all rows but the last) and INTEGER_MEAN (integers) use one of
+these reductions (`collectives.arrays.detour`), MINLOC and MAXLOC two
 (`collectives.operations.located`).
 """
 

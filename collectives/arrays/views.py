@@ -23,7 +23,7 @@ class Kind(NamedTuple):
     Attributes:
         shape, dtype: as of NumPy arrays.
         library: an array of the other library that results are for, or None for NumPy.
-        strides: in elements, of a dense array whose strides are kept; None for C order.
+        strides: strides of a dense array that results keep, in elements; None for C order.
     """
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
 
     @property
     def order(self) -> list[int] | None:
-        """The axes as `dense_axes`, equal for all ranks; None where they are in C order."""
+        """The axes by `dense_axes`, equal on all ranks; None for C order."""
         axes = None if self.strides is None else dense_axes(self.shape, self.strides)
         return None if axes is None or axes == sorted(axes) else axes
 
@@ -61,7 +61,7 @@ def kind_of(x: Any, *, operation: str) -> Kind:
     """Tell the kind of an array, or of a pair of a shape and a dtype, which stands for NumPy's.
 
     Raises:
-        TypeError: this is not an array, or its elements cannot be moved.
+        TypeError: `x` is not an array, or its elements cannot be moved.
         ValueError: a dimension is negative.
     """
     if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], (int, tuple, list)):

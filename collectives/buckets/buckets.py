@@ -69,7 +69,7 @@ class Buckets:
     def __init__(self, group: Group, places: BucketMemory, names: Sequence[str]) -> None:
         self._group = group
         self._progress = Progress(lambda: group)
-        weakref.finalize(self, self._progress.end_soon).atexit = False
+        weakref.finalize(self, self._progress.close_nowait).atexit = False
         self._places = places
         self._options = places.options
         self._names = names

@@ -52,8 +52,8 @@ def plan_buckets(
 
     Args:
         like: for every array one of its kind, shape and dtype, which is not changed, or a pair of
-            a shape and a dtype, which stands for a NumPy array. Places on the host have the strides
-            of dense tensors of PyTorch (`channels_last`), which are the same on all ranks.
+            a shape and a dtype, which stands for a NumPy array. Views on the host keep the strides
+            of dense PyTorch tensors (`channels_last`), which must be equal on all ranks.
         op: how to combine, defined for all of the dtypes.
         compression: as for `allreduce`; with feedback, every bucket has its own residual.
         bucket_bytes: after how many bytes a bucket is full.
@@ -115,5 +115,5 @@ def plan_buckets(
 
 
 def _words(kind: Kind) -> str:
-    """Describe the dtype of an array and the order of its elements in memory."""
+    """Describe the dtype of an array and its order in memory."""
     return kind.dtype.name if kind.order is None else f"{kind.dtype.name} in order {kind.order} "

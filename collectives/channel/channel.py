@@ -87,7 +87,6 @@ def open_channel(
     return Channel(mailbox, bell, dead_here, woken_by_all=bool(reached[:, rank].all()))
 
 
-# All of this process.
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
@@ -95,7 +94,7 @@ def _close_in_child() -> None:
     """Send nothing from a forked child, and leave mailbox and pipes to the parent."""
     for channel in list(_channels):
         channel._closed = True
-        channel._lock = threading.Lock()  # another thread may have held it
+        channel._lock = threading.Lock()  # another thread of the parent may have held it
 
 
 os.register_at_fork(after_in_child=_close_in_child)

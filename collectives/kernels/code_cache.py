@@ -1,23 +1,25 @@
-"""Compiled code on disk: one folder of the user, whose files are named by what they are made from.
+"""Cache of compiled code on disk: one folder for each user, files named by a digest.
 
-The first folder of these that can be used holds the files:
+The first usable folder holds the files:
 
-    NUMBA_CACHE_DIR/unisono                      where that variable is set, and then no other
+    NUMBA_CACHE_DIR/unisono                      if the variable is set; then no other folder
     XDG_CACHE_HOME/unisono or ~/.cache/unisono
-    TMPDIR/unisono-cache-UID                     where the home is missing, full or read-only
+    TMPDIR/unisono-cache-UID                     if the home is missing, full or read-only
 
-No file lies in the packages, because `pip uninstall` would leave it there. A file's name contains a
-digest of everything that its content depends on: the source, the compiler, the processor. So any
-number of checkouts and versions share the folder, and no process loads the code of another source.
-A file that no process has read for 90 days is removed by the next process that writes one.
+The packages hold no compiled code, because `pip uninstall` would leave it there. A file's name
+contains a digest of everything that its content depends on: the source, the compiler, the
+processor. So any number of checkouts and versions share the folder, and no process loads the code
+of another source. A process that writes a file removes the files that were not read for 90 days.
 
-Files are run as they are. A folder or file is therefore used only if this user or root owns it and
-nobody else may write to it. A file is written aside and renamed, and counts as absent if it is not
-whole: a full disk or a file cut short costs a compilation and nothing else.
+The code of a file is run without further checks. A folder or file is therefore used only if this
+user or root owns it and its mode lets no other user write. A file is written under another name and
+renamed, and an incomplete file counts as absent: a full disk or a truncated file costs one
+compilation and nothing else.
 
     bytes of a file    0                              32
-                       SHA-256 of what it is made     the code
-                       from, and of the code
+                       SHA-256 of everything that     the code
+                       the code is made from, and
+                       of the code
 """
 
 from __future__ import annotations
@@ -41,30 +43,31 @@ from pathlib import Path
 
 from collectives.kernels import turn
 
-__all__ = ["Entry", "announced", "digest_of_files", "folders"]
+__all__ = ["CacheEntry", "announce_compiling", "digest_of_files", "folders"]
 
 log = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 32
 _DAY = 86400.0
 _KEPT_SECONDS = 90 * _DAY
-# A read renews the time of a file that is older: once a week, since it costs a write.
+# Age from which on a read renews the time of a file: once a week, because it costs a write.
 _RENEWED_SECONDS = 7 * _DAY
 
-# The names of cached files, and of those of a write that died. The folder may hold files of users.
+# Names of cached files, and of files that a killed process has not renamed. The folder may also
+# hold files of the user.
 _CACHED = re.compile(r".+\.[0-9a-f]{24}\.(?:o|nbc)(?:\.[0-9a-f]{16})?")
 
-# A program that stands still for longer looks broken. One function takes 0.3 to 2 s.
+# A program that is silent for longer looks hung. One function compiles in 0.3 to 2 s.
 _SILENT_SECONDS = 2.0
 
 
-class Entry:
-    """One function's code in the cache.
+class CacheEntry:
+    """The compiled code of one function in the cache.
 
     Args:
-        label: the start of the file's name, for people.
-        suffix: its end.
-        made_from: what the code depends on, besides the compiler and the processor.
+        label: readable start of the file's name.
+        suffix: end of the file's name, without a dot.
+        made_from: everything that the code depends on, besides the compiler and the processor.
     """
 
     def __init__(self, label: str, suffix: str, made_from: bytes) -> None:
@@ -72,26 +75,26 @@ class Entry:
         self._name = f"{label}.{self._made_from.hex()[:24]}.{suffix}"
 
     @property
-    def described(self) -> str:
-        """What identifies the code and its place; equal for all processes that need the same."""
+    def description(self) -> str:
+        """Identity and folders of the code, equal in all processes that need the same code."""
         return f"{self._made_from.hex()} {[str(folder) for folder in folders()]}"
 
     def read(self) -> bytes | None:
-        """Return the code, None if no folder has a file of it that is whole."""
+        """Return the code; None if no folder has a complete file."""
         for folder in folders():
-            with contextlib.suppress(OSError), _opened(folder) as descriptor:
-                content = _content(descriptor, self._name)
+            with contextlib.suppress(OSError), _open_folder(folder) as descriptor:
+                content = _read_file(descriptor, self._name)
                 digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
                 if digest == self._digest(code):
                     return code
-                log.info("compiled code is made anew: %s is damaged", folder / self._name)
+                log.info("code is compiled again: %s is damaged", folder / self._name)
         return None
 
     def write(self, code: bytes) -> None:
-        """Keep the code in the first folder where that is possible."""
+        """Write the code to the first usable folder, if there is one."""
         for folder in folders():
             try:
-                with _opened(_made(folder)) as descriptor:
+                with _open_folder(_create(folder)) as descriptor:
                     _replace(descriptor, self._name, self._digest(code) + code)
                     _remove_unread(folder, descriptor)
             except OSError as error:
@@ -100,7 +103,7 @@ class Entry:
                 return
 
     def remove(self) -> None:
-        """Forget the code."""
+        """Remove the code from all folders."""
         for folder in folders():
             with contextlib.suppress(OSError):
                 (folder / self._name).unlink()
@@ -110,7 +113,7 @@ class Entry:
 
 
 def folders() -> list[Path]:
-    """Return the folders that may hold compiled code, the preferred one first."""
+    """Return the folders that may hold compiled code, in order of preference."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(chosen) / "unisono"]
     found = []
@@ -128,12 +131,14 @@ def digest_of_files(paths: Iterable[str | Path]) -> bytes:
 
 
 _compiled_seconds = 0.0
-_announcers: list[socket.socket | None] = []  # this process's place, once it has asked for it
+# The socket by which this process has the right to announce, None if another process has it; empty
+# until this process first needs the right.
+_announcers: list[socket.socket | None] = []
 
 
 @contextlib.contextmanager
-def announced() -> Iterator[None]:
-    """Compile in this block; after 2 s of all such blocks one process of a job says so."""
+def announce_compiling() -> Iterator[None]:
+    """Log once per job and machine that loops are compiled, after 2 s spent in such blocks."""
     global _compiled_seconds
     timer = threading.Timer(max(0.0, _SILENT_SECONDS - _compiled_seconds), _announce)
     timer.daemon = True
@@ -148,7 +153,8 @@ def announced() -> Iterator[None]:
 
 
 def _announce() -> None:
-    # The ranks of a node have the same parent, and hold the place until they exit.
+    # The ranks of a node have the same parent. The process that announces holds the socket until it
+    # exits.
     _announcers.append(turn.place(f"announces compilation {os.getppid()}", 1))
     if _announcers[-1] is not None:
         folder = _first_writable()
@@ -158,7 +164,7 @@ def _announce() -> None:
 
 def _first_writable() -> Path | None:
     for folder in folders():
-        with contextlib.suppress(OSError), _opened(_made(folder)):
+        with contextlib.suppress(OSError), _open_folder(_create(folder)):
             if os.access(folder, os.W_OK):
                 return folder
     return None
@@ -166,7 +172,7 @@ def _first_writable() -> Path | None:
 
 @functools.cache
 def _toolchain() -> bytes:
-    """Describe what compiles, with the sources of this folder, and the processor."""
+    """Describe the compiler, the processor and the sources of this folder."""
     import llvmlite.binding as llvm
 
     chosen = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
@@ -181,8 +187,8 @@ def _toolchain() -> bytes:
     return repr(facts).encode() + digest_of_files(Path(__file__).parent.glob("*.py"))
 
 
-def _made(folder: Path) -> Path:
-    """Create the folder where it is missing."""
+def _create(folder: Path) -> Path:
+    """Create the folder if it is missing, and return it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -190,11 +196,11 @@ def _made(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
+def _open_folder(folder: Path) -> Iterator[int]:
     """Open a folder of compiled code.
 
     Raises:
-        OSError: it is absent, or another user may write to it.
+        OSError: the folder is absent, or another user may write to it.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -206,8 +212,8 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _content(descriptor: int, name: str) -> bytes:
-    """Read a file of an open folder, and note that it is in use."""
+def _read_file(descriptor: int, name: str) -> bytes:
+    """Read a file of an open folder, and renew its time."""
     with open(os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=descriptor), "rb") as file:
         facts = os.fstat(file.fileno())
         if fault := _fault(facts):
@@ -219,7 +225,7 @@ def _content(descriptor: int, name: str) -> bytes:
 
 
 def _fault(facts: os.stat_result) -> str | None:
-    """Describe why another user could have written what a folder or file holds; None if not."""
+    """Describe how another user could have written to a folder or file; None if none could."""
     if facts.st_uid not in (0, os.geteuid()):
         return f"expected user {os.geteuid()} or root as owner, got user {facts.st_uid}"
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -230,11 +236,11 @@ def _fault(facts: os.stat_result) -> str | None:
 
 @functools.cache  # once for each process
 def _warn(folder: Path, fault: str) -> None:
-    log.warning("code cache: %s is not used, since others may write there: %s", folder, fault)
+    log.warning("code cache: %s is not used, because other users may write: %s", folder, fault)
 
 
 def _replace(descriptor: int, name: str, content: bytes) -> None:
-    """Write a file of an open folder, which no process ever sees half written."""
+    """Write a file of an open folder, so that other processes see all of it or none."""
     aside = f"{name}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -247,11 +253,12 @@ def _replace(descriptor: int, name: str, content: bytes) -> None:
         raise
 
 
-_swept: set[Path] = set()  # once for each process, which may write dozens of files
+# Folders that this process has searched for old files. It may write dozens of files.
+_swept: set[Path] = set()
 
 
 def _remove_unread(folder: Path, descriptor: int) -> None:
-    """Remove the cached files of an open folder that no process has read for long."""
+    """Remove the cached files of an open folder that no process has read for 90 days."""
     if folder in _swept:
         return
     _swept.add(folder)
@@ -260,6 +267,6 @@ def _remove_unread(folder: Path, descriptor: int) -> None:
         for file in files:
             if not _CACHED.fullmatch(file.name):
                 continue
-            with contextlib.suppress(OSError):  # another process removes it
+            with contextlib.suppress(OSError):  # another process may remove it
                 if file.stat(follow_symlinks=False).st_mtime < oldest:
                     os.unlink(file.name, dir_fd=descriptor)

@@ -2,11 +2,11 @@
 
 Every NaN that a function returns has the bits of `numpy.nan`: quiet, positive, no payload. Several
 ranks compute the same element (`node.rounds.one_shot` and `direct`, `algorithms.letters`) and must
-get the same bits. Of two NaNs the hardware keeps the first one, but LLVM may exchange the operands
-of a sum or product, in one loop and not in another, for one processor and not for another.
+get the same bits. The hardware keeps the first of two NaNs, but LLVM may exchange the operands of a
+sum or product in some loops and for some processors.
 
-Cost of the comparison, loops alone, as a multiple of loops without: 0.99 to 1.03 with AVX-512, up
-to 1.1 with AVX2 from the level 1 cache, 0.97 to 1.02 from 1 MiB on.
+Time of a loop with the comparison, as a multiple of the time without: 0.99 to 1.03 with AVX-512, up
+to 1.1 with AVX2 in the level 1 cache, 0.97 to 1.02 from 1 MiB on.
 
 Importing this module loads numba, so import it inside the function that needs it.
 """
@@ -48,13 +48,13 @@ def multiply(a: Any, b: Any) -> Any:
 
 @jitable
 def minimum(a: Any, b: Any) -> Any:
-    """Return the smaller one; a NaN on either side wins, as in numpy.minimum."""
+    """Return the smaller number; NaN if either is a NaN, as in numpy.minimum."""
     return canonical_nan(a if a < b else b, a, b)
 
 
 @jitable
 def maximum(a: Any, b: Any) -> Any:
-    """Return the larger one; a NaN on either side wins."""
+    """Return the larger number; NaN if either is a NaN, as in numpy.maximum."""
     return canonical_nan(a if a > b else b, a, b)
 
 

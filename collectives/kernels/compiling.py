@@ -11,8 +11,9 @@ number; the index then names one variant and the file holds the other, and every
 the wrong code without an error. This has happened: bfloat16 numbers were rounded to float16.
 
 Here there is no index. `collectives.kernels.code_cache` names a file by everything that a variant
-is made from, writes it aside and renames it, and checks that it is whole. Of the processes of a
-machine that need a variant at the same time one compiles it, and the others load its file (`turn`).
+is made from, writes it under another name, renames it, and checks that it is complete. If several
+processes of a machine need a variant at the same time, one compiles it and the others load its file
+(`turn`).
 
 The code of a function has a *symbol* by which other code finds it: the function's qualified name,
 the types of its arguments, and a number. numba counts 1, 2 ... in each process, so that files of
@@ -34,28 +35,24 @@ import inspect
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 import llvmlite.binding as llvm
 import numba
-import numpy as np
 from numba import types
 from numba.core.bytecode import FunctionIdentity
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.dispatcher import Dispatcher
-from numba.core.extending import _Intrinsic
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps, loads
 
 from collectives import preparation
-from collectives.kernels import code_cache, intrinsics, turn
+from collectives.kernels import code_cache, function_digest, intrinsics, turn
 from collectives.kernels.intrinsics import load, pointer
 from collectives.kernels.machine_code import KNOWN_SYMBOLS
 
@@ -70,8 +67,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# Files of other editions are not loaded. 2: numbers in symbols are drawn at random. 3: a file holds
-# the code alone.
+# Part of each file's digest. 2: numbers in symbols are drawn at random. 3: a file holds only code.
 _EDITION = 3
 
 # Of the numbers in symbols. All that numba counts are smaller; among a million that are drawn, two
@@ -116,7 +112,7 @@ def compiled(
         42
     """
     dispatcher: Any = numba.njit(**options)(function)
-    cache = _cache_of(function, [intrinsics.__file__, *includes], options)
+    cache = _cache_of(function, includes, options)
     if cache is not None:
         dispatcher._cache = cache
         dispatcher.compile = cache.in_turn(dispatcher.compile)
@@ -213,14 +209,16 @@ _go_on: Any = types.ExternalFunction("PyEval_RestoreThread", types.void(types.vo
 def _cache_of(
     function: Callable[..., Any], includes: Iterable[str], options: Mapping[str, Any]
 ) -> _Cache | None:
+    """Return the cache of a function; None where its source is unknown, or numba has changed."""
     try:
         return _Cache(function, includes, options)
-    except (OSError, TypeError):  # the source of the function is not known
+    except (AttributeError, OSError, RuntimeError, TypeError) as error:
+        log.info("compiled code of %s is not kept: %s", function.__qualname__, error)
         return None
 
 
-class _Source(_CacheLocator):
-    """The source of a function, as numba asks for it; `code_cache` knows the folder of the code."""
+class _SourceLocator:
+    """Locates the source of a function for numba; `code_cache` chooses the folder of the code."""
 
     def __init__(self, function: Callable[..., Any], file: str) -> None:
         self._py_file = file
@@ -231,7 +229,7 @@ class _Source(_CacheLocator):
             self._stamp = hashlib.sha256(inspect.getsource(function).encode()).digest()
 
     @classmethod
-    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Source:
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _SourceLocator:
         return cls(py_func, py_file)
 
     def get_cache_path(self) -> str:
@@ -247,23 +245,23 @@ class _Source(_CacheLocator):
         return str(self._line)
 
 
-class _Variants(CompileResultCacheImpl):
-    """What numba keeps of a compiled variant."""
+class _VariantFormat(CompileResultCacheImpl):
+    """The form in which numba stores a compiled variant."""
 
-    _locator_classes = [_Source]
+    _locator_classes = [_SourceLocator]
 
 
 class _Cache(FunctionCache):
     """The compiled variants of one function."""
 
-    _impl_class = _Variants
+    _impl_class = _VariantFormat
 
     def __init__(
         self, function: Callable[..., Any], includes: Iterable[str], options: Mapping[str, Any]
     ) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
         sources = self._impl.locator.get_source_stamp() + code_cache.digest_of_files(includes)
-        self._files = _Files(self._impl.filename_base, sources, sorted(options.items()))
+        self._files = _VariantFiles(self._impl.filename_base, sources, sorted(options.items()))
         self._cache_file: Any = self._files
         self._under_way: list[ExitStack] = []  # compilations, each in the one before
 
@@ -298,11 +296,11 @@ class _Cache(FunctionCache):
         if found is None and self._under_way:
             entry = self._files.entry(self._index_key(signature, context.codegen()))
             self._under_way[-1].enter_context(preparation.preparing())
-            self._under_way[-1].enter_context(turn.first(entry.described))
+            self._under_way[-1].enter_context(turn.first(entry.description))
             # Another process may have made it meanwhile.
             found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]
             if found is None:
-                self._under_way[-1].enter_context(code_cache.announced())
+                self._under_way[-1].enter_context(code_cache.announce_compiling())
         return found
 
     def save_overload(self, signature: Any, data: Any) -> None:
@@ -314,96 +312,52 @@ class _Cache(FunctionCache):
         super().save_overload(signature, data)  # type: ignore[no-untyped-call]
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
-        """Describe a variant by source.
-
-        numba pickles what the function closes over, with an identity that each process draws anew.
-        """
-        content = repr(list(_contents(self._py_func, set()))).encode()
-        return signature, codegen.magic_tuple(), hashlib.sha256(content).hexdigest()
-
-
-def _contents(value: Any, seen: set[Any]) -> Iterator[Any]:
-    """Describe a function and those that it calls, or another value that becomes a constant."""
-    if isinstance(value, Dispatcher):
-        yield sorted(value.targetoptions.items()), sorted(value.locals.items())
-        value = value.py_func
-    elif isinstance(value, _Intrinsic):
-        value = value._defn
-    if isinstance(value, FunctionType):
-        if (value.__module__ or "").startswith("numba."):
-            yield value.__module__, value.__qualname__
-        elif value not in seen:
-            seen.add(value)
-            yield _instructions(value.__code__)
-            yield from _contents(value.__defaults__, seen)
-            variables = {**value.__globals__, **inspect.getclosurevars(value).nonlocals}
-            for name in sorted(_names(value.__code__) & variables.keys()):
-                yield name
-                yield from _contents(variables[name], seen)
-    elif isinstance(value, tuple | list):
-        yield type(value).__name__, getattr(value, "_fields", len(value))
-        for element in value:
-            yield from _contents(element, seen)
-    elif isinstance(value, _PRINTED):
-        yield repr(value)
-    else:
-        yield _pickled(value)
-
-
-# Values of these print all that a loop can tell of them.
-_PRINTED = (bool, int, float, complex, str, bytes, np.generic, np.dtype, types.Type)
+        """Describe a variant by its source, in place of numba's key."""
+        digest = function_digest.digest_of_function(self._py_func, _pickled)
+        return signature, codegen.magic_tuple(), digest
 
 
 def _pickled(value: Any) -> bytes:
     try:
         pickled: bytes = dumps(value)  # type: ignore[no-untyped-call]
-    except Exception:  # of whatever it is made; no loop can have it as a constant
+    except Exception:  # numba cannot compile it either, so it is not a constant of the code
         return type(value).__qualname__.encode()
     return pickled
 
 
-def _names(code: CodeType) -> set[str]:
-    """Return the names that a function and those inside it may take from around it."""
-    inner = [_names(c) for c in code.co_consts if isinstance(c, CodeType)]
-    return {*code.co_names, *code.co_freevars}.union(*inner)
-
-
-def _instructions(code: CodeType) -> tuple[Any, ...]:
-    inner = [_instructions(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return code.co_code, code.co_names, inner
-
-
-class _Files:
+class _VariantFiles:
     """The files of one function, each with one variant.
 
     Args:
-        label: their names begin with it.
-        sources: a digest of the source code.
-        options: that the variants are compiled with.
+        label: start of the files' names.
+        sources: digest of the source files.
+        options: options of `numba.njit`.
     """
 
     def __init__(self, label: str, sources: bytes, options: list[tuple[str, Any]]) -> None:
         self._label = label
         self._sources = sources
         self._options = options
-        self._seen: dict[bytes, code_cache.Entry] = {}
+        self._seen: dict[bytes, code_cache.CacheEntry] = {}
 
-    def entry(self, key: Any) -> code_cache.Entry:
-        """Return the place of a variant in the cache."""
+    def entry(self, key: Any) -> code_cache.CacheEntry:
+        """Return the cache entry of a variant."""
         described = (_EDITION, self._label, self._sources, self._options, key)
         made_from = repr(described).encode()
-        return self._seen.setdefault(made_from, code_cache.Entry(self._label, "nbc", made_from))
+        if made_from not in self._seen:
+            self._seen[made_from] = code_cache.CacheEntry(self._label, "nbc", made_from)
+        return self._seen[made_from]
 
     def save(self, key: Any, data: Any) -> None:
         """Write the file of a variant."""
         self.entry(key).write(dumps(data))  # type: ignore[no-untyped-call]
 
     def load(self, key: Any) -> Any:
-        """Return the data of a variant, None if no file has it."""
+        """Return the data of a variant; None if no file has it."""
         code = self.entry(key).read()
         return None if code is None else loads(code)
 
     def flush(self) -> None:
-        """Forget the variants that this process has loaded or made."""
+        """Remove the files of the variants that this process has loaded or compiled."""
         for entry in self._seen.values():
             entry.remove()

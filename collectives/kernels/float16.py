@@ -4,8 +4,8 @@ numba knows neither type, so that both are seen as their bits, uint16.
 
 *Widening* is exact. *Rounding* goes to the nearest, a tie to the even one, as IEEE 754 asks for: a
 number beyond the largest becomes an infinity, a small one a subnormal, an infinity and the sign of
-a zero stay. Every NaN is rounded to the same bits, those of `numpy.nan` (`kernels.combine` has the
-reason). Widening keeps a NaN's sign and payload, and sets the quiet bit of a float16.
+a zero stay. Every NaN is rounded to the bits of `numpy.nan` (`kernels.combine` has the reason).
+Widening keeps the sign and payload of a NaN, and sets the quiet bit of a float16.
 
 The functions are called from loops that numba compiles; they are inlined and vectorised there.
 `collectives.kernels.convert` has such loops over arrays.

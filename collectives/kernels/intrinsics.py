@@ -94,9 +94,9 @@ def _number_or_nan(builder: Any, number: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def canonical_nan(typingctx: Any, result: Any, a: Any, b: Any) -> Any:
-    """Return `result`, or NumPy's NaN where `a` or `b` is a NaN; of complex numbers, by parts.
+    """Return `result`, or NumPy's NaN if `a` or `b` is a NaN; complex numbers part by part.
 
-    All are of one type. Integers are returned as they are.
+    The three arguments have one type. Integers are returned unchanged.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

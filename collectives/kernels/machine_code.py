@@ -9,8 +9,8 @@ A function is named by a module and words: `module.make(symbol, *words)` returns
 which the function is `symbol`. That module imports numba, and is imported only to compile.
 
 `collectives.kernels.code_cache` keeps the files. The code depends on the source of all files in the
-module's folder and in this one. Of the ranks of a machine one compiles, while the others wait for
-it (`collectives.kernels.turn`); those of several machines that do the same write the same.
+module's folder and in this one. One rank of each machine compiles while the other ranks wait for it
+(`collectives.kernels.turn`). On a shared file system several machines write the same bytes.
 """
 
 from __future__ import annotations
@@ -180,12 +180,15 @@ class _Code:
         self._module, self._words = name[0], name[1:]
         self.symbol = f"unisono_{hashlib.sha256(repr(name).encode()).hexdigest()[:16]}"
         label = ".".join((name[0].rpartition(".")[2], *name[1:]))
-        self._entry = code_cache.Entry(label, "o", repr(name).encode() + _source(name[0]))
-        self.read = self._entry.read
+        self._entry = code_cache.CacheEntry(label, "o", repr(name).encode() + _source(name[0]))
+
+    def read(self) -> bytes | None:
+        """Return the object file; None if no folder has it."""
+        return self._entry.read()
 
     def make(self) -> bytes:
         """Compile the object file, and keep it where that is possible."""
-        with code_cache.announced():
+        with code_cache.announce_compiling():
             code: bytes = importlib.import_module(self._module).make(self.symbol, *self._words)
         self._entry.write(code)
         return code
@@ -193,7 +196,7 @@ class _Code:
     @property
     def described(self) -> str:
         """What this is made from and where it is kept, for others who need the same."""
-        return self._entry.described
+        return self._entry.description
 
     @property
     def where(self) -> str:

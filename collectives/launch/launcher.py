@@ -18,11 +18,12 @@ __all__ = [
     "check_is_no_child", "check_world_size", "launched_processes", "mark_children", "number",
 ]  # fmt: skip
 
-# Children of a rank find here which rank it is, and how it was launched. They inherit the variables
-# of the launcher as well, by which MPI would start them in the place of the rank.
+# The variable by which a child of a rank recognizes that it is not a rank: number, process and
+# launch of its parent as JSON. A child also inherits the launcher's variables, so MPI would start
+# it in the place of the parent.
 _MARK = "UNISONO_CHILD_OF"
 
-# Variables of PMIx and PMI that tell one process of one job from all others.
+# Variables of PMIx and PMI that together identify one process of one job.
 _PLACES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_JOBID", "PMI_RANK", "PMI_PORT", "PMI_ID")
 
 # Slurm numbers the steps that srun starts from 0; the batch script, an interactive step and the
@@ -59,22 +60,22 @@ def check_world_size(environ: Mapping[str, str], world_size: int, library: str) 
 
 
 def mark_children(rank: int, size: int) -> None:
-    """Let children of this rank know that they are no ranks; does nothing without a launcher."""
+    """Mark the environment that children of this rank inherit; does nothing without a launcher."""
     if place := _place(os.environ):
         mark = {"process": os.getpid(), "rank": rank, "size": size}
         os.environ[_MARK] = json.dumps(mark | {"place": place, "socket": _socket(os.environ)})
 
 
 def check_is_no_child(environ: Mapping[str, str]) -> None:
-    """Refuse a process that a rank has started, and not as a rank of another job.
+    """Refuse a child of a rank, unless it is a rank of another job.
 
     Raises:
-        LaunchError: it is one; names the rank.
+        LaunchError: this process is a child; names the rank.
     """
     mark = json.loads(environ.get(_MARK, "{}"))
     if not mark or mark["process"] == os.getpid() or mark["place"] != _place(environ):
         return
-    # MPICH numbers the ranks of each job from 0, but gives each a socket of its own.
+    # MPICH numbers the ranks of every job from 0, but each rank has a separate socket.
     if _socket(environ) not in (None, mark["socket"]):
         return
     raise LaunchError(
@@ -85,12 +86,12 @@ def check_is_no_child(environ: Mapping[str, str]) -> None:
 
 
 def _place(environ: Mapping[str, str]) -> list[str]:
-    """Return what the launcher has told one process alone; empty without a launcher."""
+    """Return the launcher's variables that identify this process; empty without a launcher."""
     return [f"{name}={environ[name]}" for name in _PLACES if name in environ]
 
 
 def _socket(environ: Mapping[str, str]) -> int | None:
-    """Return the number of the socket between this process and MPICH's launcher."""
+    """Return the inode of the socket to MPICH's launcher, None if there is none."""
     with contextlib.suppress(ValueError, OSError):
         facts = os.fstat(int(environ.get("PMI_FD", "")))
         return facts.st_ino if stat.S_ISSOCK(facts.st_mode) else None

@@ -26,12 +26,13 @@ log = logging.getLogger(__name__)
 def start_mpi(configuration: Settings) -> MPI.Intracomm:
     """Initialise MPI if necessary, and return the communicator of all processes.
 
-    MPI that starts here also ends here, at the exit of this process. mpi4py would end it in forked
-    children as well, where MPI waits for ever, and not at all if `mpi4py.rc.initialize` is false.
+    If MPI is initialised here, it is also finalized here, at the exit of this process. mpi4py would
+    also finalize it in forked children, where MPI hangs, and never if `mpi4py.rc.initialize` is
+    false.
 
     Raises:
-        LaunchError: there is no MPI library, or the launcher's processes do not form one world; or
-            this process is a child of a rank.
+        LaunchError: there is no MPI library; the launcher's processes do not form one world; this
+            process is a child of a rank.
     """
     launcher.check_is_no_child(os.environ)
     wanted = (
@@ -51,7 +52,7 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
         MPI.Init_thread()
         ends_here = True
     if ends_here:
-        liveness.call_last(_finalize)
+        liveness.set_finalizer(_finalize)
     elif late:
         log.warning("%s", late)
     launcher.check_world_size(os.environ, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
@@ -59,7 +60,7 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
 
 
 def _take_over_finalize() -> bool:
-    """Keep mpi4py from finalizing MPI; False if it is imported, or the user has chosen."""
+    """Keep mpi4py from finalizing MPI; False if it is imported already, or the user has chosen."""
     import mpi4py
 
     if "mpi4py.MPI" in sys.modules or "MPI4PY_RC_FINALIZE" in os.environ:
@@ -73,14 +74,14 @@ def _take_over_finalize() -> bool:
 def _finalize() -> None:
     from mpi4py import MPI
 
-    # Some libraries report dead ranks here. There is no one left to tell.
+    # Some libraries report dead ranks here, when no rank is left that could act on it.
     with contextlib.suppress(MPI.Exception):
         if not MPI.Is_finalized():
             MPI.Finalize()
 
 
 def mark_children() -> None:
-    """Let children of this process know that they are no ranks."""
+    """Mark the environment that children of this process inherit."""
     from mpi4py import MPI
 
     launcher.mark_children(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())

@@ -42,8 +42,8 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     and in forked children; in a world of one only the command is added to a traceback.
 
     Where a job survives the death of a rank (`is_fault_tolerant`), only this rank ends, by SIGKILL.
-    The surviving ranks end with its status once all of them have ended their programs, and where
-    all fail, the last one ends with it. A `CollectiveTimeout` ends the job there as well.
+    The surviving ranks exit with its status once all of them have ended their programs; if all
+    ranks fail, the last one exits with it. A `CollectiveTimeout` ends the job there as well.
     """
     global _leave
     interactive = "pytest" in sys.modules or hasattr(builtins, "__IPYTHON__")
@@ -92,7 +92,7 @@ def _formatted(kind: type[BaseException], error: BaseException, trace: Traceback
     """Return a traceback as the interpreter prints it."""
     if sys.version_info >= (3, 12):
         return "".join(traceback.format_exception(kind, error, trace))
-    # Before, only the interpreter itself adds "Did you mean".
+    # In older versions only the interpreter itself adds "Did you mean".
     shown, sys.stderr = sys.stderr, io.StringIO()
     try:
         sys.__excepthook__(kind, error, trace)
@@ -121,13 +121,13 @@ def _end(
 ) -> None:
     """End this process in a way that the other ranks learn of."""
     # Of a rank that calls MPI_Abort, or ends with a status, Open MPI 5.0.11 does not tell all
-    # others; of one that a signal has ended it does, but then mpirun's own status is 0: others end
-    # with the status of this one, which they are told.
+    # others; of one that a signal has ended it does, but then mpirun's own status is 0. So this
+    # rank sends its status to the others, which exit with it.
     # A rank that does not answer learns of nothing: mpirun has to end it.
     if is_fault_tolerant() and not isinstance(error, CollectiveTimeout):
         status = status & 0xFF or 1
         if whereabouts.current is not None:
-            whereabouts.current.tell_failure(status)
+            whereabouts.current.send_failure(status)
         if _is_last(world, others_follow):
             os._exit(status)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -135,7 +135,7 @@ def _end(
 
 
 def _is_last(world: MPI.Intracomm, others_follow: float) -> bool:
-    """Tell whether all other ranks have failed or died, so that this one ends with the status.
+    """Tell whether all other ranks have failed or died, so that this one exits with the status.
 
     Where others fail, too, the one with the lowest number waits for them: for some time, and for
     `others_follow` seconds longer if all have the same error.

@@ -6,8 +6,8 @@ that moment cannot remove it. So files lie in a folder of their own, which its m
 kernel drops a lock when its process ends, however that happens, and does so across containers with
 process numbers of their own.
 
-The directory may hold data of users. A folder is removed only if it has the name, the owner and the
-mark of such a folder, and holds nothing but the files that ranks make there:
+The directory may also hold data of users. A folder is removed only if it has the name, owner and
+mark of such a folder, and contains only files that ranks create there:
 
     DIRECTORY/unisono-4711-0123456789abcdef/mark, segment or unisono-4711-liveness-...
 
@@ -28,7 +28,7 @@ from pathlib import Path
 
 __all__ = ["temporary"]
 
-# `_make` chooses the names of folders; `segment` and `liveness` those of the files.
+# Names of the folders, from `_make`, and of their files, from `segment` and `liveness`.
 _FOLDER = re.compile(r"unisono-\d+-[0-9a-f]{16}")
 _FILE = re.compile(r"segment|unisono-\d+-liveness-\w+")
 
@@ -83,7 +83,7 @@ def _mark(folder: int) -> None:
 
 def _sweep(parent: str) -> None:
     found: list[str] = []
-    with contextlib.suppress(OSError):  # as where the directory may be written but not listed
+    with contextlib.suppress(OSError):  # the directory may be writable but not readable
         found = [name for name in os.listdir(parent) if _FOLDER.fullmatch(name)]
     for path in [os.path.join(parent, name) for name in found]:
         with contextlib.suppress(OSError):
@@ -96,20 +96,21 @@ def _sweep(parent: str) -> None:
 
 
 def _remove(path: str, folder: int) -> None:
-    """Remove a folder that is open and locked, unless it holds files of other origin.
+    """Remove a folder that is open and locked, unless it contains files of other origin.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: the folder cannot be removed.
     """
     names = os.listdir(folder)
     own = [name for name in names if _FILE.fullmatch(name) and _is_file(name, folder)]
     content = _content(_MARK, folder) if _MARK in names else None
-    # A maker that is killed early leaves a folder that is empty, or has an empty mark.
+    # A process that is killed early leaves an empty folder, or an empty mark.
     if content != _MARKED and (own or content):
         return
     if len(names) != len(own) + (content is not None):
         return
-    for name in [*own, _MARK] if content is not None else []:  # the mark last, for a next attempt
+    # The mark is last, so that a later sweep can finish an interrupted one.
+    for name in [*own, _MARK] if content is not None else []:
         os.unlink(name, dir_fd=folder)
     os.rmdir(path)  # follows no link, and fails if the folder is not empty
 
@@ -124,7 +125,7 @@ def _content(name: str, folder: int) -> bytes:
     file = os.open(name, flags, dir_fd=folder)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(f"{name} is no regular file")
+            raise OSError(f"{name} is not a regular file")
         return os.read(file, len(_MARKED) + 1)
     finally:
         os.close(file)

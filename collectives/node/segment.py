@@ -73,14 +73,15 @@ def create(
 
 
 def _room(directory: str, nbytes: int) -> str:
-    """Describe how large the folder is and has to be."""
+    """Compare the room that is needed with the size of the file system."""
+    needed = -(-nbytes >> 20)
     try:
         facts = os.statvfs(directory)
     except OSError:
-        return f"expected {nbytes >> 20} MiB in {directory}, which cannot be read"
+        return f"expected {needed} MiB in {directory}, which cannot be read"
     free, size = (blocks * facts.f_frsize >> 20 for blocks in (facts.f_bavail, facts.f_blocks))
     return (
-        f"expected {nbytes >> 20} MiB in {directory}, got {free} MiB free of {size} MiB; "
+        f"expected {needed} MiB in {directory}, got {free} MiB free of {size} MiB; "
         "in a container `docker run --shm-size=1g` sets its size"
     )
 
@@ -136,10 +137,10 @@ def first_problem(transport: Transport, problem: str, deadline: Deadline) -> str
                 first = f"{transport.whole.name([transport.number(rank)])}: {_decoded(line)}"
     else:
         transport.send(line, 0, deadline)
-    deadline.peer_has_come = True
-    told = from_rank_0(transport, first, deadline)
-    deadline.peer_has_come = False
-    return told
+    before, deadline.peer_has_come = deadline.peer_has_come, True
+    found = from_rank_0(transport, first, deadline)
+    deadline.peer_has_come = before
+    return found
 
 
 def _encoded(text: str) -> Array:

@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    memory: weakref.ref[Array]  # kept by the rank's own array and the views of it
+    memory: weakref.ref[Array]  # kept alive by the rank's own array and its views
     bases: list[int]  # addresses of the ranks' parts
     stride: int  # bytes of a part
 
@@ -39,14 +39,14 @@ class _Shared(NamedTuple):
 class SharedArrays:
     """The shared arrays of a group of ranks on one node.
 
-    Each rank unmaps an array as soon as its program has dropped it; the memory is free once all
-    have. Numbers are not used again: a plan of an array never fits a later one.
+    Each rank unmaps an array as soon as its program has dropped the array; the memory is free once
+    all ranks have. Numbers are never reused, so that a plan of an array never fits a later array.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._all: dict[int, _Shared] = {}  # by number; also dropped ones, until the next is made
+        self._all: dict[int, _Shared] = {}  # by number; `create` removes dropped arrays
         self._made = 0
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class SharedArrays:
         return memory[stride * self._rank : stride * self._rank + nbytes]
 
     def is_dropped(self, key: object) -> bool:
-        """Tell whether a plan's key has the place of an array that is no more."""
+        """Tell whether a plan's key contains the place of a dropped array."""
         places = [part for part in key if isinstance(part, Place)] if type(key) is tuple else []
         return any(place.number not in self._all for place in places)
 
@@ -79,7 +79,7 @@ class SharedArrays:
         """Return what all ranks have at a place, as flat arrays like `like`."""
         shared, _, stride = self._all[place.number]
         memory = shared()
-        assert memory is not None  # of which the caller has a view
+        assert memory is not None  # the caller has a view of it
         starts = [rank * stride + place.offset for rank in range(self._size)]
         return [memory[at : at + like.nbytes].view(like.dtype) for at in starts]
 
@@ -109,6 +109,6 @@ class SharedArrays:
         for number, shared in self._all.items():
             offset = start - shared.bases[self._rank]
             fits = offset >= 0 and 0 < nbytes <= shared.stride - offset
-            if fits and shared.memory() is not None:  # else the addresses are of other memory now
+            if fits and shared.memory() is not None:  # dropped: other memory may have its addresses
                 return Place(number, offset)
         return None

@@ -164,7 +164,7 @@ class Call:
         if waits is not None:
             waits.exchanged(began)
             deadline.waits = waits
-        deadline.first_call = False  # all ranks have come
+        deadline.first_call = False  # all ranks have entered the call
         return joined
 
     def tell(self, *numbers: int) -> Array:
@@ -220,7 +220,7 @@ class Call:
             MismatchError: they do not make the same call; the same error on all ranks.
         """
         self._compared = True
-        self.deadline.first_call = False  # all ranks have come
+        self.deadline.first_call = False  # all ranks have entered the call
         if not alike:
             descriptions.raise_mismatch(self.group.transport, self._description, self.deadline)
 
@@ -269,12 +269,12 @@ class Call:
             self._leave()
 
     def _leave(self) -> None:
-        """Let the next call of the group begin, or that go on of which this one is a part."""
+        """Open the gate for the group's next call, or return it to the call around this one."""
         group = self.group
         group.gate = group.unusable if group.unusable is not None else self._outer
 
     def _end(self, error: BaseException | None) -> None:
-        """Record the end of the call, and tell the other ranks of a refusal."""
+        """Record the end of the call, and announce a refusal to the other ranks."""
         refused = self._is_refusal(error)
         harmless = refused or isinstance(error, MismatchError) or error is self._known
         if error is not None and not harmless:

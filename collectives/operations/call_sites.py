@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 __all__ = [
     "Origin", "Site", "caller", "calls_from", "calls_from_here", "given", "origin",
-    "other_thread_with", "outside",
+    "other_thread_in", "outside",
 ]  # fmt: skip
 
 # Frames of these modules are ours; the first one outside is where the user called.
@@ -149,15 +149,20 @@ def _entry(frame: FrameType) -> str:
     return name if function.startswith("_") else f"{name}.{function}"
 
 
-def other_thread_with(value: object) -> str | None:
-    """Return the name of another thread that has a value in a local variable; None if none has."""
+def other_thread_in(call: object) -> str | None:
+    """Return the name of another thread that is in a call; None if there is none.
+
+    Searches the variables of all frames, so that beginning a call costs nothing. A program may keep
+    a plan in a variable of its own, so only frames of this package count.
+    """
     own, names = get_ident(), {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
-        inner: FrameType | None = None if ident == own else frame
-        while inner is not None:
-            if any(local is value for local in inner.f_locals.values()):
+    for ident, top in sys._current_frames().items():
+        frame: FrameType | None = None if ident == own else top
+        while frame is not None:
+            ours = _module(frame).startswith("collectives.")
+            if ours and any(local is call for local in frame.f_locals.values()):
                 return names.get(ident, f"thread {ident}")
-            inner = inner.f_back
+            frame = frame.f_back
     return None
 
 

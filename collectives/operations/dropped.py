@@ -1,13 +1,13 @@
 """Groups that the program has dropped without `close`: freed once all of their ranks have.
 
-Garbage is collected on each rank at another time, and MPI frees a communicator on all ranks. So a
-rank notes what it has dropped, and its next `split` or `group` tells the others a few of these
-keys, in the exchange that it makes anyway. Each rank counts what it hears:
+Garbage is collected on each rank at another time, and MPI frees a communicator on all ranks. So
+each rank keeps the keys of the groups that it has dropped, and announces a few of them in its next
+`split` or `group`, in the exchange that these make anyway. Each rank counts the announcements:
 
-    rank 0   drops a    split: tells a              split               heard from both: frees a
-    rank 1              split            drops a    split: tells a      heard from both: frees a
+    rank 0   drops a    split: announces a          split               2 of 2 ranks: frees a
+    rank 1              split            drops a    split: announces a  2 of 2 ranks: frees a
 
-All members of a dropped group take part in such an exchange, so all of them hear the same. Files
+All members of a dropped group take part in such an exchange, so all of them count the same. Files
 and memory of this process alone are released at once (`collectives.transport.liveness`).
 """
 
@@ -22,82 +22,89 @@ from dataclasses import dataclass
 
 from collectives.transport.transport import Transport
 
-__all__ = ["NEWS", "Family", "Member"]
+__all__ = ["KEYS_PER_EXCHANGE", "GroupRegistry", "Registration"]
 
-# Keys that a rank tells in one exchange: each makes one group, so more than one key per exchange
-# works off what has piled up.
-NEWS = 4
+# Keys that a rank announces in one exchange. Each exchange makes one group, so with more than one
+# key per exchange the backlog shrinks.
+KEYS_PER_EXCHANGE = 4
 
 
 @dataclass
-class Member:
-    """A group of a family.
+class Registration:
+    """A group in a registry.
 
     Attributes:
-        key: equal on its ranks; of groups that have a rank in common no two have one key.
-        ranks: by their numbers in the first group.
-        transport: of the group.
-        missing: how many of its ranks have not told that they have dropped it.
-        dropped: called as garbage is collected.
+        key: equal on the group's ranks; two groups that share a rank have different keys.
+        world_ranks: the group's ranks by their numbers in the world.
+        transport: closed once all ranks have dropped the group.
+        unannounced: number of ranks that have not announced the group.
+        finalizer: runs when the group is collected as garbage.
     """
 
     key: int
-    ranks: Sequence[int]
+    world_ranks: Sequence[int]
     transport: Transport
-    missing: int
-    dropped: weakref.finalize[[int], object]
+    unannounced: int
+    finalizer: weakref.finalize[[int], object]
 
 
-class Family:
-    """The groups that were made of one group, and of these, and so on."""
+class GroupRegistry:
+    """A communicator's groups, their groups, and so on, until all ranks have dropped them."""
 
     def __init__(self) -> None:
-        self._members: dict[int, Member] = {}
-        self._dropped: deque[int] = deque()  # keys that this rank has not told yet
+        self._registrations: dict[int, Registration] = {}
+        self._dropped: deque[int] = deque()  # keys that this rank has not announced yet
         self._lock = threading.Lock()
 
-    def add(self, group: object, name: str, ranks: Sequence[int], transport: Transport) -> Member:
-        """Add a group, on each of its ranks.
+    def add(
+        self, group: object, name: str, world_ranks: Sequence[int], transport: Transport
+    ) -> Registration:
+        """Register a group, on each of its ranks.
 
         Args:
-            group: the object whose end counts.
-            name: as for keys.
-            ranks: its members, by their numbers in the first group.
-            transport: what is closed once all have dropped the group.
+            group: the object whose garbage collection counts.
+            name: equal on all ranks; unique among the registered groups that share a rank.
+            world_ranks: the group's ranks by their numbers in the world.
+            transport: closed once all ranks have dropped the group.
         """
-        digest = hashlib.blake2b(f"{name} of {ranks[0]}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{name} of {world_ranks[0]}".encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "big") >> 1 or 1
-        dropped = weakref.finalize(group, self._dropped.append, key)
-        dropped.atexit = False
-        member = self._members[key] = Member(key, ranks, transport, len(ranks), dropped)
-        return member
+        finalizer = weakref.finalize(group, self._dropped.append, key)
+        finalizer.atexit = False
+        registration = Registration(key, world_ranks, transport, len(world_ranks), finalizer)
+        self._registrations[key] = registration
+        return registration
 
-    def forget(self, member: Member) -> None:
-        """Leave a group out that was closed, or has failed."""
-        if member.dropped.detach() is not None:
-            self._members.pop(member.key, None)
+    def remove(self, registration: Registration) -> None:
+        """Remove a group that was closed or has failed, unless this rank has dropped it."""
+        if registration.finalizer.detach() is not None:
+            self._registrations.pop(registration.key, None)
 
-    def news(self, ranks: Sequence[int]) -> list[int]:
-        """Return what this rank tells in an exchange among these ranks: NEWS keys, 0 for none."""
-        told: list[int] = []
+    def keys_to_announce(self, world_ranks: Sequence[int]) -> list[int]:
+        """Return the keys for an exchange among these ranks, filled up with zeros.
+
+        A key is announced once, in an exchange that all ranks of its group take part in.
+        """
+        keys: list[int] = []
         with self._lock:
-            hearers = set(ranks) if self._dropped else set()
+            present = set(world_ranks) if self._dropped else set()
             for _ in range(len(self._dropped)):
                 key = self._dropped.popleft()
-                if len(told) < NEWS and hearers.issuperset(self._members[key].ranks):
-                    told.append(key)
+                group_ranks = self._registrations[key].world_ranks
+                if len(keys) < KEYS_PER_EXCHANGE and present.issuperset(group_ranks):
+                    keys.append(key)
                 else:
                     self._dropped.append(key)
-        return told + [0] * (NEWS - len(told))
+        return keys + [0] * (KEYS_PER_EXCHANGE - len(keys))
 
-    def hear(self, keys: Iterable[int]) -> None:
-        """Take note of what all ranks have told, and free what all of its ranks have dropped."""
+    def count(self, keys: Iterable[int]) -> None:
+        """Count the keys that all ranks announced, and free the groups that all have dropped."""
         for key in filter(None, keys):
             with self._lock:
-                member = self._members.get(key)
-                if member is not None:
-                    member.missing -= 1
-                    if not member.missing:
-                        del self._members[key]
-            if member is not None and not member.missing:
-                member.transport.close()
+                registration = self._registrations.get(key)
+                if registration is not None:
+                    registration.unannounced -= 1
+                    if not registration.unannounced:
+                        del self._registrations[key]
+            if registration is not None and not registration.unannounced:
+                registration.transport.close()

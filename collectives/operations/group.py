@@ -21,7 +21,7 @@ from collectives.kernels import addresses
 from collectives.launch.open_mpi import is_fault_tolerant
 from collectives.node import engine
 from collectives.operations import call_sites, recorder, status
-from collectives.operations.dropped import Family, Member
+from collectives.operations.dropped import GroupRegistry, Registration
 from collectives.operations.recorder import NO_FIELDS, Record
 from collectives.operations.watch import Members, Watch, Watcher
 from collectives.transport import liveness
@@ -91,12 +91,12 @@ class Group:
         look: how the arrays of such calls are looked at.
         number: of the last call.
         splits_made: how many groups were made of this one.
-        met_by_tag: how many groups with a tag were made of this one, in which this rank is first.
-        family: this group, those made of it, and that of which it was made.
+        tagged_groups_made: how many groups with a tag were made of this one, with this rank first.
+        registry: the groups made of this one, shared with the group that this one was made of.
         unusable: why there can be no more calls; None if there can.
         gate: None if a call may begin; the call under way, an object with its name in `operation`;
-            or `unusable`. A call looks at it and stores itself there. CPython lets no other thread
-            run between the two, since there is neither a call nor a jump backward between them.
+            or `unusable`. A call checks it, and then stores itself there. CPython switches threads
+            at calls and backward jumps only, and there are none in between.
         watcher: is told as operations begin and end; None if nobody is.
     """
 
@@ -124,12 +124,12 @@ class Group:
         self.look = addresses.in_python
         self.number = 0
         self.splits_made = 0
-        self.met_by_tag = 0
-        self.family = Family()
-        self._member: Member | None = None
+        self.tagged_groups_made = 0
+        self.registry = GroupRegistry()
+        self._registration: Registration | None = None
         self.unusable: str | None = None
         self.gate: Any = None
-        self._collided = False  # whether threads did, and the other ranks have not been told
+        self._collided = False  # two threads called at once; the other ranks are not informed yet
         self.watcher: Watcher | None = None
         self._watch: Watch | None = None
         self._met = False  # whether the ranks of a node have tried to make an engine
@@ -143,9 +143,8 @@ class Group:
         if self.node_engine is not None:
             self.node_engine.note_times(timeline.running is not None)
         if timeline.running is not None:
-            everybody = range(self.size)
             ranks = self.transport if self.num_nodes == 1 else self.levels.node
-            world = self.transport.world or everybody
+            world = self.world_ranks
             members = Members(
                 self.recorder.name, world, self.leaders, self.rank, self.num_nodes == 1
             )
@@ -155,24 +154,22 @@ class Group:
 
     @property
     def world_ranks(self) -> Sequence[int]:
-        """The ranks by their numbers in the group that the first of the family was."""
+        """The numbers of the group's ranks in the world."""
         return self.transport.world or range(self.size)
 
-    def join(self, family: Family, name: str) -> None:
-        """Become one of the groups that are freed once all their ranks have dropped them.
+    def register(self, registry: GroupRegistry, name: str) -> None:
+        """Let this group be freed once all its ranks have dropped it.
 
         Args:
-            family: of the group that this one was made of.
-            name: equal on all ranks; other groups of the family with a rank of this one have other
-                names.
+            registry: of the group that this one was made of.
+            name: equal on all ranks; unique among the registered groups that share a rank.
         """
-        self.family = family
-        self._member = family.add(self, name, self.world_ranks, self.transport)
+        self.registry = registry
+        self._registration = registry.add(self, name, self.world_ranks, self.transport)
 
-    def _stay(self) -> None:
-        """Be freed by nobody else."""
-        if self._member is not None:
-            self.family.forget(self._member)
+    def _unregister(self) -> None:
+        if self._registration is not None:
+            self.registry.remove(self._registration)
 
     def kept(self, make: Callable[[Group], T]) -> T:
         """Return what an operation keeps between its calls, made when it is first asked for."""
@@ -181,7 +178,7 @@ class Group:
         return cast(T, self._kept[make])
 
     def close_kept(self, make: Callable[[Group], Any]) -> None:
-        """Close what `make` has made, if it was asked for."""
+        """Close the object that `kept(make)` has made, if there is one."""
         if make in self._kept:
             self._kept[make].close()
 
@@ -221,12 +218,12 @@ class Group:
     def close(self) -> None:
         """Refuse later calls, and give back what the ranks share."""
         self.refuse_calls("it was closed")
-        self._stay()
+        self._unregister()
         if self.node_engine is not None:
             self.node_engine.close()
         self.transport.close()
-        # These refer to the group. Freed at once, and not as garbage some day, the memory serves
-        # the next group: else a program that makes many grows by 1 to 2 KiB for each.
+        # These refer to the group. Without the cycles its memory is free at once, and serves the
+        # next group: a program that makes many groups grew by 1 to 2 KiB for each.
         self.plans.clear()
         self._kept.clear()
 
@@ -237,7 +234,7 @@ class Group:
         does not, they wait for this rank until they see that it has ended.
         """
         self.refuse_calls(reason)
-        self._stay()
+        self._unregister()
         self.transport.revoke()
         if self.node_engine is not None:
             self.node_engine.close()
@@ -251,7 +248,7 @@ class Group:
         return "" if self.status is None else self.status.missing()
 
     def refuse_calls(self, reason: str) -> None:
-        """Refuse all calls that begin from now on; one under way goes on."""
+        """Refuse all calls that begin from now on; a call under way continues."""
         free = self.gate is self.unusable
         self.unusable = reason
         if free:
@@ -273,14 +270,14 @@ class Group:
     def check_free(self, operation: str) -> None:
         """Refuse a call after a failure, and while another thread is in a call.
 
-        The call under way goes on. Later calls are refused, because ranks may have taken the calls
-        of the two threads in different orders. In a group of one rank no order can differ, so the
-        second thread waits until the call of the first is over.
+        The call under way continues. Later calls are refused, because the order of the two threads'
+        calls may differ among ranks. In a group of one rank it cannot, so the second thread waits
+        until the call of the first has ended.
         """
         self.check_usable(operation)
         under_way = self.gate
-        first = None if under_way is None else call_sites.other_thread_with(under_way)
-        if first is None:  # a call that this thread makes inside of another one
+        first = None if under_way is None else call_sites.other_thread_in(under_way)
+        if first is None:  # a nested call of this thread
             return
         if self.size == 1 and self._wait_until_free(operation):
             return
@@ -357,5 +354,5 @@ class Group:
         The end of MPI is one more wait for the others, and gets a limit, too.
         """
         self.refuse_calls(f"{operation} failed: {type(error).__name__}: {error}")
-        self._stay()
+        self._unregister()
         liveness.limit_exit(max(self.settings.timeout, _LEAST_EXIT_SECONDS))

@@ -12,7 +12,7 @@ import numpy as np
 from collectives.errors import LaunchError, MismatchError
 from collectives.operations.broadcast import barrier
 from collectives.operations.call import enter
-from collectives.operations.dropped import NEWS
+from collectives.operations.dropped import KEYS_PER_EXCHANGE
 from collectives.operations.group import Group
 from collectives.operations.rows import allgather
 from collectives.transport.transport import Deadline
@@ -49,9 +49,9 @@ def split(group: G, color: int | None, key: int = 0) -> G | None:
             )
         call.describe()
         call.agree()
-    news = group.family.news(group.world_ranks)
-    chosen = allgather(group, np.array([(*wish, *news)], np.int64)).tolist()
-    group.family.hear(key for told in chosen for key in told[2:])
+    dropped = group.registry.keys_to_announce(group.world_ranks)
+    chosen = allgather(group, np.array([(*wish, *dropped)], np.int64)).tolist()
+    group.registry.count(key for row in chosen for key in row[2:])
     members = [r for r in range(group.size) if chosen[r][0] == wish[0]]
     members.sort(key=lambda r: (chosen[r][1], r))
     # MPI takes numbers of 32 bits: the group goes by its first rank, and its ranks by their place.
@@ -66,7 +66,7 @@ def split(group: G, color: int | None, key: int = 0) -> G | None:
     leaders = [group.leaders[r] for r in members]
     name = f"{group.recorder.name}.{group.splits_made}"
     made = type(group)(part, leaders, group.settings, name)
-    made.join(group.family, name)
+    made.register(group.registry, name)
     return made
 
 
@@ -130,42 +130,46 @@ def _of_members(whole: G, ranks: Sequence[int], tag: int) -> G:
     leaders = [whole.leaders[r] for r in listed]
     name = f"{whole.recorder.name}.{'-'.join(map(str, listed[:4]))}.{tag}"
     made = type(whole)(part, leaders, whole.settings, name)
-    made.join(whole.family, f"{name}, number {number}")
+    made.register(whole.registry, f"{name}, number {number}")
     return made
 
 
 def _meet(whole: Group, listed: list[int], tag: int, deadline: Deadline) -> int:
     """Wait until all members have come, which MPI would do without a limit, and compare the lists.
 
-    Each tells the first one a hash of its list, and which groups it has dropped. It is told whether
-    the lists are alike, the first one's number of this group, and what all have told.
+    Each member sends the first one a row: a hash of its list, and the keys of groups that it has
+    dropped. The first one answers whether the lists are equal, with its number of this group, and
+    then sends the rows of all.
+
+    Returns:
+        The number of this group among those with a tag whose first member is the same.
     """
     lane = whole.transport.lane(tag)
     first, *others = listed
     own = zlib.crc32(repr(listed).encode())
-    told = np.zeros((len(listed), 1 + NEWS), np.int64)  # hashes and news of all members
+    rows = np.zeros((len(listed), 1 + KEYS_PER_EXCHANGE), np.int64)
     place = listed.index(whole.rank)
-    told[place] = own, *whole.family.news([whole.world_ranks[r] for r in listed])
-    answer = np.zeros(2, np.int64)  # whether the lists are alike, and the number
+    rows[place] = own, *whole.registry.keys_to_announce([whole.world_ranks[r] for r in listed])
+    answer = np.zeros(2, np.int64)  # whether the lists are equal, and the number
     if whole.rank != first:
-        lane.send(told[place], first, deadline)
+        lane.send(rows[place], first, deadline)
         lane.receive(answer, first, deadline)
         if answer[0]:
-            lane.receive(told, first, deadline)
+            lane.receive(rows, first, deadline)
     else:
-        pairs = zip(told[1:], others, strict=True)
+        pairs = zip(rows[1:], others, strict=True)
         lane.wait([lane.start_receive(row, r) for row, r in pairs], deadline)
-        whole.met_by_tag += 1
-        answer[:] = np.all(told[:, 0] == own), whole.met_by_tag
+        whole.tagged_groups_made += 1
+        answer[:] = np.all(rows[:, 0] == own), whole.tagged_groups_made
         lane.wait([lane.start_send(answer, r) for r in others], deadline)
         if answer[0]:
-            lane.wait([lane.start_send(told, r) for r in others], deadline)
+            lane.wait([lane.start_send(rows, r) for r in others], deadline)
     if not answer[0]:
         raise MismatchError(
             f"group: ranks with tag {tag} list other ranks than this one, which lists {listed} "
             f"({whole.transport.where})"
         )
-    whole.family.hear(told[:, 1:].reshape(-1).tolist())
+    whole.registry.count(rows[:, 1:].reshape(-1).tolist())
     return int(answer[1])
 
 

@@ -77,7 +77,7 @@ def is_short(array: Array, *, operation: str) -> bool:
     """Tell whether an array's elements travel in its head.
 
     Raises:
-        TypeError: its dtype does not fit into a head.
+        TypeError: the description of its dtype does not fit into a head.
     """
     long_bytes = len(_texts(array.dtype)[1])
     if long_bytes > _SHORT:
@@ -129,9 +129,9 @@ def read(head: npt.NDArray[np.uint8], source: int, ranks: Ranks) -> Head:
     return Head(Envelope(source, tag, shape, dtype), _KINDS[kind], nbytes, elements)
 
 
-@functools.lru_cache(256)  # NumPy takes microseconds for either
+@functools.lru_cache(256)  # NumPy takes microseconds in either direction
 def _texts(dtype: np.dtype[Any]) -> tuple[bytes, bytes]:
-    """Return what stands in the field of a dtype, and what follows the shape: one is empty."""
+    """Return the text of a dtype: in its field of the head, or after the shape; one is empty."""
     text = dtypes.spelled(dtype).encode()
     return (text, b"") if len(text) <= _SHORT_DTYPE else (b"", text)
 

@@ -99,8 +99,8 @@ class Progress:
             self._changed.notify_all()
         return Request(job)
 
-    def end_soon(self) -> None:
-        """Take no more requests, and let the thread end by itself; waits for nothing."""
+    def close_nowait(self) -> None:
+        """Refuse further requests, and let the thread end after those under way; does not wait."""
         if os.getpid() == self._process:
             with self._changed:
                 self._closed = True
@@ -212,16 +212,16 @@ def _finish_all() -> None:
 
 def background(group: Group) -> Progress:
     """Make what carries out the requests of a group, which keeps it."""
-    of = weakref.ref(group)  # so that the thread does not keep the group
+    group_ref = weakref.ref(group)  # the thread must not keep a group that the program drops
 
     def duplicate() -> Group:
-        whole = of()
-        assert whole is not None  # who issues a request holds it
+        whole = group_ref()
+        assert whole is not None  # the caller of `submit` holds it
         return groups.background(whole)
 
-    made = Progress(duplicate)
-    weakref.finalize(group, made.end_soon).atexit = False
-    return made
+    progress = Progress(duplicate)
+    weakref.finalize(group, progress.close_nowait).atexit = False
+    return progress
 
 
 def asynchronous(

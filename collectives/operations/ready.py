@@ -176,8 +176,8 @@ class NodePlan(_AddressPlan):
     ) -> None:
         """As `run`, with arrays of which the block knows (`arrays`), and told by the kernel itself.
 
-        The caller has stored this plan as the gate of the group, before it told the block of the
-        arrays: another thread may have the same plan.
+        The caller stores this plan as the group's gate before it changes the block, because
+        another thread may use the same plan.
 
         What the recorder and the other ranks of the node are told is the same.
 

@@ -144,8 +144,8 @@ class Recorder:
         self.size = size
         self._ring = [Record(times) for times in np.zeros((CAPACITY, 2))]
         self._begun = 0
-        # Who called last: most calls come from few lines of one module. Its name, not its globals:
-        # these would outlive the program, with the requests that nobody waited for.
+        # The module that called last, since most calls are in few lines of one module. Its name,
+        # because its globals would keep requests alive past the end of the program.
         self._program: str | None = None
         self._caller = type(self).begin.__code__, 0
         _recorders.add(self)
@@ -252,7 +252,7 @@ def install(rank: int, size: int, directory: str | None = None) -> None:
 
 
 def _leave_to_parent() -> None:
-    """Write no file in a forked child, and leave SIGUSR2 to its default action there."""
+    """Write no file in a forked child, and restore the default action of SIGUSR2 there."""
     global _process
     _process = None
     if signal.getsignal(signal.SIGUSR2) is _on_signal:

@@ -87,10 +87,10 @@ def allreduce(
         timeout: seconds.
 
     Returns:
-        `out`, or a new array of the kind, shape and dtype of `x`, on its device, on the host with
-        its order of elements (`channels_last`, Fortran's); the same bits
-        on all ranks (with "native" and "nccl" as far as that library does so). With MINLOC and
-        MAXLOC `x`, `out` and the result are pairs (see `collectives.operations.located`).
+        `out`, or a new array of the kind, shape and dtype of `x`, on its device; on the host also
+        with the memory order of `x` (`channels_last`, Fortran). The same bits on all ranks (with
+        "native" and "nccl" as far as that library does so). With MINLOC and MAXLOC `x`, `out` and
+        the result are pairs (see `collectives.operations.located`).
 
     Raises:
         TypeError: the op is not defined for the dtype, or this is not a compression.

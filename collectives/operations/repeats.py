@@ -76,7 +76,7 @@ def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> An
             return _by_addresses(group, key, x, out, timeout)
         if group.gate is not None:
             group.check_free(plan.operation)
-        group.gate = plan  # before its block changes, which another thread may use
+        group.gate = plan  # before its block changes, because another thread may use the plan
         if not group.look.bind(plan.arrays, x, result):
             group.gate = group.unusable
             return _by_addresses(group, key, x, out, timeout)

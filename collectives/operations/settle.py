@@ -6,15 +6,15 @@
 | `cuda_aware` | "on" if it is on all ranks |
 | `links` | what rank 0 finds in settings and file: by them "auto" picks the algorithm |
 | `timeline` | rank 0's: all begin one together |
-| `settings.EQUAL` | not settled: an error if they differ |
+| `settings.EQUAL` | not settled: must be equal, else `LaunchError` |
 
 Every rank fills a page, and the largest of all ranks' bytes is what they share:
 
     byte    0                    1                           2 ..         18 ..
             level of checking    1: device memory staged     hash, ~hash  rank 0's links ... as JSON
 
-The hash is that of the variables that must be equal. They are if each byte of the largest `~hash`
-is the complement of that of the largest hash; else the ranks exchange their values.
+The hash covers the variables that must be equal. They are equal if the largest `~hash` is the
+complement of the largest hash, byte by byte; if not, the ranks exchange their values.
 
 An MPI library that is not built for device memory reads its addresses as the host's, and crashes.
 Some say no although the transport below them could (UCX with an Open MPI that was built without
@@ -54,7 +54,7 @@ _CHECK, _STAGED, _HASH = 0, 1, 2
 _INVERSE = _HASH + _HASH_BYTES
 _TEXT = _INVERSE + _HASH_BYTES
 
-# What a rank tells of its values where they differ, and what is compared of each.
+# Bytes of a rank's values as JSON, in the exchange where they differ; characters of each value.
 _VALUES_BYTES, _VALUE_CHARACTERS = 4096, 200
 
 
@@ -74,11 +74,11 @@ def settle(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> 
     Args:
         own: this rank's settings.
         transport: the ranks.
-        leaders: for every rank an integer that is the same exactly for the ranks of one node; one
-            node if empty.
+        leaders: for every rank an integer that only the ranks of its node share; empty for one
+            node.
 
     Raises:
-        LaunchError: variables that must be equal are not; the same error on all ranks.
+        LaunchError: variables that must be equal differ; the same error on all ranks.
         ValueError: rank 0's file of links is damaged, or it cannot look for one; the same error on
             all ranks, which would wait for it.
     """
@@ -126,25 +126,25 @@ def settle(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> 
 def _check_equal(
     values: str, transport: Transport, leaders: Sequence[int], deadline: Deadline
 ) -> None:
-    """Collect the values of all ranks, and raise the same error on all if some must not differ."""
+    """All-gather the values, and raise the same error on all ranks if a variable differs."""
     lines = np.zeros((transport.size, _VALUES_BYTES), np.uint8)
     own = values.encode()[:_VALUES_BYTES]
     lines[transport.rank, : len(own)] = np.frombuffer(own, np.uint8)
     bounds = [_VALUES_BYTES * rank for rank in range(transport.size + 1)]
     halving.allgather(transport, lines.reshape(-1), bounds, deadline)
-    told = [json.loads(line.tobytes().rstrip(b"\0")) for line in lines]
+    by_rank = [json.loads(line.tobytes().rstrip(b"\0")) for line in lines]
     for variable, scope in settings.EQUAL.items():
         places = leaders if scope == "node" else [0] * transport.size
-        pairs = {(place, one[variable]) for place, one in zip(places, told, strict=True)}
+        pairs = {(place, one[variable]) for place, one in zip(places, by_rank, strict=True)}
         if len(pairs) > len(set(places)):
-            _raise_different(variable, scope, told, transport)
+            _raise_different(variable, scope, by_rank, transport)
 
 
 def _raise_different(
-    variable: str, scope: str, told: Sequence[dict[str, str]], transport: Transport
+    variable: str, scope: str, by_rank: Sequence[dict[str, str]], transport: Transport
 ) -> NoReturn:
     differences = descriptions.differences(
-        [{variable: one[variable]} for one in told], transport.name
+        [{variable: one[variable]} for one in by_rank], transport.name
     )
     ranks = "all ranks of a node" if scope == "node" else "all ranks"
     error = LaunchError(

@@ -36,8 +36,8 @@ def shared_empty(
         timeout: seconds.
 
     Returns:
-        This rank's own array, of zeros; slices of it are also in shared memory. A rank unmaps the
-        memory as soon as it has dropped the array and all views of it. An ordinary array where
+        This rank's array, of zeros; slices of it are also in shared memory. A rank unmaps the
+        memory once the program has dropped the array and all views of it. An ordinary array where
         ranks do not share memory.
 
     Raises:
@@ -65,6 +65,6 @@ def allocate(call: Call, nbytes: int) -> Array | None:
         return None
     ranks, directory = group.levels.node, group.settings.shared_memory
     shared = group.node_engine.shared
-    made = shared.create(nbytes, ranks, directory, call.deadline)
+    array = shared.create(nbytes, ranks, directory, call.deadline)
     group.plans = {key: plan for key, plan in group.plans.items() if not shared.is_dropped(key)}
-    return made
+    return array

@@ -71,8 +71,7 @@ def shrink(group: G, *, timeout: float | None = None) -> G:
         raise
     group.end(record, None)
     _let_go(group)
-    world = group.transport.world or range(group.size)
-    transport.world = [world[rank] for rank in members]
+    transport.world = [group.world_ranks[rank] for rank in members]
     leaders = [group.leaders[rank] for rank in members]
     return type(group)(transport, leaders, group.settings, f"{group.recorder.name}.shrunk")
 
@@ -122,7 +121,7 @@ def agreed(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
 def _let_go(group: Group) -> None:
     """End the threads of a communicator with dead ranks; its memory goes with its last user."""
     group.refuse_calls("it was shrunk")
-    group.kept(background).close()
-    group.kept(PointToPoint).close()
+    group.close_kept(background)
+    group.close_kept(PointToPoint)
     if group.node_engine is not None:
         group.node_engine.close()

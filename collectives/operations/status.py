@@ -9,7 +9,7 @@ program, when. A rank that has waited too long reads the notes of those it waits
 
 `number` counts the operations of the communicator; it is negative once the operation is over, and 0
 before the first. `time` is that of the monotonic clock, one clock for all processes of a node.
-`compiles` is the time since when the rank compiles, or waits for compiled code; 0 if it does not.
+`compiles` is the time at which the rank began to compile, or to wait for compiled code; else 0.
 
 Cost: about 0.3 us per operation, 128 bytes per rank.
 """
@@ -93,14 +93,14 @@ class Board:
         self._times[word + 1] = record.ended or 0.0
 
     def note_preparation(self, since: float) -> None:
-        """Note since when this rank compiles; 0.0 if it does not."""
+        """Note when this rank began to compile; 0.0 once it has compiled."""
         self._times[self._at // 8 + 2] = since
 
     def missing(self) -> str:
         """Say which ranks have not entered this rank's current operation, and what they last did.
 
         Example: "rank 3 left barrier #11 at train.py:80 61 s ago". Also names ranks that compile
-        inside the operation. Empty if all have entered it and none compiles.
+        inside the operation. Empty if all ranks have entered it and no other rank compiles.
         """
         current = abs(self._note(self._rank).number)
         notes = [(rank, self._note(rank)) for rank in range(self._size)]

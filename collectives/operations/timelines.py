@@ -119,7 +119,7 @@ def start(group: Group, directory: str) -> None:
             )
         place = Path(os.fspath(directory)).absolute()
         place.mkdir(parents=True, exist_ok=True)
-        world = list(group.transport.world or range(group.size))
+        world = list(group.world_ranks)
         rank = world[group.rank]
         own = timeline.start(place / f"rank-{rank}.json", rank)
         unless_agreed.callback(timeline.stop)

@@ -31,15 +31,16 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "Liveness",
-    "call_last",
     "create",
     "end_soon",
     "is_lifted",
     "lift_limit",
     "limit_exit",
+    "limit_finalize",
     "look_before_exit",
     "note_failure",
     "prepare_exit",
+    "set_finalizer",
     "will_leave_with",
 ]
 
@@ -75,8 +76,7 @@ def create(directory: str = "/dev/shm") -> str:
 def limit_exit(seconds: float = _EXIT_SECONDS) -> None:
     """From now on, end this process soon after its program has ended, even if MPI does not.
 
-    For a rank that learns that a rank has died, or has failed otherwise while others may not have;
-    and at the end of a job that outlives its ranks, because one may be killed in `MPI_Finalize`.
+    For a rank that learns that a rank has died, or has failed otherwise while others may not have.
     `MPI_Finalize` waits for all ranks; once one has died, it sometimes never returns (Open MPI
     5.0.11: in 1 of 40 runs, on busy cores more often). To leave it out would be no better: a rank
     that goes before the others have ended looks dead to them, too. So the kernel gets an alarm,
@@ -88,6 +88,18 @@ def limit_exit(seconds: float = _EXIT_SECONDS) -> None:
     global _exit_limit
     if not _lifted:
         _exit_limit = min(_exit_limit, seconds)
+
+
+def limit_finalize() -> None:
+    """Set the alarm for `MPI_Finalize`, which the exit of this process calls next.
+
+    In a job that outlives its ranks one may be killed in there. The exit handlers after it have no
+    limit unless a rank has failed before.
+    """
+    global _ends_with_finalize
+    _ends_with_finalize = _exit_limit == math.inf and not _lifted
+    limit_exit()
+    prepare_exit()
 
 
 def lift_limit() -> None:
@@ -118,7 +130,7 @@ def will_leave_with(status: int) -> None:
 
 
 def note_failure(status: int) -> None:
-    """Note that another rank has failed, and with which status: the job must not end with 0."""
+    """Note the exit status of a rank that has failed, since the job must not exit with 0."""
     global _failure
     _failure = _failure or status
 
@@ -129,16 +141,17 @@ def is_lifted() -> bool:
 
 
 _exit_limit, _lifted, _status, _failure = math.inf, False, 0, 0
-_last: Callable[[], object] | None = None
+_ends_with_finalize = False  # whether the alarm is for MPI_Finalize alone
+_finalizer: Callable[[], object] | None = None
 
 
-def call_last(function: Callable[[], object]) -> None:
-    """Call a function at the end of this process, after all other exit handlers of this package.
+def set_finalizer(function: Callable[[], object]) -> None:
+    """Call a function at the exit of this process, after all other handlers of this package.
 
     Forked children do not call it.
     """
-    global _last
-    _last = function
+    global _finalizer
+    _finalizer = function
 
 
 # Registered before all other handlers of this package, so Python calls it after them: a service
@@ -146,8 +159,10 @@ def call_last(function: Callable[[], object]) -> None:
 @atexit.register
 def _at_exit() -> None:
     prepare_exit()
-    if _last is not None:
-        _last()
+    if _finalizer is not None:
+        _finalizer()
+        if _ends_with_finalize:
+            signal.alarm(0)
 
 
 def prepare_exit() -> None:
@@ -160,9 +175,9 @@ def prepare_exit() -> None:
 
 
 def _leave_to_parent() -> None:
-    """Set no alarm, and end nothing that belongs to the rank, in a forked child."""
-    global _exit_limit, _last, _status, _failure
-    _exit_limit, _last, _status, _failure = math.inf, None, 0, 0
+    """Set no alarm and call no finalizer in a forked child."""
+    global _exit_limit, _finalizer, _status, _failure
+    _exit_limit, _finalizer, _status, _failure = math.inf, None, 0, 0
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -203,9 +218,9 @@ class Liveness:
             raise
         self._file = file
         _signs.add(self)
-        # Also where the program drops this: it will make no call any more.
+        # Also if the program drops this object, since it makes no further call then.
         self._close = weakref.finalize(self, _leave_for_good, file, rank, size)
-        self._close.atexit = False  # `prepare_exit` tells more
+        self._close.atexit = False  # `prepare_exit` writes another word
 
     def dead(self) -> list[int]:
         """Return the ranks whose processes have ended without `close` and `end`, in order.

@@ -1,4 +1,4 @@
-"""Messages of MPI, and the private duplicate of a communicator on which they are under way."""
+"""Messages of MPI, and the private communicator on which they are under way."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Endpoint:
 
     Args:
         comm: the ranks that take part. Collective: all of them must construct it together.
-        owned: whether nobody else uses it, so that no duplicate is needed.
+        owned: whether `comm` was made for this endpoint alone, and needs no duplicate.
     """
 
     def __init__(self, comm: MPI.Comm, owned: bool = False) -> None:

@@ -55,8 +55,8 @@ class MpiTransport(Transport):
 
     Args:
         comm: the ranks that take part. Collective: all of them must construct it together.
-        parent: of which `comm` was made for this transport alone, and which a rank that fails here
-            revokes; None to use a duplicate of `comm`.
+        parent: the communicator from which `comm` was made for this transport alone. A rank that
+            fails here revokes it. None to use a duplicate of `comm`.
     """
 
     def __init__(self, comm: MPI.Comm, parent: MPI.Comm | None = None) -> None:
@@ -216,10 +216,10 @@ class MpiTransport(Transport):
         self.endpoint.free()
 
     def _largest(self, number: int, parent: MPI.Comm) -> int:
-        """Return the largest of the numbers that the ranks bring.
+        """Return the largest number of all ranks.
 
-        A rank that fails revokes the parent, because others may still be making this communicator:
-        Open MPI 5.0.11 crashes when one is revoked that is not complete.
+        A rank that fails revokes the parent, because other ranks may still be making the new
+        communicator, and Open MPI 5.0.11 crashes if an incomplete one is revoked.
         """
         from mpi4py import MPI
 

@@ -6,16 +6,15 @@ Only where the MPI library outlives its ranks: Open MPI >= 5 under `mpirun --wit
     revoke              dead       revoke            whoever waits leaves its operation
     "here" -> 2                    "here" -> 0       within a limit, beside the communicator
     Shrink                         Shrink            MPI agrees on the dead, and leaves them out
-    Agree                          Agree             complete on all: from here on it may be revoked
+    Agree                          Agree             complete on all: it may be revoked from here on
     Iallreduce                     Iallreduce        the number of the new communicator
     Agree                          Agree             did all come through? else once more
 
-MPI's own calls, which have no limit, are made when all surviving ranks have come: they wait for no
-rank that computes. In a world of some processes only, which have no messages
-beside their communicators, they come by an agreement that is given up at the limit, and wait for
-each other at the end of their programs by another one. `Ishrink`, which could be given up, fails
-with an internal error in Open MPI 5.0.11. A rank that dies meanwhile is left out by the next
-attempt.
+MPI's own calls have no limit. They are made once all surviving ranks are here, so they wait for no
+rank that computes. In a world of some processes only, which have no messages beside their
+communicators, ranks meet by an agreement that is given up at the limit, and wait for each other at
+the end of their programs by another one. `Ishrink`, which could be given up, fails with an internal
+error in Open MPI 5.0.11. A rank that dies meanwhile is left out by the next attempt.
 
 Cost: P messages of 16 bytes to and from each rank, and four agreements: milliseconds.
 
@@ -121,8 +120,8 @@ def meet(
     give_up_at = math.inf
     while True:
         dead, come = world.here(own)
-        # First: a rank that went to the last meeting may have died since. Another one that saw it
-        # there goes to Shrink, and would wait for this one, which waits for it in Agree.
+        # First, because a rank may have died after it went to the last meeting. A rank that saw it
+        # there calls Shrink and waits for this rank, which would wait for that one in Agree.
         if number and not world.here(key).come.isdisjoint(numbers):
             return False
         missing = [rank for rank in others if numbers[rank] not in dead | come]
@@ -190,9 +189,8 @@ def form(comm: MPI.Comm, make: Callable[[MPI.Comm, MPI.Comm | None], T]) -> tupl
 
     Args:
         comm: revoked, or not.
-        make: `MpiTransport`, or another function of a communicator of these ranks, and of the
-            communicator that it revokes on errors; None if the first one is to be duplicated.
-            Raises MPI's errors, or ours, where a rank dies.
+        make: called with a communicator of these ranks, and with the one to revoke on errors or
+            None, as `MpiTransport`. Raises `MPI.Exception` or `CollectiveError` if a rank dies.
 
     Returns:
         What was made, and the numbers that its ranks have in `comm`.
@@ -203,7 +201,7 @@ def form(comm: MPI.Comm, make: Callable[[MPI.Comm, MPI.Comm | None], T]) -> tupl
     while True:
         _forget_failed_creation()
         part = comm.Shrink()
-        agree(part, True)  # complete on all ranks: from here on it may be revoked
+        agree(part, True)  # complete on all ranks: it may be revoked from here on
         made = None
         try:
             made = make(part, part if is_whole else None)
@@ -222,11 +220,11 @@ def form(comm: MPI.Comm, make: Callable[[MPI.Comm, MPI.Comm | None], T]) -> tupl
 
 
 def _forget_failed_creation() -> None:
-    """Let MPI make communicators after one that failed since a rank died.
+    """Unblock the creation of communicators after one that failed because a rank died.
 
-    Open MPI 5.0.11 makes one communicator at a time, in the order of their parents' numbers. One
-    that fails keeps its turn, and those of parents with higher numbers wait for ever. This process
-    alone has nearly the lowest number, and gives the turn back.
+    Open MPI 5.0.11 makes one communicator at a time, in the order of their parents' numbers. A
+    creation that fails keeps its turn, and creations from parents with higher numbers wait for
+    ever. `MPI_COMM_SELF` has nearly the lowest number, so a duplicate of it releases the turn.
     """
     from mpi4py import MPI
 

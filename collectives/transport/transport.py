@@ -187,7 +187,7 @@ class Transport(Ranks, ABC):
         """
 
     def culprit(self, pending: Sequence[Message]) -> str | None:
-        """Name the rank that all wait for; "" if it owes one of the messages, None if unknown."""
+        """Name the rank that all wait for; "" if it owes one of `pending`, None if unknown."""
         return None
 
     def check_threads(self, operation: str) -> None:  # noqa: B027  (most transports do not mind)

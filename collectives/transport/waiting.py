@@ -231,9 +231,9 @@ class Deadline:
 
     Attributes:
         waits: is told of them; None where nobody wants to know.
-        first_call: whether the group makes its first call, and some rank may not have come yet.
-        peer_has_come: in a first call, whether the rank that is waited for has come, and waits for
-            another one itself; None if that is unknown.
+        first_call: whether this is the group's first call, which some rank may not have entered.
+        peer_has_come: in a first call, whether the awaited rank has entered it, and itself waits
+            for another rank; None if unknown.
     """
 
     waits: Waits | None = None
@@ -270,8 +270,7 @@ class Deadline:
         Args:
             ranks: the group that waits, as errors name it.
             pending: what it waits for.
-            culprit: finds out whom all wait for, if that is not who owes one of those messages;
-                returns "" if it is, None if it cannot ask.
+            culprit: names the rank that all wait for, as `Transport.culprit`.
 
         Raises:
             CollectiveError: this thread is told to stop.

@@ -19,7 +19,8 @@ and communicator, one message of 8 bytes in the life of a program, and few answe
 barrier that does not block, or P messages to and from each rank where some have died.
 
 Where those that live go on after a death (`collectives.transport.survivors`), they meet here, too:
-who has come says so to all others.
+who has come says so to all others. In such a job a rank that fails sends its exit status to all
+other ranks, which exit with it.
 """
 
 from __future__ import annotations
@@ -63,10 +64,13 @@ _GRACE = 0.5
 # holds what it said of itself.
 _ANSWERS_WITHIN = 0.3
 
-# Seconds that a failing rank gives MPI to send the news: a first message between nodes opens a
-# connection. And seconds that the others wait for each other at the end.
+# Seconds for MPI to send the status of a failing rank: the first message between two nodes opens a
+# connection.
 _SEND_WITHIN = 0.5
+
+# Seconds that the surviving ranks wait for each other at the end if a rank has failed.
 _MEET_WITHIN = 5.0
+
 _LONGEST_CHAIN = 8
 _LOOK_AGAIN = 0.002
 
@@ -103,12 +107,9 @@ class Whereabouts(Ranks):
     Args:
         world: all processes; *collective*.
         last_call: tells what this rank did last: "after allreduce #2 at train.py:5".
-        outlives_ranks: whether the job goes on when a rank dies.
     """
 
-    def __init__(
-        self, world: MPI.Comm, last_call: Callable[[], str], outlives_ranks: bool = False
-    ) -> None:
+    def __init__(self, world: MPI.Comm, last_call: Callable[[], str]) -> None:
         from mpi4py import MPI
 
         self.endpoint = Endpoint(world)
@@ -119,7 +120,6 @@ class Whereabouts(Ranks):
         self.size = self._mpi.Get_size()
         self._process = os.getpid()
         self._last_call = last_call
-        self._outlives_ranks = outlives_ranks
         self._lock = threading.Lock()
         self._asked: dict[tuple[int, int], float] = {}  # (rank, key) that this rank has asked, when
         self._asking: set[tuple[int, int]] = set()  # (rank, key) that have asked this one
@@ -129,7 +129,7 @@ class Whereabouts(Ranks):
         self._failed: dict[int, News] = {}  # key -> why this rank waits no more
         self._end: News | None = None  # of this rank's program
         self._come: set[tuple[int, int]] = set()  # (rank, key) that have come to a meeting
-        self._have_failed: set[int] = set()  # ranks whose programs an error has ended
+        self._failed_ranks: set[int] = set()  # their exit status was received
 
     @property
     def is_mine(self) -> bool:
@@ -172,8 +172,8 @@ class Whereabouts(Ranks):
             dead = self.endpoint.dead()
             return Here(set(dead), {rank for rank, of in self._come if of == key})
 
-    def tell_failure(self, status: int) -> None:
-        """Tell all ranks that an error ends the program of this one, and its exit status."""
+    def send_failure(self, status: int) -> None:
+        """Send the exit status of this rank, which fails, to all other ranks."""
         if not self.is_mine:
             return
         with self._lock:
@@ -183,10 +183,10 @@ class Whereabouts(Ranks):
         waiting.until(self._all_sent, _SEND_WITHIN, _LOOK_AGAIN)
 
     def failed(self) -> set[int]:
-        """Return the ranks whose programs an error has ended."""
+        """Return the ranks that have sent the exit status of a failure."""
         with self._lock:
             self._take()
-            return set(self._have_failed)
+            return set(self._failed_ranks)
 
     def _all_sent(self) -> bool:
         with self._lock:
@@ -251,13 +251,8 @@ class Whereabouts(Ranks):
         except self._error:  # a rank has died, of which this one may not have heard before
             if self.failed():
                 self._meet_at_end(_MEET_WITHIN)
-        else:
-            if not self._outlives_ranks:
-                return
-        # A rank may be dead, or be killed in MPI_Finalize, which does not always return then (1 of
-        # 14 runs of 3 ranks on busy cores).
-        liveness.limit_exit()
-        liveness.prepare_exit()
+            liveness.limit_exit()
+            liveness.prepare_exit()
 
     def _meet_at_end(self, limit: float = math.inf) -> None:
         """Wait until all ranks have ended their programs, or died; then end soon.
@@ -265,7 +260,7 @@ class Whereabouts(Ranks):
         By messages: MPI's barrier has no way without the dead.
 
         Args:
-            limit: seconds after which this rank ends all the same.
+            limit: seconds to wait at most.
         """
         others = set(range(self.size)) - {self.rank}
         self.come(_EVERYWHERE, sorted(others))
@@ -306,7 +301,7 @@ class Whereabouts(Ranks):
         for source, question in self._messages(_COME):
             self._come.add((source, *_QUESTION.unpack(question)))
         for source, question in self._messages(_FAIL):
-            self._have_failed.add(source)
+            self._failed_ranks.add(source)
             liveness.note_failure(*_QUESTION.unpack(question))
         for source, answer in self._messages(_TELL):
             key, kind, rank = _ANSWER.unpack_from(answer)
@@ -366,6 +361,7 @@ class Whereabouts(Ranks):
 
 
 current: Whereabouts | None = None
+_outlives_ranks = False
 _attribute = 0  # of MPI's communicator of this process alone
 _keys = 1
 
@@ -375,12 +371,17 @@ def install(world: MPI.Comm, last_call: Callable[[], str], outlives_ranks: bool 
 
     At the end of its program a rank stays until all others have ended theirs, as it would in
     `MPI_Finalize`. Where the program itself calls that, it stays there.
+
+    Args:
+        world: all processes.
+        last_call: as for `Whereabouts`.
+        outlives_ranks: whether the job continues when a rank dies.
     """
-    global current, _attribute
+    global current, _outlives_ranks, _attribute
     if current is None and world.Get_size() > 1:
         from mpi4py import MPI
 
-        current = Whereabouts(world, last_call, outlives_ranks)
+        current, _outlives_ranks = Whereabouts(world, last_call), outlives_ranks
         # MPI_Finalize begins by deleting the attributes of this communicator.
         _attribute = MPI.Comm.Create_keyval(delete_fn=_stay)
         MPI.COMM_SELF.Set_attr(_attribute, True)
@@ -413,3 +414,7 @@ def _at_exit() -> None:
     if not MPI.Is_finalized():
         liveness.prepare_exit()
         MPI.COMM_SELF.Delete_attr(_attribute)  # stays; later Python cannot be called any more
+        # If a rank is killed in MPI_Finalize, the other ranks do not always return from it (in 1 of
+        # 14 runs of 3 ranks on busy cores).
+        if _outlives_ranks:
+            liveness.limit_finalize()

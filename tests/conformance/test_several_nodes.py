@@ -366,12 +366,12 @@ def test_a_rank_that_has_called_nothing_is_named(caplog, call, shared, leaders, 
         return str(caught.value)
 
     settings = Settings(timeout=20, stall_warning=0.2, shared_memory=shared)
-    told = inprocess.run_ranks(len(leaders), check, leaders=leaders, settings=settings)
-    # Threads cannot ask each other for whom they wait, as MPI processes do.
+    texts = inprocess.run_ranks(len(leaders), check, leaders=leaders, settings=settings)
+    # Ranks that are threads cannot ask each other for whom they wait, as MPI processes do.
     meets = shared is not None and leaders == [0, 0]
     words = "rank 0 to enter the call; rank 0 has called nothing yet" if meets else "nothing yet"
     limit = "; the limit is 0.5 s, by UNISONO_TIMEOUT or timeout="
-    for text in told[1:]:
+    for text in texts[1:]:
         assert words in text
         assert limit in text
     assert limit in caplog.text

@@ -13,8 +13,8 @@ import inprocess
 
 LIMIT = 20.0
 
-# A call of the first thread, and one that the second thread makes meanwhile. Each makes its call,
-# or the plan of it, on all ranks, and returns what makes it once more.
+# Functions that make the call of the first thread, or its plan, and return a function that repeats
+# it; and those that return the call that the second thread makes at the same time.
 FIRST = {
     "repeated": lambda comm: lambda: comm.allreduce(np.ones(3), op=cc.SUM),
     "planned": lambda comm: comm.plan_allreduce(np.ones(3), op=cc.MAX),
@@ -37,7 +37,7 @@ def until_in_a_call(comm):
 
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("first", FIRST)
-def test_the_second_thread_is_refused_and_the_call_of_the_first_goes_on(world, first, second):
+def test_the_second_thread_is_refused_and_the_call_of_the_first_completes(world, first, second):
     def check(comm):
         if comm.size == 1:  # its threads take turns, as below
             return
@@ -140,7 +140,7 @@ def test_a_thread_of_a_group_of_one_rank_does_not_wait_for_another_for_ever():
     inprocess.run_ranks(1, check, timeout=0.3)
 
 
-def test_other_ranks_of_the_node_do_not_wait_for_a_rank_whose_threads_have_met():
+def test_other_ranks_of_the_node_do_not_wait_for_a_rank_whose_threads_collided():
     def check(comm):
         shared, signals = comm.split(0), comm.split(0)
         shared.barrier()
@@ -161,7 +161,7 @@ def test_other_ranks_of_the_node_do_not_wait_for_a_rank_whose_threads_have_met()
     inprocess.run_ranks(3, check)
 
 
-def test_messages_between_two_ranks_and_requests_go_on_beside_a_call(world):
+def test_messages_between_two_ranks_and_requests_work_during_a_call(world):
     def check(comm):
         if comm.size == 1:
             return

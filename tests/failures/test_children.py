@@ -1,4 +1,4 @@
-"""Children of ranks are no ranks: forked, spawned, and started as programs."""
+"""Children of ranks are not ranks: forked, spawned, and started as programs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ SIGNALS = """
 """
 
 
-def test_signal_handlers_count_in_the_process_that_has_set_them(tmp_path):
+def test_signal_handlers_count_only_in_the_process_that_set_them(tmp_path):
     result = mpirun(2, written(tmp_path, SIGNALS), cwd=tmp_path, timeout=100)
     assert result.status == 0, result
     told = ("[True, True, True]", "ended by -15")
@@ -143,7 +143,7 @@ STARTED = """
 
 
 @pytest.mark.parametrize("library", ["Open MPI", "mpich"])
-def test_a_child_that_calls_init_is_told_whose_child_it_is(tmp_path, library):
+def test_a_child_that_calls_init_gets_an_error_that_names_its_parent(tmp_path, library):
     program = written(tmp_path, STARTED)
     if library == "Open MPI":
         result = mpirun(2, program, mpirun_path(), timeout=100)
@@ -164,7 +164,7 @@ def test_a_child_that_calls_init_is_told_whose_child_it_is(tmp_path, library):
 
 
 @pytest.mark.parametrize("asked", ["initialize = False", "finalize = None"])
-def test_mpi_that_init_has_started_ends_with_the_program(tmp_path, asked):
+def test_mpi_is_finalized_with_the_program_if_init_has_initialized_it(tmp_path, asked):
     text = f"""
         import mpi4py
         mpi4py.rc.{asked}

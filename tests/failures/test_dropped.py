@@ -1,4 +1,4 @@
-"""What a program drops, or closes, leaves no files, no memory maps, and no growing memory."""
+"""Dropped and closed groups, arrays and optimizers leave no files, maps, threads or memory."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def requests_threads():
 
 def state():
     give_up = time.monotonic() + 20
-    gc.collect()  # after which the threads of what was dropped end
+    gc.collect()  # then the threads of dropped objects end
     while requests_threads() and time.monotonic() < give_up:
         time.sleep(0.001)
     gc.collect()
@@ -117,12 +117,12 @@ for name in names:
 
 MADE = 20
 
-# Objects of Python in all: of the last calls and their descriptions. One group has 3,000.
+# Python objects that remain in all, for the last calls and their descriptions. A group has 3,000.
 OBJECTS = 2500
 
 
 def grown(tmp_path, *names):
-    """Return what has grown on each rank: files, maps, threads, objects of Python."""
+    """Return the growth on each rank: of files, maps, threads and Python objects."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     result = mpirun(2, program, str(MADE), *names, timeout=170)

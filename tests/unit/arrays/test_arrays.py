@@ -103,7 +103,7 @@ def test_subclasses_of_numpy_arrays_are_plain_arrays_here(tmp_path):
     ],
     ids=repr,
 )
-def test_elements_that_mean_nothing_elsewhere_are_refused(x, words):
+def test_elements_without_a_meaning_on_other_ranks_are_refused(x, words):
     with pytest.raises(TypeError, match=f"^allreduce: .*{words}"):
         borrow(x)
 

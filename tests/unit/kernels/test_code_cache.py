@@ -1,4 +1,4 @@
-"""Where compiled code is kept, for how long, and whom a process believes."""
+"""The code cache: its folders, the age of its files, and which owners and modes it accepts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.kernels.code_cache import Entry
+from collectives.kernels.code_cache import CacheEntry
 
 DAY = 86400
 
@@ -31,7 +31,7 @@ def user(tmp_path, monkeypatch):
 
 @pytest.fixture
 def entry():
-    return Entry("sum.float32", "o", b"x + y")
+    return CacheEntry("sum.float32", "o", b"x + y")
 
 
 def files(folder):
@@ -97,12 +97,12 @@ def test_a_chosen_folder_is_the_only_one(user, entry, monkeypatch):
 
 
 def test_code_made_from_something_else_has_another_file(user, entry):
-    other = Entry("sum.float32", "o", b"x - y")
+    other = CacheEntry("sum.float32", "o", b"x - y")
     entry.write(b"code")
     assert other.read() is None
     other.write(b"other code")
     assert (entry.read(), other.read()) == (b"code", b"other code")
-    # Renamed, it is not what the name promises.
+    # A renamed file does not match its name.
     one, another = files(user)
     one.rename(another)
     assert (entry.read(), other.read()).count(None) == 2
@@ -148,7 +148,7 @@ def test_a_folder_that_others_may_write_to_is_warned_of_once(user, entry, monkey
 def test_files_that_no_process_has_read_for_long_are_removed(user, entry, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(user / "old"))
     days = {"unread": 91, "read": 89, "fresh": 1}
-    entries = {name: Entry(name, "o", b"") for name in days}
+    entries = {name: CacheEntry(name, "o", b"") for name in days}
     for name, one in entries.items():
         one.write(b"code")
         (file,) = (user / "old" / "unisono").glob(f"{name}.*")
@@ -156,7 +156,7 @@ def test_files_that_no_process_has_read_for_long_are_removed(user, entry, monkey
     notes = user / "old" / "unisono" / "notes.o"  # of the user
     notes.touch()
     os.utime(notes, (0, 0))
-    # A process looks once in a folder of which it knows.
+    # A process searches each folder only once.
     (user / "old").rename(user / "new")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(user / "new"))
     assert entries["read"].read() == b"code"

@@ -35,7 +35,7 @@ MODULE = """
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A module of variants of one function, with a cache of their own."""
+    """A module of variants of one function, with a code cache for this test."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
     name = f"variants_{tmp_path.name}"
@@ -90,6 +90,11 @@ CLOSURES = """
             return called(x)
         return loop
 
+    def adding(first, second, third):
+        def loop(x):
+            return first(x) + second(x) + third(x)
+        return loop
+
     def holding(held):
         def loop(x):
             return x + held[0]
@@ -102,11 +107,12 @@ CLOSURES = """
         return calling(inner)
 
     quick = numba.njit(error_model="numpy")(quotient)
-    quick(1.0)                        # what is compiled already is no part of an identity
+    quick(1.0)                        # compiled variants do not change the digest
     functions = [
         calling(same), calling(negative), nested(same), nested(negative), calling(math.sin),
         calling(math.cos), calling(np.sin), calling(quick),
         calling(numba.njit(error_model="numpy", fastmath=True)(quotient)),
+        adding(same, negative, same), adding(same, negative, negative),
         holding((1, 2)), holding((2, 2)), holding(np.zeros(2)), holding(np.ones(2)),
     ]
     for function in functions[:: int(sys.argv[1])]:
@@ -115,7 +121,7 @@ CLOSURES = """
 """
 
 
-def test_closures_are_told_apart_and_alike_in_all_processes(tmp_path):
+def test_closures_have_different_files_that_every_process_finds(tmp_path):
     program = tmp_path / "closures.py"
     program.write_text(textwrap.dedent(CLOSURES))
 
@@ -158,7 +164,7 @@ KEPT = """
 
 
 def alone(folder):
-    """The variables of a process that finds an empty cache in a folder."""
+    """The environment of a process whose code cache is in a folder."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(folder / "cache")}
 
 
@@ -253,6 +259,12 @@ def test_code_is_made_anew_when_a_file_that_it_includes_has_changed(module, tmp_
     assert len(kept(module)) == 2
 
 
+def test_code_is_not_kept_where_numba_has_no_such_cache(module, monkeypatch):
+    monkeypatch.delattr("numba.core.caching.CacheImpl.filename_base")
+    assert module.multiplier(2)(21) == 42
+    assert kept(module) == []
+
+
 def test_a_full_disk_costs_nothing_but_the_file(module, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -263,12 +275,12 @@ def test_a_full_disk_costs_nothing_but_the_file(module, monkeypatch):
 
 
 def written(module):
-    """The kept files, each with what tells it from one that replaces it."""
+    """The kept files, each with its inode and time, which differ in a file that replaces it."""
     facts = {file: file.stat() for file in kept(module)}
     return {file: (fact.st_ino, fact.st_mtime_ns) for file, fact in facts.items()}
 
 
-def test_recompiling_makes_the_file_anew(module):
+def test_recompiling_replaces_the_file(module):
     function = module.multiplier(2)
     function(5)
     before = written(module)

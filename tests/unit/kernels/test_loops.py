@@ -1,6 +1,6 @@
 """Loops over two arrays at once: the bits of those that begin, go on and save, and vectorised.
 
-`.ci/processors` runs this file with the code of other processors.
+`.ci/processors` repeats the test of NaNs with the code of other processors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
 COUNTS = [0, 1, 2, 7, 64, 333]
 
-# Types of numbers that may be NaN, and how numpy.nan is stored: what every NaN of a result is.
+# Dtypes with NaNs, and the bits of numpy.nan, which every NaN of a result has.
 NANS = {
     np.dtype(np.float16): 0x7E00,
     np.dtype(ml_dtypes.bfloat16): 0x7FC0,
@@ -118,12 +118,12 @@ def test_two_at_once_have_the_bits_of_two_by_steps(dtype, op):
 
 
 def parts_of(array):
-    """Return the numbers of an array, of complex ones the parts."""
+    """View an array of complex numbers as their parts; return any other array."""
     return array.view(array.real.dtype) if array.dtype.kind == "c" else array
 
 
 def with_nans(dtype):
-    """Return two arrays: every NaN beside every other, numbers, zeros and infinities."""
+    """Return two arrays that pair every kind of NaN, number, zero and infinity with every kind."""
     nan = NANS[dtype]
     part = parts_of(np.empty(0, dtype)).dtype
     sign, last = 1 << (8 * part.itemsize - 1), 1

@@ -80,7 +80,7 @@ def start(folder, program="program.py", stderr=None, **environment):
 
 
 def surroundings(folder):
-    """The variables of a user whose home is in the folder."""
+    """The environment of a user whose home is in the folder."""
     others = {k: v for k, v in os.environ.items() if k not in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR")}
     return {**others, "PYTHONPATH": str(ROOT), "HOME": str(folder / "home")}
 
@@ -129,7 +129,7 @@ def test_code_is_made_anew_when_a_file_of_the_folder_or_what_steers_the_compiler
     assert run(folder, NUMBA_OPT="1") == (True, 231)
     assert run(folder) == (False, 231)
     (folder / "numbers_of_made.py").write_text("FACTOR = 2")
-    assert run(folder) == (False, 14)  # the files of several texts lie side by side
+    assert run(folder) == (False, 14)  # each text has a file of its own
     assert len(kept(folder)) == 3
 
 
@@ -153,7 +153,7 @@ def test_a_file_is_whole_or_not_there(folder, monkeypatch):
     del sys.modules["made"], sys.modules["numbers_of_made"]
 
 
-# A file that another machine has renamed over, as a network file system may say of it.
+# A network file system may report a file as stale that another machine has replaced.
 STALE = """
     import errno, os
 
@@ -210,7 +210,7 @@ def test_where_the_one_that_compiles_is_killed_another_does(folder):
     assert run(folder) == (False, 14)
 
 
-# Announces at once that it compiles.
+# Announces compilation at once.
 IMPATIENT = """
     from collectives.kernels import code_cache, machine_code
 

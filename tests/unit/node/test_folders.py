@@ -1,4 +1,4 @@
-"""Folders in memory: removed by their maker, or by the next one if that was killed; no others."""
+"""Folders in memory: removed by their maker, or by the next maker if it was killed; no others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_a_killed_maker_left_goes_with_the_next_folder(tmp_path, forked):
             os.killpg(maker.pid, signal.SIGKILL)
 
 
-# As a killed maker leaves it.
+# The folder of a killed maker.
 ABANDONED = "unisono-4711-0123456789abcdef"
 MARK = b"temporary folder of the library Unisono, removed by it\n"
 CONTENT = {"mark": MARK, "segment": b"1"}
@@ -89,8 +89,8 @@ def linked(folder, name):
     (folder / name).symlink_to(folder.parent / "results" / "model.bin")
 
 
-# What differs from an abandoned folder.
-OF_OTHERS = {
+# Folders and files that differ from an abandoned folder.
+OF_USERS = {
     "results of the user": lambda parent: abandoned(
         parent, "unisono-my-results", {"model.bin": b"1"}
     ),
@@ -119,11 +119,11 @@ OF_OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", OF_OTHERS)
+@pytest.mark.parametrize("kind", OF_USERS)
 def test_what_is_not_an_abandoned_folder_stays(tmp_path, kind):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "model.bin").write_bytes(b"1")
-    OF_OTHERS[kind](tmp_path)
+    OF_USERS[kind](tmp_path)
     before = everything(tmp_path)
     with folders.temporary(str(tmp_path)):
         pass
@@ -157,7 +157,7 @@ def test_a_folder_of_another_user_stays(tmp_path, monkeypatch):
         assert not theirs.exists()
 
 
-def test_a_file_of_a_user_in_the_own_folder_stays(tmp_path):
+def test_a_file_that_a_user_puts_into_the_folder_stays(tmp_path):
     with folders.temporary(str(tmp_path)) as path:
         beside(tmp_path / path, "notes.txt")
     assert (tmp_path / path / "notes.txt").read_text() == "of the user"

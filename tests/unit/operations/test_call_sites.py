@@ -46,3 +46,29 @@ def test_a_thread_may_record_for_another_one():
     site, inner, elsewhere, outer, afterwards = seen
     assert (site, inner, outer) == (origin.site, "inner", origin.entry)
     assert afterwards != origin.site != elsewhere
+
+
+def test_another_thread_is_in_a_call_if_a_frame_of_ours_holds_it():
+    ours = {"__name__": "collectives.somewhere"}
+    exec("def run(plan, wait):\n wait()\n", ours)
+
+    def program(plan, wait):
+        wait()
+
+    plan = object()
+    for function, expected in ((ours["run"], "other"), (program, None)):
+        begun, stop = threading.Event(), threading.Event()
+
+        def wait(begun=begun, stop=stop):
+            begun.set()
+            stop.wait(LIMIT)
+
+        thread = threading.Thread(target=function, args=(plan, wait), name="other")
+        thread.start()
+        assert begun.wait(LIMIT)
+        found = call_sites.other_thread_in(plan)
+        stop.set()
+        thread.join(LIMIT)
+        assert found == expected
+    ours["run"](plan, lambda: None)
+    assert call_sites.other_thread_in(plan) is None

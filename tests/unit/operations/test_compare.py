@@ -238,11 +238,11 @@ def test_settings_that_must_be_equal_are_compared(field, values, leaders, expect
         except cc.LaunchError as error:
             return str(error)
 
-    told = inprocess.run_ranks(3, ask)
+    found = inprocess.run_ranks(3, ask)
     if expected is None:
-        assert told == values
+        assert found == values
         return
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(found):
         assert text.startswith("init: settings differ, expected the same on all ranks")
         assert expected in text
         assert text.endswith(f"(rank {rank} of 3)")
