@@ -15,25 +15,25 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["believe_mpi", "register"]
+__all__ = ["trust_mpi", "register"]
 
 log = logging.getLogger(__name__)
 
 # By one of these a process knows that an MPI launcher has started it.
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
-# The backend that `init_process_group` is called with. PyTorch does not pass it to a rendezvous.
+# The backend of the current `init_process_group`, which PyTorch does not pass to a rendezvous.
 _backend: ContextVar[str] = ContextVar("backend", default="")
 
-_mpi_set_the_variables = False
+_variables_are_mpis = False
 
 
 def register() -> None:
     """Make "unisono" a backend of torch.distributed; harmless when repeated.
 
-    For this backend `init_process_group` then asks MPI for rank and size: a program that no
-    launcher has started is a world of one. For any other backend it does so where a launcher of MPI
-    has started the program and the environment does not name rank and address.
+    For this backend `init_process_group` then takes rank and size from MPI: a program without a
+    launcher is a world of one. For any other backend it does so if an MPI launcher has started the
+    program and the environment does not set rank and address.
 
     It raises nothing: PyTorch could not be imported then.
     """
@@ -47,19 +47,19 @@ def register() -> None:
         handlers = sys.modules[rendezvous.__module__]._rendezvous_handlers
         if not isinstance(handlers["env"], _Rendezvous):
             handlers["env"] = _Rendezvous(handlers["env"])
-            distributed.init_process_group = _noted(distributed.init_process_group)
+            distributed.init_process_group = _record_backend(distributed.init_process_group)
     except Exception as error:
         log.warning("unisono is not a backend of this torch.distributed: %r", error)
 
 
-def believe_mpi() -> None:
-    """Ask MPI for ranks with any backend, because the variables in the environment are MPI's."""
-    global _mpi_set_the_variables
-    _mpi_set_the_variables = True
+def trust_mpi() -> None:
+    """Take ranks from MPI for any backend, because the environment variables are MPI's."""
+    global _variables_are_mpis
+    _variables_are_mpis = True
 
 
-def _noted(initialise: Callable[..., None]) -> Callable[..., None]:
-    """Note the backend that a program asks for."""
+def _record_backend(initialise: Callable[..., None]) -> Callable[..., None]:
+    """Return `init_process_group` that sets `_backend` during the call."""
 
     @functools.wraps(initialise)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ class _Rendezvous:
         """Return what yields (store, rank, number of ranks); arguments as PyTorch's."""
         told = "MASTER_ADDR" in os.environ and ("RANK" in os.environ or "rank=" in url)
         launched = any(name in os.environ for name in _LAUNCHED)
-        by_mpi = launched and (not told or _mpi_set_the_variables)
+        by_mpi = launched and (not told or _variables_are_mpis)
         if "unisono" not in _backend.get() and not by_mpi:
             found: Iterator[Any] = self._by_variables(url, *args, **kwargs)
             return found

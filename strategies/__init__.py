@@ -8,8 +8,8 @@ Example:
     >>> strategy.run(lambda: w.value.sum()).item()
     3.0
 
-`strategies.torch`, `.jax`, `.horovod`, `.experiment` and `.model_parallel` are imported when they
-are first used.
+`strategies.torch`, `.jax`, `.horovod`, `.experiment` and `.model_parallel` are imported at their
+first use.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ __all__ = [
     "variables",
 ]
 
-# Beside `__all__`, because `from strategies import *` would import PyTorch and JAX.
-_AT_FIRST_USE = ("experiment", "horovod", "jax", "model_parallel", "torch")
+# Not in `__all__`, because `from strategies import *` would import PyTorch and JAX.
+_LAZY = ("experiment", "horovod", "jax", "model_parallel", "torch")
 
 if TYPE_CHECKING:
     from strategies import experiment as experiment
@@ -111,19 +111,19 @@ if TYPE_CHECKING:
     from strategies import jax as jax
     from strategies import model_parallel as model_parallel
     from strategies import torch as torch
-else:  # a type checker would accept any name
+else:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str) -> ModuleType:
         """Import a module of this package at its first use."""
-        if name not in _AT_FIRST_USE:
+        if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
             return importlib.import_module(f"{__name__}.{name}")
         except ImportError as error:
-            # `hasattr` and `inspect` expect no other error of a module.
+            # `hasattr` and `inspect` handle no other error of a module.
             raise AttributeError(f"strategies.{name}: the import failed: {error}") from error
 
 
 def __dir__() -> list[str]:
     """Return what is public, without the modules that it comes from."""
-    return sorted([*__all__, *_AT_FIRST_USE])
+    return sorted([*__all__, *_LAZY])

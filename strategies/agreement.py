@@ -90,7 +90,7 @@ def compare(
         what: the operation, for errors.
         prepare: returns what this rank goes on with, and the facts that must be the same on all
             ranks: lines of text, or tuples of text. Its error is raised on all.
-        explain: says of the facts of all ranks in what they differ; None if nothing is wrong.
+        explain: describes the difference, given the facts of all ranks; returns None to accept it.
 
     Returns:
         The first of what `prepare` has returned.

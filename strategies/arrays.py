@@ -94,7 +94,7 @@ def host(array: Any) -> npt.NDArray[Any] | None:
 
 
 def in_memory_order(array: Any) -> Any:
-    """View a dense array as a flat one, its elements as they lie in memory."""
+    """View a dense array as one-dimensional, in memory order."""
     if hasattr(array, "as_strided") and not array.is_contiguous():
         return array.as_strided((array.numel(),), (1,))
     return array.reshape(-1)

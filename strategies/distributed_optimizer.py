@@ -117,8 +117,8 @@ def DistributedOptimizer(
             f/size. For MEAN only.
         clip_global_norm: scale averaged gradients down to this norm over all parameters, where it
             is larger.
-        sparse_as_dense: reduce sparse gradients of PyTorch as dense ones; for the update they are
-            sparse again.
+        sparse_as_dense: reduce sparse gradients of PyTorch as dense ones, and make them sparse
+            again for the update.
         bucket_bytes: after how many bytes of gradients a bucket is full.
         overlap: reduce gradients of PyTorch while the backward pass computes others. "auto" does so
             where the ranks are on several nodes and MPI lets several threads send, until three
@@ -130,9 +130,9 @@ def DistributedOptimizer(
         compare: what ranks compare in the first step, before anything changes. "all": the bits of
             the parameters, the class and the settings of the optimizer, such as its learning rate,
             and its state; the settings also in every later step. "parameters": these alone, where
-            settings differ on purpose. "nothing". Optax shows no settings: the updates that it
-            makes are compared instead, of the first two steps, and in every step floating-point
-            scalars of its state; parameters only if `update` is given them.
+            settings differ on purpose. "nothing". Optax has no readable settings: instead its
+            updates in the first two steps are compared, and the floating-point scalars of its state
+            in every step; parameters only if they are passed to `update`.
         compare_every: compare again in every so many steps; None: in the first one only.
         strategy: whose ranks combine gradients, in place of `comm`; of `OneDeviceStrategy` this
             one alone. Several devices of a process are for optimizers of arrays, which are used in
@@ -151,10 +151,10 @@ def DistributedOptimizer(
             name or the name of another, or the strategy does not average so; on all ranks.
         MismatchError: ranks differ in what they gave; on all ranks.
 
-    Cost: of the comparison of settings in each step 3 us for 11 of PyTorch in one group, 18 us for
-    55 in 5 groups, and no message. Of the comparison in the first step, one read of parameters and
-    state, 60 to 150 ms per GB on the host, and one message of 17 bytes to every rank, in place of
-    the one that compares names and shapes; of arrays on a device, their way to the host.
+    Cost: the comparison of settings takes 3 us a step for 11 settings of PyTorch in one parameter
+    group, 18 us for 55 in 5 groups, and no message. The comparison in the first step reads
+    parameters and state once, 60 to 150 ms per GB on the host, and sends 17 bytes to every rank, in
+    place of the message that compares names and shapes; arrays on a device are copied to the host.
     """
     rule = Rule(
         op=op,

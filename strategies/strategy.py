@@ -341,16 +341,15 @@ class Strategy:
         Args:
             batches: global batches: arrays of shape (batch, ...), lists with a text or other object
                 for each row, or nested tuples, lists and dicts of them.
-            policy: "data": all processes have the same batches, of which they compare checksums of
-                the first three; an array that is the same on all of them, such as the labels, is
-                enough. Each is cut into as many parts as
-                there are replicas, all but the last ones of equal size; process `r` of `P` takes
-                the parts `r`, `r + P`, ... "off": each process has batches of its own, of the same
-                global size. It cuts them into so many parts as well, the first a row longer if need
-                be, and takes as many in a step as it has replicas; *collective* in each step.
-                "file": as "off", where each process reads whole files of its own: `batches` are
-                `strategies.input.FileBatches`. "auto": "file" if they are, with at least a file for
-                each process, else "data".
+            policy: "data": all processes have the same batches. They compare checksums of the first
+                three; one equal array, such as the labels, is enough, so images may be augmented at
+                random. Each batch is cut into as many parts as there are replicas, all but the last
+                ones of equal size; process `r` of `P` takes the parts `r`, `r + P`, ... "off": each
+                process has batches of its own, of the same global size. It cuts them into so many
+                parts as well, the first a row longer if need be, and takes as many in a step as it
+                has replicas; *collective* in each step. "file": as "off", where each process reads
+                whole files of its own: `batches` are `strategies.input.FileBatches`. "auto": "file"
+                if they are, with at least a file for each process, else "data".
 
         Raises:
             NotFoundError: policy "file" for batches that know of no files.

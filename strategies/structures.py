@@ -20,7 +20,7 @@ __all__ = [
     "zip_leaves",
 ]
 
-_EXTRA = "_extra_state"  # as PyTorch calls it in a `state_dict()`
+_EXTRA = "_extra_state"  # its name in a `state_dict()` of PyTorch
 
 WHOLE = "the array"
 """Name of a leaf that is in no structure."""
@@ -63,7 +63,7 @@ def zip_leaves(
 ) -> Any:
     """Return one structure with `function(leaves at this place)` in place of every leaf.
 
-    What is a leaf for `is_leaf` in one structure is a leaf in all.
+    A node is a leaf if `is_leaf` is true for it in any of the structures.
 
     Raises:
         ValueError: the structures differ.
@@ -158,9 +158,9 @@ def is_module(given: Any) -> bool:
 
 
 def state_of(given: Any) -> Any:
-    """Return the tensors of a module of PyTorch by name, anything else as it is.
+    """Return the tensors of a module of PyTorch by name; any other argument unchanged.
 
-    These are those of its `state_dict()`, and buffers that are not persistent.
+    They include buffers that are not persistent, which its `state_dict()` leaves out.
     """
     if not is_module(given):
         return given
@@ -170,11 +170,11 @@ def state_of(given: Any) -> Any:
 
 
 def extra_states(module: Any) -> dict[str, Any]:
-    """Return the submodules of a module of PyTorch that have extra state, by its name there."""
+    """Return the submodules with extra state, by the state's name in `module.state_dict()`."""
     default = sys.modules["torch"].nn.Module.get_extra_state
     return {
         f"{name}.{_EXTRA}" if name else _EXTRA: child
-        for name, child in module.named_modules()
+        for name, child in module.named_modules(remove_duplicate=False)
         if type(child).get_extra_state is not default
     }
 

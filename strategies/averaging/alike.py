@@ -34,13 +34,13 @@ __all__ = [
     "check_alike",
     "checksum",
     "compare",
+    "description",
     "fact_of",
     "facts_of",
     "facts_of_optimizer",
     "facts_of_state",
     "setting",
     "settings_of",
-    "words",
 ]
 
 Compare = Literal["all", "parameters", "nothing"]
@@ -49,8 +49,8 @@ Kind = Literal["value", "parameter", "state", "setting", "update"]
 _MOST_RANKS = 8  # named in an error
 _OF_SHAPE = " of shape "
 
-# Numbers of a setting that are compared one by one. A longer array in a parameter group is a buffer
-# of the optimizer, whose contents need not be set.
+# Elements of a setting that are compared. A longer array in a parameter group is a buffer of the
+# optimizer, which may be uninitialized: only its type is compared.
 _MOST_NUMBERS = 16
 
 
@@ -94,9 +94,9 @@ def check_alike(structure: Any, *, comm: cc.Communicator | None = None) -> None:
     *Collective*: all ranks.
 
     Args:
-        structure: a module of PyTorch, which stands for its parameters, all its buffers and the
-            arrays, numbers, text and bytes of its extra state; or arrays of any library and dtype,
-            variables, numbers and text in nested dicts, lists, tuples and trees of JAX.
+        structure: a module of PyTorch: its parameters, all its buffers, and the arrays, numbers,
+            text and bytes of its extra state; or arrays of any library and dtype, variables,
+            numbers and text in nested dicts, lists, tuples and trees of JAX.
         comm: the ranks; the whole job if None.
 
     Raises:
@@ -118,10 +118,10 @@ def check_alike(structure: Any, *, comm: cc.Communicator | None = None) -> None:
     def facts() -> list[Fact]:
         extra = extra_states(structure) if is_module(structure) else {}
         states = named_leaves({name: module.get_extra_state() for name, module in extra.items()})
-        seen = ((name, _seen_as_array(value)) for name, value in states)
+        values = ((name, _bytes_as_array(value)) for name, value in states)
         return [
             *facts_of("value", named_leaves(state_of(structure))),
-            *facts_of("value", ((name, value) for name, value in seen if _is_comparable(value))),
+            *facts_of("value", ((name, value) for name, value in values if _is_comparable(value))),
         ]
 
     compare(comm, "check_alike", facts)
@@ -144,7 +144,7 @@ def compare(
         what: the operation, for errors.
         facts: makes those of this rank; an error of it is raised on all.
         earlier: if the ranks were alike before, when that was: then no broadcast was forgotten.
-        remedy: in place of the usual ones.
+        remedy: what the error advises; None: the advice for each kind.
 
     Raises:
         MismatchError: they are not; names the first difference of each kind.
@@ -181,7 +181,7 @@ def _is_comparable(value: Any) -> bool:
     return arrays.is_array(value) or isinstance(value, (numbers.Number, str))
 
 
-def _seen_as_array(value: Any) -> Any:
+def _bytes_as_array(value: Any) -> Any:
     return np.frombuffer(value, np.uint8) if isinstance(value, (bytes, bytearray)) else value
 
 
@@ -196,15 +196,15 @@ def checksum(array: Any) -> str:
 
 
 def setting(name: str, value: Any) -> Fact:
-    """Describe a setting of an optimizer by its `words`."""
-    return Fact("setting", name, words(value))
+    """Return the fact of an optimizer's setting, by the `description` of its value."""
+    return Fact("setting", name, description(value))
 
 
-def words(value: Any) -> str:
+def description(value: Any) -> str:
     """Describe the value of a setting: numbers by value, whatever their type.
 
     Example:
-        >>> words((np.float32(0.5), 1, True)), words(np.zeros(1000))
+        >>> description((np.float32(0.5), 1, True)), description(np.zeros(1000))
         ('(0.5, 1.0, True)', 'of ndarray')
     """
     if hasattr(value, "tolist") and math.prod(value.shape) <= _MOST_NUMBERS:
@@ -214,7 +214,7 @@ def words(value: Any) -> str:
     if isinstance(value, numbers.Real):
         return repr(float(value))
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(words, value))})"
+        return f"({', '.join(map(description, value))})"
     return f"of {type(value).__qualname__}"
 
 
@@ -224,17 +224,17 @@ def facts_of_state(state: Any) -> list[Fact]:
 
 
 def facts_of_optimizer(optimizer: Any) -> list[Fact]:
-    """Describe what an optimizer of arrays steps with beside its settings: its state."""
+    """Describe the state of an optimizer of arrays."""
     state = optimizer.state_dict() if callable(getattr(optimizer, "state_dict", None)) else None
     return facts_of_state(state)
 
 
 def settings_of(optimizer: Any, *, schedules: bool = True) -> dict[str, Any]:
-    """Return the class of an optimizer of arrays, and the arguments it was made with, by name.
+    """Return the class and the arguments of an optimizer of arrays by name.
 
     Args:
-        optimizer: of those of other packages only the `learning_rate` is known.
-        schedules: whether a learning rate that is a function counts, by its value in this step.
+        optimizer: an optimizer; for other packages' classes only its `learning_rate` is returned.
+        schedules: whether to include schedules, as their values for the current step.
     """
     given = {"learning_rate": getattr(optimizer, "learning_rate", None)}
     if isinstance(optimizer, Optimizer):
@@ -259,7 +259,7 @@ def _explained(
     """Say in what the ranks differ, given the facts of all, and what helps."""
     details: list[str] = []
     helps: list[str] = []
-    for kind, (called, usual) in _KINDS.items():
+    for kind, (title, advice) in _KINDS.items():
         ranks = [[fact for fact in facts if fact.kind == kind] for facts in told]
         if kind in ("value", "parameter"):
             other = agreement.first_difference(
@@ -271,8 +271,8 @@ def _explained(
             break  # of other parameters or another state
         detail = _difference(comm, ranks)
         if detail is not None:
-            details.append(f"{called}, {detail}")
-            helps.append(usual)
+            details.append(f"{title}, {detail}")
+            helps.append(advice)
     since = "" if earlier is None else f", which were alike {earlier}"
     help_text = remedy or ("" if earlier else "; ".join(filter(None, helps)))
     return f"{what}: ranks differ in their {' and in their '.join(details)}{since}" + (

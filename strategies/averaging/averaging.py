@@ -1,12 +1,11 @@
 """The gradients of all ranks, averaged: what is alike for arrays, PyTorch and JAX.
 
-One step is two exchanges. The first is small and tells every rank what it has to know before any
-gradient moves: whether a rank refuses, whether parameters have changed, whether the settings of the
-optimizers are equal, how many examples there are, and which ranks have a gradient for which
-parameter, dense or sparse. The second is that of the gradients: dense ones in buckets, which are
-planned once, sparse ones row by row. Where gradients come one by one, the second may have been made
-already; see `overlap`. `expect` lets the first step overlap, too. Where it is made in the step,
-gradients may be written to their `places` before.
+One step is two exchanges. The first is small and precedes the gradients: it finds whether a rank
+refuses, whether parameters have changed, whether the settings of the optimizers are equal, how many
+examples there are, and which ranks have a gradient for which parameter, dense or sparse. The second
+reduces the gradients: dense ones in buckets, which are planned once, sparse ones row by row. With
+`overlap` the second runs during the backward pass; `expect` also lets the first step overlap.
+Without it, gradients may be written to their `places` before the step.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from strategies.agreement import raise_everywhere
 from strategies.averaging import alike
 from strategies.averaging.alike import Fact
 from strategies.averaging.bucketed import Bucketed
-from strategies.averaging.leaf import Leaf, Words
+from strategies.averaging.leaf import Leaf, LeafSpec
 from strategies.averaging.overlap import Overlap
 from strategies.averaging.passes import Contribution
 from strategies.averaging.rule import OPERATION, Rule
-from strategies.averaging.settings import BITS, Settings
+from strategies.averaging.settings import BITS, SettingsChecksum
 from strategies.averaging.status import Exchange, Status
 from strategies.optimizers.clipping import clip_by_global_norm
 from strategies.sparse import Rows
@@ -56,17 +55,17 @@ class Averaging:
     Args:
         comm: the ranks.
         rule: how.
-        settings: returns the optimizer's settings by name, which are compared in every step.
-        state: describes what else the optimizer steps with, which is compared with the leaves
-            themselves. None if the leaves are not the parameters: then the caller compares, in the
-            steps in which `due` is set.
+        settings: returns the optimizer's settings by name; compared in every step.
+        state: returns the facts of the optimizer's state; compared together with the leaves. None
+            if the leaves are not the parameters: the caller then compares in the steps in which
+            `due` is set.
         one_by_one: gradients come before the step, one after the other.
 
     Attributes:
         due: whether ranks compare parameters in this step, if the rule says so; on all or on none.
         overlaps: whether gradients are reduced before the step; on all or on none.
         overlap: what takes them for the next step, if they are; on all or on none.
-        made_dense: leaves whose sparse gradient some rank made dense for the last step; on all.
+        made_dense: leaves whose sparse gradient was made dense on any rank in the last step.
     """
 
     def __init__(
@@ -83,12 +82,12 @@ class Averaging:
         self.due = False
         self.overlaps = one_by_one and _overlaps(comm, rule)
         self._compares = state is not None and rule.compare != "nothing"
-        self._settings = Settings(settings if rule.compare == "all" else dict[str, Any])
+        self._settings = SettingsChecksum(settings if rule.compare == "all" else dict[str, Any])
         self._state = state if state is not None and rule.compare == "all" else list[Fact]
-        self._compared: set[Words] = set()
+        self._compared: set[LeafSpec] = set()
         self._given: Sequence[Leaf] = ()
         self._leaves: list[Leaf] = []
-        self._words: list[Words] = []
+        self._specs: list[LeafSpec] = []
         self._exchange = Exchange(comm)
         self._bucketed = Bucketed(comm, self._op, rule.compression)
         self._steps = 0
@@ -269,26 +268,26 @@ class Averaging:
         settings: npt.NDArray[np.float64],
     ) -> Status:
         """Make the first exchange."""
-        changed = leaves is not self._given and self._words != [leaf.words for leaf in leaves]
+        changed = leaves is not self._given and self._specs != [leaf.spec for leaf in leaves]
         return self._exchange(
             contribution, steps=self._steps, retry=retry, changed=changed, settings=settings
         )
 
     def _agree_on(self, leaves: Sequence[Leaf]) -> bool:
         """Compare the parameters of all ranks, and make room for them; tells if any are new."""
-        words = [leaf.words for leaf in leaves]
-        new = set(words) - self._compared
+        specs = [leaf.spec for leaf in leaves]
+        new = set(specs) - self._compared
         compared = new if self._compares else set()
 
         def facts() -> list[Fact]:
             own = [] if self._compared else self._facts()
-            return own + [leaf.fact(leaf.words in compared) for leaf in leaves]
+            return own + [leaf.fact(leaf.spec in compared) for leaf in leaves]
 
         alike.compare(self.comm, OPERATION, facts)
-        if words != [leaf.words for leaf in self._leaves]:
+        if specs != [leaf.spec for leaf in self._leaves]:
             self.close()
         self._exchange = Exchange(self.comm, len(leaves))
-        self._given, self._leaves, self._words = leaves, list(leaves), words
+        self._given, self._leaves, self._specs = leaves, list(leaves), specs
         self._compared |= new
         return bool(new)
 

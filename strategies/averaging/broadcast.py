@@ -49,10 +49,10 @@ def broadcast_parameters(
     *Collective*: all ranks, with the same names, shapes and dtypes.
 
     Args:
-        parameters: a module of PyTorch, which stands for its parameters, all its buffers, also
-            those that are not persistent, and its extra state (`set_extra_state`), by pickle; or
-            arrays of any kind, or variables: `module.named_parameters()`, a list, or a tree of
-            dicts, lists and tuples. Dicts are compared by their keys, whatever their order.
+        parameters: a module of PyTorch: its parameters, all its buffers, persistent or not, and
+            its pickled extra state (`set_extra_state`); or arrays of any kind, or variables:
+            `module.named_parameters()`, a list, or a tree of dicts, lists and tuples. Dicts are
+            compared by their keys, whatever their order.
         root: whose parameters.
         comm: the ranks; the whole job if None.
 
@@ -88,14 +88,14 @@ def broadcast_parameters(
     given, leaves, extra, own = agreement.compare(comm, "broadcast_parameters", prepare)
     received = {name: _received(leaf, root, comm) for name, leaf in leaves}
     if extra:
-        _give_extra(comm.broadcast_object(own, root), extra, root, comm)
+        _set_extra(comm.broadcast_object(own, root), extra, root, comm)
     return given if is_module(given) else _rebuilt(given, "", received)
 
 
-def _give_extra(
+def _set_extra(
     states: Mapping[str, Any], extra: Mapping[str, Any], root: int, comm: cc.Communicator
 ) -> None:
-    """Give the modules of all ranks but the root the extra states of the root."""
+    """Set the root's extra states in the modules of all other ranks."""
 
     def load() -> tuple[None, list[str]]:
         if comm.rank != root:

@@ -8,20 +8,20 @@ from strategies import arrays
 from strategies.averaging import alike
 from strategies.averaging.alike import Fact
 
-__all__ = ["Leaf", "Words"]
+__all__ = ["Leaf", "LeafSpec"]
 
-Words = tuple[str, tuple[int, ...], str, tuple[int, ...] | None]
+LeafSpec = tuple[str, tuple[int, ...], str, tuple[int, ...] | None]
 
 
 class Leaf(NamedTuple):
     """One parameter.
 
     Attributes:
-        name: for people.
-        shape: of its elements.
-        dtype: of its elements, by name.
-        strides: in elements, of a tensor of PyTorch that is not contiguous, else None; its gradient
-            has the same.
+        name: for errors.
+        shape: as of the parameter.
+        dtype: name of its dtype.
+        strides: in elements, if it is a tensor of PyTorch that is not contiguous, else None; its
+            gradient has the same strides.
         like: an array of its kind.
     """
 
@@ -40,8 +40,8 @@ class Leaf(NamedTuple):
         return cls(name, tuple(array.shape), arrays.dtype_name(array), strides, array)
 
     @property
-    def words(self) -> Words:
-        """What is equal on all ranks, whatever the parameter holds."""
+    def spec(self) -> LeafSpec:
+        """Name, shape, dtype and strides, which must be equal on all ranks."""
         return self[:4]
 
     def __str__(self) -> str:

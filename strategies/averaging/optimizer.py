@@ -20,7 +20,7 @@ from strategies.optimizers.pairs import is_variable, refuse_jax, split
 from strategies.replicas import context
 from strategies.sparse import Rows, fitted
 
-__all__ = ["ArrayOptimizer", "AveragingOptimizer", "itself", "like_variables"]
+__all__ = ["ArrayOptimizer", "AveragingOptimizer", "identity", "like_variables"]
 
 # By which name errors call what users make by it.
 _KNOWN_AS = {"AveragingOptimizer": "DistributedOptimizer"}
@@ -40,7 +40,7 @@ class ArrayOptimizer(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep."""
 
-    # Implementations name the parameter as they like.
+    # Positional, because implementations differ in the parameter's name.
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Take over what `state_dict` returned."""
 
@@ -52,10 +52,11 @@ class AveragingOptimizer:
     ranks of a node share. Pickled or copied, it becomes the optimizer that it holds.
 
     Args:
-        optimizer: that is wrapped.
+        optimizer: the optimizer to wrap.
         comm: the ranks.
         rule: how gradients are combined.
-        settings: returns what the ranks compare in place of the optimizer's settings and state.
+        settings: returns the settings to compare, without any state; None: the settings and the
+            state of the optimizer.
     """
 
     is_distributed = True
@@ -76,7 +77,7 @@ class AveragingOptimizer:
         self._passes = Passes(rule.backward_passes_per_step)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return itself, (self.optimizer,)
+        return identity, (self.optimizer,)
 
     @property
     def step(self) -> int:
@@ -103,8 +104,8 @@ class AveragingOptimizer:
         Raises:
             ValueError: a shape does not fit, or no rank has an example; on all ranks.
             TypeError: something is not a pair, or not an array; on all ranks.
-            MismatchError: ranks differ in the variables' shapes or dtypes, or in what they compare
-                in the first step; on all ranks.
+            MismatchError: ranks differ in the variables' shapes or dtypes, in the settings of the
+                optimizer, or in what they compare in the first step; on all ranks.
         """
         top = context.current()
         replica = None if top is None else top.replica
@@ -156,8 +157,8 @@ class AveragingOptimizer:
         return Averaging(comm, self._rule, self._settings, self._state)
 
 
-def itself(optimizer: T) -> T:
-    """Return an optimizer: what a wrapped one becomes where it is copied or unpickled."""
+def identity(optimizer: T) -> T:
+    """Return the optimizer: a copy or an unpickled wrapper is the optimizer that it holds."""
     return optimizer
 
 

@@ -21,7 +21,7 @@ class Contribution(NamedTuple):
         passes: how many backward passes were added up.
         error: why there are no gradients; it is raised on all ranks.
         at_once: whether all passes came together, so that the gradients are the optimizer's own.
-        made_dense: leaves whose gradients were sparse (`sparse_as_dense`).
+        made_dense: leaves whose sparse gradients were made dense (`sparse_as_dense`).
     """
 
     gradients: Sequence[Any]

@@ -111,7 +111,7 @@ class Optimizers:
                 bucket_bytes=ranks.options.bytes_per_pack or None,
             )
             updates: Any = _Updates(self._strategy, optimizer)
-            # Not the state: some strategies keep it, and count the steps, on one rank.
+            # Without the state: some strategies keep it and the step count on one rank only.
             everywhere = self._strategy.updates_everywhere
             settings = partial(settings_of, optimizer, schedules=everywhere)
             self._averaging[id(optimizer)] = AveragingOptimizer(updates, ranks.comm, rule, settings)

@@ -1,4 +1,4 @@
-"""The settings of an optimizer, as ranks compare them in every step."""
+"""The checksum of an optimizer's settings, which ranks compare in every step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy.typing as npt
 from strategies.averaging import alike
 from strategies.averaging.alike import Fact
 
-__all__ = ["BITS", "Settings"]
+__all__ = ["BITS", "SettingsChecksum"]
 
 BITS = 32
 """Length of the checksum."""
 
-# Types whose values never change, and which compare faster than the words that describe them.
+# Immutable types. Their values are compared directly, because a description costs more.
 _CONSTANT = frozenset([bool, float, int, str, type(None)])
 
 
-class Settings:
-    """The settings of an optimizer and their checksum, which a step recomputes after a change only.
+class SettingsChecksum:
+    """The settings of an optimizer and their checksum, recomputed only after a change.
 
     Args:
-        read: returns the present settings by name.
+        read: returns the current settings by name.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
@@ -37,8 +37,8 @@ class Settings:
     def checksum(self) -> npt.NDArray[np.float64]:
         """Read the settings; return the bits of their checksum, shape (BITS,), each 0 or 1.
 
-        Cost: 3 us for 11 settings of PyTorch in a group, 18 us for 55 in 5 groups; where one has
-            changed, 22 and 96 us.
+        Cost: 3 us for 11 settings in one parameter group of PyTorch, 18 us for 55 in 5 groups;
+            22 and 96 us after a change.
         """
         values = self._read()
         seen = [*values, *map(_constant, values.values())]
@@ -50,13 +50,13 @@ class Settings:
         return self._bits
 
     def facts(self) -> list[Fact]:
-        """Describe the settings that `checksum` has read."""
+        """Describe the settings that `checksum` read last."""
         return [alike.setting(name, value) for name, value in self._values.items()]
 
 
 def _constant(value: Any) -> Any:
-    """Return a value that does not change later and is equal for equal settings."""
+    """Return an immutable value that is equal for equal settings."""
     kind = type(value)
     if kind in _CONSTANT or (kind is tuple and _CONSTANT.issuperset(map(type, value))):
         return value
-    return alike.words(value)
+    return alike.description(value)

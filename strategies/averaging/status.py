@@ -16,19 +16,17 @@ from strategies.sparse import Rows
 
 __all__ = ["Exchange", "Status"]
 
-# What is added up. Behind these stand, for each leaf, the number of ranks with a gradient, and then
-# the number of ranks with a sparse one, and `_MADE` times that of ranks that have made a sparse one
-# dense. Two sums tell whether all ranks have the same number of steps: P times the sum of squares
-# is then the square of the sum. That of steps since the last multiple of `_TURN`, so that it is
-# exact in float64.
-# For each bit of the checksum of the settings, the number of ranks that have it set is that of all
-# or none where the settings are equal.
+# Positions in the array that all ranks add up. Two numbers follow for each leaf: of ranks with a
+# gradient; and of ranks with a sparse one, plus `_MADE` times that of ranks that made one dense.
+# The number of steps is equal on all ranks if P times the sum of its squares is the square of its
+# sum. It counts since the last multiple of `_TURN`, so that the square is exact in float64.
+# The settings are equal if each bit of their checksum is set on all ranks or on none.
 _REFUSED, _CHANGED, _RETRY, _APART, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _SETTINGS = range(9)
 _HEAD = _SETTINGS + BITS
 
 _TURN = 1 << 12
 
-_MADE = 1 << 20  # more than the number of ranks; sums of it are exact in float64
+_MADE = 1 << 20  # above any number of ranks; its sums are exact in float64
 
 
 class Status:
@@ -42,8 +40,8 @@ class Status:
         examples: of all ranks.
         dense: leaves with a gradient on any rank, none of them sparse.
         sparse: leaves with a sparse gradient on any rank.
-        made_dense: leaves whose sparse gradient some rank has made dense.
-        settings_differ: the ranks have told different checksums of settings.
+        made_dense: leaves whose sparse gradient was made dense on any rank.
+        settings_differ: whether the checksums of the settings differ.
     """
 
     def __init__(self, sums: npt.NDArray[np.float64], size: int) -> None:
@@ -127,7 +125,7 @@ class Exchange:
             steps: how many it has made, with this one.
             retry: what this rank has reduced before the step is not what the step needs.
             changed: it has other leaves than the exchange is for.
-            settings: `Settings.checksum` of this rank's optimizer; zeros if they may differ.
+            settings: `SettingsChecksum.checksum` of this rank; zeros if the rule skips them.
         """
         sums = self._sums
         sums[:] = 0

@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["VERSION", "install"]
 
 VERSION = "0.28.1"
-"""The version of Horovod whose names these are: its last release."""
+"""Version of Horovod that has these names: its last release."""
 
 _OF_TORCH = "strategies.horovod.torch"
 _ELASTIC = "strategies.horovod.elastic"

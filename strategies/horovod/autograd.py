@@ -1,12 +1,12 @@
 """Gradients of the operations that return new tensors.
 
-Gradients are Horovod's, so that programs written for it train alike. With g the gradients that come
-to the results, and P ranks:
+Gradients are Horovod's, so that ported programs train as before. In the table g are the gradients
+of the results on P ranks; the factor is relative to the gradient of the sum of all losses:
 
-| operation | what goes back to a rank | gradient of the sum of all losses, times |
+| operation | gradient on a rank | factor |
 | --- | --- | --- |
 | allreduce Sum, Average | the same of all g | 1 |
-| allreduce Min, Max | the sum of all g where the result is this rank's, over those that tie | 1 |
+| allreduce Min, Max | the sum of all g where the result is this rank's, over the ties | 1 |
 | allreduce Product | the sum of all g times the product of the other ranks' numbers | 1 |
 | allgather | this rank's rows of the mean of all g | 1/P |
 | broadcast | on the root the mean of all g, elsewhere zeros | 1/P |
@@ -14,7 +14,7 @@ to the results, and P ranks:
 | reducescatter Sum | all g, joined, times P | P |
 | reducescatter Average | all g, joined | P |
 
-Those of Min, Max and Product are not Horovod's, which reduces g by the same op.
+The exceptions are Min, Max and Product, where Horovod reduces g by the same op.
 
 The way back is made of named operations as well: ranks may go it in any order.
 """

@@ -40,8 +40,8 @@ class State:
     """What a job goes on from when ranks have died; `ObjectState` and `TorchState` are made.
 
     Things are attributes. `commit` copies them, `restore` gives them back, also what has been
-    changed in place. They are also copied at `sync`, and when the state is made, which after `init`
-    is *collective*.
+    changed in place. `sync` also copies them, and so does the constructor, which is *collective*
+    after `init`.
 
     Args:
         things: by name; what `strategies.training.State` takes.
@@ -77,7 +77,7 @@ class State:
         """Do nothing: spare ranks come in when others have died."""
 
     def sync(self) -> None:
-        """Give all ranks rank 0's things, and copy them; *collective*."""
+        """Broadcast rank 0's things to all ranks, and copy them; *collective*."""
         for name, thing in self._things().items():
             if hasattr(thing, "load_state"):  # whose state is that of all ranks
                 continue
@@ -201,7 +201,8 @@ class ElasticSampler:
     Attributes:
         epoch: the present one.
         processed_indices: rows that this rank knows to be done in it.
-        processed_num: how many rows all ranks have done in it, where all record equal batches.
+        processed_num: number of rows that all ranks have done in it; assumes that all ranks record
+            batches of this rank's size.
     """
 
     def __init__(self, dataset: Sized | int, shuffle: bool = True, seed: int = 0) -> None:
@@ -250,11 +251,11 @@ class ElasticSampler:
             MismatchError: the number of rows, `shuffle` or `seed` differs; on all ranks.
         """
         facts = [f"{self._rows} rows", f"shuffle {self._shuffle}", f"seed {self._seed}"]
-        told = comm.allgather_object((facts, sorted(self.processed_indices)))
-        difference = first_difference(comm, "ElasticSampler", [facts for facts, _ in told])
+        gathered = comm.allgather_object((facts, sorted(self.processed_indices)))
+        difference = first_difference(comm, "ElasticSampler", [facts for facts, _ in gathered])
         if difference is not None:
             raise comm.raised_by_all(cc.MismatchError(difference))
-        rows = sorted(set(itertools.chain.from_iterable(done for _, done in told)))
+        rows = sorted(set(itertools.chain.from_iterable(done for _, done in gathered)))
         return {"rows": self._rows, "epoch": self.epoch, "processed_indices": rows}
 
     def load_state(self, state: Mapping[str, Any], *, comm: cc.Communicator | None = None) -> None:

@@ -35,7 +35,7 @@ import collectives as cc
 from strategies.horovod.execution import Pending, Work, carry_out
 from strategies.horovod.helper import Helper, Pause
 from strategies.horovod.known import MOST, Joined, Known, Late, Leaves, News, Told
-from strategies.horovod.names import Names
+from strategies.horovod.names import NamesInUse
 from strategies.horovod.table import Entry, slot_of
 from strategies.horovod.words import Description, Key, label
 
@@ -58,12 +58,12 @@ class Engine:
         comm: for the engine alone.
 
     Attributes:
-        names: those in use on this rank.
-        unnamed: numbers for the others.
+        names: names in use on this rank.
+        unnamed: numbers of calls without a name.
     """
 
     def __init__(self, comm: cc.Communicator) -> None:
-        self.names = Names()
+        self.names = NamesInUse()
         self.unnamed = itertools.count()
         self._comm = comm
         self._row = comm.shared_empty(_WIDTHS[-1], np.uint8)

@@ -27,10 +27,10 @@ class Handle:
     ) -> None:
         self._bound, self._pending, self._finish = bound, pending, finish
         self._result: Any = None
-        self._settled = False  # whether the program has seen that it is done
+        self._settled = False  # whether the program has seen the call completed
 
     def __del__(self) -> None:
-        """Let the name be free again when the program waits for another call."""
+        """Let the next wait for a call free the name."""
         if not self._settled and self._bound.engine is not None:
             self._bound.engine.names.drop(self._pending)
 
@@ -58,7 +58,7 @@ class Handle:
         if not self._settled:
             self._settled = True
             assert self._bound.engine is not None
-            self._bound.engine.names.free(self._pending)
+            self._bound.engine.names.remove(self._pending)
             self._bound.engine.names.sweep()
 
 
@@ -104,7 +104,7 @@ def start(
     pending = Pending(key, call.description, call.arrays, call.targets, call.splits)
     handle = Handle(bound, pending, call.finish)
     engine.submit(pending, alone=alone)
-    engine.names.use(pending)
+    engine.names.add(pending)
     return handle
 
 

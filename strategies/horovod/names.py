@@ -1,48 +1,53 @@
-"""Names in use: those of calls whose end the program has not seen.
+"""Names in use: those of calls that the program has not seen completed.
 
-A name is free again after `synchronize`, or a `poll` that tells that the call is done. Where the
-program has dropped the handle, it can do neither: the name is free when the call is done and the
-program has waited for another call meanwhile. So a name that is used twice in a row is an error
-however fast the other ranks are.
+A name is free again after `synchronize`, or after a `poll` that returns True. A program that drops
+the handle can call neither: the name is then free when the call is complete and the program has
+waited for another call after that. So using a name twice in a row is an error regardless of how
+fast the other ranks are.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 
 from strategies.horovod.execution import Pending
 
-__all__ = ["Names"]
+__all__ = ["NamesInUse"]
 
 
-class Names:
-    """The names that calls of this rank have in use."""
+class NamesInUse:
+    """The names of this rank's pending calls.
+
+    Handles are dropped in any thread, so each step is one atomic operation of a dict or a deque.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[str, Pending] = {}
-        self._dropped: deque[Pending] = deque()  # their handles are gone
+        self._dropped: deque[Pending] = deque()  # calls without a handle
 
     def __contains__(self, name: str | None) -> bool:
         return name in self._calls
 
-    def use(self, pending: Pending) -> None:
-        """Take the name of a call, if it has one."""
+    def add(self, pending: Pending) -> None:
+        """Add the name of a call, if it has one."""
         if pending.key.name is not None:
             self._calls[pending.key.name] = pending
 
-    def free(self, pending: Pending) -> None:
-        """Give back the name of a call."""
+    def remove(self, pending: Pending) -> None:
+        """Free the name of a call."""
         if pending.key.name is not None:
             self._calls.pop(pending.key.name, None)
 
     def drop(self, pending: Pending) -> None:
-        """Note that the handle of a call is gone before the program has seen its end."""
+        """Note that the handle of a call was dropped before the program saw the call completed."""
         name = pending.key.name
         if name is not None and self._calls.get(name) is pending:
             self._dropped.append(pending)
 
     def sweep(self) -> None:
-        """Give back the names of the calls without handles that are done."""
-        for _ in range(len(self._dropped)):
-            pending = self._dropped.popleft()
-            (self.free if pending.done else self._dropped.append)(pending)
+        """Free the names of completed calls whose handles were dropped."""
+        with contextlib.suppress(IndexError):  # another thread sweeps
+            for _ in range(len(self._dropped)):
+                pending = self._dropped.popleft()
+                (self.remove if pending.done else self._dropped.append)(pending)

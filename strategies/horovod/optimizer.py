@@ -47,8 +47,8 @@ def DistributedOptimizer(
         num_groups: as `groups`.
         groups: checked, and of no other use: the ranks agree on buckets without names, so that
             nothing is won by making fewer of them.
-        sparse_as_dense: reduce sparse gradients as dense ones; for the update they are sparse
-            again.
+        sparse_as_dense: reduce sparse gradients as dense ones, and make them sparse again for the
+            update.
         process_set: among whom.
 
     Raises:

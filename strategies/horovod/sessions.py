@@ -119,8 +119,8 @@ class Session:
         """Wait for all ranks, and end; *collective*. Calls that are not carried out fail."""
         for number in sorted(self.sets, reverse=True):  # all ranks' own at last
             self._release(self.sets.pop(number))
-        for left in list(self._comms):
-            self._close(left)
+        for key in list(self._comms):
+            self._close(key)
 
     def stop(self) -> None:
         """End the threads, as the program does; waits for nobody."""
@@ -130,7 +130,7 @@ class Session:
                 bound.engine.stop()
 
     def _kept(self, comm: cc.Communicator | None, number: int | None) -> cc.Communicator | None:
-        """Keep a communicator until its set is removed; that of no set until the session ends."""
+        """Keep a communicator until its set is removed, or without a set until the session ends."""
         if comm is not None:
             self._comms.setdefault(number, []).append(comm)
         return comm
@@ -158,7 +158,7 @@ _session: Session | None = None
 
 
 def _of_ranks(ranks: list[int]) -> ProcessSet:
-    """Return the process set of this session that has these ranks, else one to be added."""
+    """Return this session's process set of these ranks, else one that was not added yet."""
     sets = () if _session is None else _session.sets.values()
     return next((known for known in sets if known.ranks == ranks), ProcessSet(ranks))
 

@@ -197,9 +197,8 @@ def csv_batches(
 ) -> Iterator[Batches]:
     """Read CSV files in threads, mix their rows, and iterate over batches.
 
-    Use the result in a `with` statement, and iterate over what it yields.
-
-    A field in quotes may hold line ends. Empty lines are no rows.
+    It is a context manager that yields the batches. Quoted fields may contain line ends; empty
+    lines are skipped.
 
     `Saver` takes the batches as a thing: with a seed where rows are shuffled, and the same number
     of threads, a run that was interrupted inside an epoch goes on with the batches of one that was
@@ -224,8 +223,8 @@ def csv_batches(
         seed: of the shuffling. The same files and number of threads then give the same batches.
         min_after_dequeue: rows among which a row is drawn, at least.
         skip_header_lines: lines at the beginning of each file to pass over.
-        encoding: of the files, as for `TextLineReader`.
-        compression: of the files, as for `TextLineReader`.
+        encoding: encoding of the files, as for `TextLineReader`.
+        compression: compression of the files, as for `TextLineReader`.
         allow_smaller_final_batch: whether to return the rest that fills no batch; otherwise it is
             dropped.
         on_damage: what to do about damaged files and lines that do not fit: "raise", or "skip" and
@@ -237,7 +236,7 @@ def csv_batches(
 
     Raises:
         NotFoundError: a file does not exist.
-        DataLossError: a file is damaged, or has text that is not of its encoding.
+        DataLossError: a file is damaged, or its text does not have this encoding.
         InvalidArgumentError: a line does not fit; like the others it names file and line.
         ValueError: no files, or other arguments that are wrong.
 
@@ -260,7 +259,7 @@ def csv_batches(
         TextLineReader(
             skip_header_lines,
             encoding=encoding,
-            quotes_end_at=decode_options.get("field_delim", ",") if has_quotes else None,
+            field_delim=decode_options.get("field_delim", ",") if has_quotes else None,
             compression=compression,
             on_damage=on_damage,
         )
@@ -275,20 +274,7 @@ def csv_batches(
     def reads_of(place: int, reader: TextLineReader) -> Read:
         queue: Any = names.queue if turns is None else Names(names.queue, turns, place)
 
-        def read() -> Any:
-            before = reader.num_skipped()
-            try:
-                keys, lines = reader.read_up_to(queue, _ROWS_PER_READ)
-            finally:
-                batches.count_skipped(reader.num_skipped() - before)
-            if not all(lines):  # which decode_csv takes for records that have no field
-                keys = [key for key, line in zip(keys, lines, strict=True) if line]
-                lines = [line for line in lines if line]
-            columns = decode_csv(lines, keys=keys, **decode_options)
-            batches.count_skipped(len(lines) - len(columns[0]) if columns else 0)
-            return transform(columns)
-
-        return read
+        return lambda: transform(_read_rows(reader, queue, decode_options, batches.count_skipped))
 
     join: Callable[..., Batches] = batch_join
     options: dict[str, Any] = {"capacity": min_after_dequeue + (num_threads + 2) * batch_size}
@@ -308,3 +294,23 @@ def csv_batches(
             **options,
         )
         yield stack.enter_context(batches)
+
+
+def _read_rows(
+    reader: TextLineReader,
+    queue: Any,
+    decode_options: dict[str, Any],
+    count_skipped: Callable[[int], None],
+) -> list[Any]:
+    """Return the columns of the next rows of one file, and count the skipped records."""
+    before = reader.num_skipped()
+    try:
+        keys, lines = reader.read_up_to(queue, _ROWS_PER_READ)
+    finally:
+        count_skipped(reader.num_skipped() - before)
+    if not all(lines):  # decode_csv would refuse an empty line as a record without fields
+        keys = [key for key, line in zip(keys, lines, strict=True) if line]
+        lines = [line for line in lines if line]
+    columns = decode_csv(lines, keys=keys, **decode_options)
+    count_skipped(len(lines) - len(columns[0]) if columns else 0)
+    return columns

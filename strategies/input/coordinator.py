@@ -47,7 +47,7 @@ class Coordinator:
         self.joined = False
         self.error: BaseException | None = None
         self._threads: set[threading.Thread] = set()
-        self._idle: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # until the stop
+        self._idle: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they wait for the stop
 
     def request_stop(self, ex: BaseException | ExcInfo | None = None) -> None:
         """Ask all threads to stop; only the first request matters.
@@ -97,9 +97,9 @@ class Coordinator:
         """Let `join` also wait for this thread.
 
         Args:
-            thread: to wait for.
-            waits_for_stop: whether it does nothing before the stop. `join` asks for the stop itself
-                once only such threads are left.
+            thread: the thread to wait for.
+            waits_for_stop: whether the thread only waits for the stop. Once all other threads have
+                ended, `join` requests the stop.
         """
         with self._lock:
             self._threads.add(thread)
@@ -115,11 +115,11 @@ class Coordinator:
     ) -> None:
         """Wait until all threads have ended, or a while after somebody asked to stop.
 
-        Where all sources of queue runners have ended, and only threads are left that wait for the
-        stop, it asks for the stop.
+        Once all sources of queue runners have ended, so that the remaining threads only wait for
+        the stop, it requests the stop.
 
-        A thread that has a method `stalled`, as those of a `QueueRunner` have, is asked after each
-        `UNISONO_STALL_WARNING` seconds why it does not get on; the first answer is logged.
+        After each `UNISONO_STALL_WARNING` seconds it calls the method `stall_reason` of threads
+        that have one, such as those of a `QueueRunner`, and logs the first reason of each thread.
 
         Args:
             threads: to wait for besides those that are registered.
@@ -134,14 +134,14 @@ class Coordinator:
             waited = self._threads.union(threads or ())
         # A thread that ends and a stop that is asked for are two events, and one can only wait for
         # one of them: look at the other a few times per second.
-        asked = time.monotonic()
-        can_stall = {thread for thread in waited if hasattr(thread, "stalled")}
+        checked = time.monotonic()
+        can_stall = {thread for thread in waited if hasattr(thread, "stall_reason")}
         busy = [thread for thread in waited if thread not in self._idle]
         while not self._stop.is_set() and any(thread.is_alive() for thread in busy):
-            if can_stall and time.monotonic() - asked > chosen().stall_warning:
-                asked = time.monotonic()
+            if can_stall and time.monotonic() - checked > chosen().stall_warning:
+                checked = time.monotonic()
                 for thread in [thread for thread in can_stall if thread.is_alive()]:
-                    why = thread.stalled()
+                    why = thread.stall_reason()
                     if why is not None:
                         _log.warning("Coordinator.join: %s (thread: %s)", why, thread.name)
                         can_stall.discard(thread)
@@ -150,7 +150,7 @@ class Coordinator:
                     thread.join(0.05)
                     break
         if any(thread.is_alive() for thread in waited):
-            self.request_stop()  # for those that wait for it
+            self.request_stop()  # for the threads that wait for it
         # One deadline for all of them: a grace for each would add up.
         deadline = time.monotonic() + stop_grace_period_secs
         for thread in waited:

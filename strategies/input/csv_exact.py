@@ -126,7 +126,7 @@ def _values(fields: list[str], columns: Sequence[Column], form: Format) -> list[
             shown = field if len(field) <= 80 else field[:80] + "..."
             why = f" is not a valid {column.dtype}: {shown!r}"
             if field.isspace():
-                why += "; blank_is_missing=True makes a field of spaces a missing one"
+                why += "; blank_is_missing=True treats fields of spaces as missing"
             raise Misfit(f"Field {len(values)} in", why) from None
     return values
 

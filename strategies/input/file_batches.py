@@ -57,10 +57,14 @@ class FileBatches:
         self.batch_size = batch_size
         self._read = read
         self._order = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
-        self.facts = self._records(0, 1, "data").facts()
+        self._records(0, 1, "data")  # checks the other arguments
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches(self._records(0, 1, "data"))
+
+    def facts(self) -> list[str]:
+        """Return the arguments that must be equal on all ranks, as text."""
+        return self._records(0, 1, "data").facts()
 
     def share(self, rank: int, size: int) -> Iterator[Any]:
         """Return the batches of the files that one of several readers has.

@@ -1,80 +1,79 @@
-"""Lines of CSV files to records: a field in quotes may hold line ends.
+"""Join the lines of CSV files to records: a quoted field may contain line ends.
 
 ::
 
-    1  a,"the cat          a field in quotes is open at the end of line 1 ...
-    2  sat",7              ... and closed here: one record, with the number 1
-    3  b,"lost,8           open, but nothing closes it: a record by itself, which is an error
-    4  c,"mat",9           after the quote before `mat` no field can end: line 3 is taken back
+    1  a,"the cat          a quoted field is open at the end of line 1 ...
+    2  sat",7              ... and closed in line 2: one record with the number 1
+    3  b,"lost,8           open, but no line closes it: a record by itself, which is malformed
+    4  c,"mat",9           the quote before `mat` cannot end a field, so line 3 is not joined
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["Quoting"]
+__all__ = ["RecordJoiner"]
 
 
-class _End(Enum):
-    """What the end of a line is to a record."""
+class _QuoteState(Enum):
+    """State of the record at the end of a line."""
 
-    CLOSED = "no field in quotes goes on"
-    OPEN = "a field in quotes goes on"
-    MALFORMED = "a quote is followed by something else than a delimiter"
+    CLOSED = "no quoted field is open"
+    OPEN = "a quoted field is open"
+    MALFORMED = "a closing quote is followed by something other than a delimiter"
 
 
-class Quoting:
+class RecordJoiner:
     """Joins the lines of one file to records.
 
     Args:
-        delimiter: what ends a field.
-        limit: characters of a record, from which on it is not joined but an error of its first
-            line.
+        delimiter: the character between fields.
+        limit: maximum length of a joined record in characters; the lines of a longer one are
+            returned as single records.
     """
 
     def __init__(self, delimiter: str, limit: int) -> None:
         self._delimiter = delimiter
         self._limit = limit
-        self._held: list[tuple[int, str]] = []  # lines of a record that is open
+        self._pending: list[tuple[int, str]] = []  # numbers and lines of the open record
         self._length = 0
 
     @property
     def is_open(self) -> bool:
-        """Whether the next line belongs to a record that has begun."""
-        return bool(self._held)
+        """Whether the next line continues a record."""
+        return bool(self._pending)
 
     def add(self, number: int, line: str | None) -> list[tuple[int, str]]:
-        """Take the next line; None stands for one that cannot be used.
+        """Add the next line, or None for a damaged one.
 
         Returns:
-            Records that end with it: the number of the first line, and the text.
+            The records that are complete now: number of the first line, and text.
         """
         if line is None:
-            return self.end()
+            return self.flush()
         was_open = self.is_open
-        end = _end(line, self._delimiter, was_open) if was_open or '"' in line else _End.CLOSED
-        if was_open and (end is _End.MALFORMED or self._length + len(line) > self._limit):
-            return self.end() + self.add(number, line)
-        self._held.append((number, line))
+        state = _QuoteState.CLOSED
+        if was_open or '"' in line:
+            state = _state_after(line, self._delimiter, was_open)
+        is_too_long = self._length + len(line) > self._limit
+        if was_open and (state is _QuoteState.MALFORMED or is_too_long):
+            return self.flush() + self.add(number, line)
+        self._pending.append((number, line))
         self._length += len(line) + 1
-        if end is _End.OPEN:
+        if state is _QuoteState.OPEN:
             return []
-        record = self._held[0][0], "\n".join(line for _, line in self._held)
-        self._clear()
-        return [record]
+        lines = self.flush()
+        return [(lines[0][0], "\n".join(line for _, line in lines))]
 
-    def end(self) -> list[tuple[int, str]]:
-        """Return the lines of a record that is not closed, each by itself."""
-        lines = self._held
-        self._clear()
+    def flush(self) -> list[tuple[int, str]]:
+        """Return the lines of the open record as single records, and drop it."""
+        lines = self._pending
+        self._pending, self._length = [], 0
         return lines
 
-    def _clear(self) -> None:
-        self._held, self._length = [], 0
 
-
-def _end(line: str, delimiter: str, is_open: bool) -> _End:
-    """Return whether a field in quotes is open after a line; `is_open` says so of its beginning."""
+def _state_after(line: str, delimiter: str, is_open: bool) -> _QuoteState:
+    """Return the state at the end of a line; `is_open`: a quoted field is open at its start."""
     at = 0
     while True:
         if not is_open and line.startswith('"', at):
@@ -82,16 +81,16 @@ def _end(line: str, delimiter: str, is_open: bool) -> _End:
         if is_open:
             quote = line.find('"', at)
             if quote < 0:
-                return _End.OPEN
+                return _QuoteState.OPEN
             after = line[quote + 1 : quote + 2]
             at = quote + 2
-            if after == '"':  # a quote inside of the field
+            if after == '"':  # an escaped quote
                 continue
             if after not in ("", delimiter):
-                return _End.MALFORMED
+                return _QuoteState.MALFORMED
             is_open = False
         else:
             at = line.find(delimiter, at) + 1
             after = delimiter if at else ""
         if not after:
-            return _End.CLOSED
+            return _QuoteState.CLOSED

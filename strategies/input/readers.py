@@ -12,7 +12,7 @@ from typing import IO
 
 from strategies.errors import DataLossError, InvalidArgumentError
 from strategies.input.files import Compression, check_compression, open_source, pass_over
-from strategies.input.quoting import Quoting
+from strategies.input.quoting import RecordJoiner
 from strategies.input.reader import Damage, Reader, Records, Value
 from strategies.input.records import unframe
 
@@ -30,7 +30,7 @@ MAX_RECORD_BYTES = 16 << 20
 """Longest record in bytes unless the user says otherwise: memory that a damaged file can take."""
 
 _PIECE = 64 << 10  # bytes read at a time: enough that the work per call does not count
-_GZIP = b"\x1f\x8b"  # how a gzip file begins, and no text
+_GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
 
 
 class _FileReader(Reader[Value]):
@@ -57,14 +57,15 @@ class TextLineReader(_FileReader[str]):
     r"""The lines of text files, without their ends `\n` or `\r\n`.
 
     Keys are `file:line`, where lines count from 1 and include the header. Empty lines are records,
-    and so is a last line without an end. A byte order mark at the beginning of a UTF-8 file belongs
-    to no line.
+    and so is a last line without an end. A byte order mark at the beginning of a UTF-8 file is
+    dropped.
 
     Args:
         skip_header_lines: lines to skip at the beginning of each file.
-        encoding: of the text; any in which a line end is the byte 10, so not UTF-16.
-        quotes_end_at: a delimiter of fields. Lines are then joined by `\n` to records as long as a
-            field in quotes goes on; the key names the first line. None: each line is a record.
+        encoding: encoding of the text; its line end must be the byte 10, so not UTF-16.
+        field_delim: delimiter of CSV fields, whose quoted fields may contain line ends. The lines
+            of one record are joined by `\n`, and its key names the first line. None: each line is
+            a record.
         max_record_bytes: longest line, without its end, that is not damage.
         compression: "GZIP", "ZLIB", "" for none; None for GZIP if the name ends in `.gz`.
         on_damage: "raise" or "skip", see `Reader`.
@@ -79,7 +80,7 @@ class TextLineReader(_FileReader[str]):
         skip_header_lines: int = 0,
         *,
         encoding: str = "utf-8",
-        quotes_end_at: str | None = None,
+        field_delim: str | None = None,
         max_record_bytes: int = MAX_RECORD_BYTES,
         compression: Compression = None,
         on_damage: Damage = "raise",
@@ -93,11 +94,12 @@ class TextLineReader(_FileReader[str]):
         )
         self._skip = skip_header_lines
         self._encoding = _checked_encoding(encoding)
-        self._quotes_end_at = quotes_end_at
+        self._field_delim = field_delim
 
     def _open(self, work: str) -> Records[str]:
         number = 0
-        quoting = None if self._quotes_end_at is None else Quoting(self._quotes_end_at, self._limit)
+        delimiter = self._field_delim
+        joiner = None if delimiter is None else RecordJoiner(delimiter, self._limit)
         # The line after the last good one is where people have to look.
         with open_source(work, self._compression, lambda: f"{work}:{number + 1}") as (file, _):
             read = getattr(file, "read1", file.read)
@@ -112,10 +114,10 @@ class TextLineReader(_FileReader[str]):
                     texts = (
                         self._text(line, work, at) for at, line in enumerate(lines, number + 1)
                     )
-                if quoting is not None and (quoting.is_open or b'"' in block):
+                if joiner is not None and (joiner.is_open or b'"' in block):
                     for text in texts:
                         number += 1
-                        for first, record in quoting.add(number, text):
+                        for first, record in joiner.add(number, text):
                             yield f"{work}:{first}", record
                 else:
                     for text in texts:
@@ -126,27 +128,27 @@ class TextLineReader(_FileReader[str]):
                     line = _completed(file, tail, self._limit)
                     text = self._text(line, work, number + 1)
                     number += 1
-                    if quoting is not None:
-                        for first, record in quoting.add(number, text):
+                    if joiner is not None:
+                        for first, record in joiner.add(number, text):
                             yield f"{work}:{first}", record
                     elif text is not None:
                         yield f"{work}:{number}", text
                     while line is None and (piece := file.readline(_PIECE)):
                         line = b"" if piece.endswith(b"\n") else None
-            for first, record in () if quoting is None else quoting.end():
+            for first, record in () if joiner is None else joiner.flush():
                 yield f"{work}:{first}", record
 
     def _head(self, file: IO[bytes], work: str) -> bytes:
         """Return the first bytes of a file, without a byte order mark.
 
         Raises:
-            DataLossError: a gzip file, which is not to be unpacked.
+            DataLossError: a gzip file that the reader does not decompress.
         """
         head = file.read(len(codecs.BOM_UTF8))
         if head.startswith(_GZIP):
             raise DataLossError(
                 f"read: the file begins as a gzip file does, expected text, compressed? A name "
-                f"that ends in .gz, or compression='GZIP', unpacks it ({work})"
+                f"that ends in .gz, or compression='GZIP', decompresses it ({work})"
             )
         has_mark = self._encoding == "utf-8" and head == codecs.BOM_UTF8
         return b"" if has_mark else head
@@ -299,22 +301,22 @@ class IdentityReader(Reader[str]):
 
 
 def _checked_encoding(name: str) -> str:
-    """Return the name of an encoding as Python writes it.
+    """Return the canonical name of an encoding.
 
     Raises:
-        ValueError: there is none of that name, or its line ends are not the byte 10.
+        ValueError: the name is unknown, or line ends of this encoding are not the byte 10.
     """
     try:
-        known = codecs.lookup(name).name
-        fits = "\n".encode(known) == b"\n"
-    except LookupError:  # also one of bytes to bytes, such as "hex"
+        canonical = codecs.lookup(name).name
+        fits = "\n".encode(canonical) == b"\n"
+    except LookupError:  # also an encoding of bytes as bytes, such as "hex"
         fits = False
     if not fits and name.lower().replace("_", "-") != "utf-8-sig":
         raise ValueError(
             f"TextLineReader: bad encoding, expected one in which a line end is the byte 10, such "
             f"as 'utf-8' or 'latin-1', got {name!r}"
         )
-    return known if fits else "utf-8"
+    return canonical if fits else "utf-8"
 
 
 def _completed(file: IO[bytes], beginning: bytes, limit: int) -> bytes | None:

@@ -11,7 +11,7 @@ from typing import Any
 from strategies.errors import OpError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
 from strategies.queues.kinds import Queue
-from strategies.queues.queue import Filling
+from strategies.queues.queue import RunnerStatus
 from strategies.remote.limits import chosen, unlimited
 
 __all__ = ["QueueRunner", "start_queue_runners"]
@@ -22,9 +22,9 @@ _log = logging.getLogger(__name__)
 class QueueRunner:
     """A queue and the functions that fill it, each called again and again in a thread of its own.
 
-    When a function says that its source has ended, its thread ends, and the last one closes the
-    queue; `Coordinator.join` then returns. Any other exception stops the coordinator, which raises
-    it where the threads are joined.
+    When a function says that its source has ended, its thread ends, and the last thread closes the
+    queue, after which `Coordinator.join` returns. Any other exception stops the coordinator, which
+    raises it where the threads are joined.
 
     Args:
         queue: to fill.
@@ -72,8 +72,8 @@ class QueueRunner:
         self._cancel_op = cancel_op or (lambda: queue.close(cancel_pending_enqueues=True))
         self._lock = threading.Lock()
         self._running = 0  # threads that have not ended
-        self._filling = Filling()
-        queue.fillings.append(self._filling)
+        self._status = RunnerStatus()
+        queue.runners.append(self._status)
 
     @property
     def name(self) -> str:
@@ -100,7 +100,9 @@ class QueueRunner:
             self._running = len(self.enqueue_ops)
             self.exceptions_raised = []
             threads: list[threading.Thread] = [
-                _Filler(self, enqueue, coord, f"QueueRunnerThread-{self.name}-{index}", daemon)
+                _EnqueueThread(
+                    self, enqueue, coord, f"QueueRunnerThread-{self.name}-{index}", daemon
+                )
                 for index, enqueue in enumerate(self.enqueue_ops)
             ]
             if coord is not None:
@@ -122,8 +124,8 @@ class QueueRunner:
     def _fill(
         self, enqueue: Callable[[], Any], coord: Coordinator | None, done: Callable[[], object]
     ) -> None:
-        """Call one function until it or the coordinator says stop; `done` after each call."""
-        self._filling.started = True
+        """Call a function, and `done` after it, until it or the coordinator stops the loop."""
+        self._status.started = True
         ended = False
         try:
             with unlimited():  # whoever is slow to take what is here does no wrong
@@ -157,8 +159,8 @@ class QueueRunner:
             _log.info("QueueRunner: %s the queue: %s (queue: %s)", what, error, self.name)
 
 
-class _Filler(threading.Thread):
-    """A thread of a queue runner, which knows whether it gets on."""
+class _EnqueueThread(threading.Thread):
+    """A thread of a queue runner that counts its calls, so that `Coordinator.join` sees a stall."""
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class _Filler(threading.Thread):
     ) -> None:
         super().__init__(name=name, daemon=daemon)
         self._runner, self._enqueue, self._coord = runner, enqueue, coord
-        self._calls = self._seen = 0  # calls that have ended: now, and at the last question
+        self._calls = self._calls_before = 0  # calls that have ended: now, and at the last check
 
     def run(self) -> None:
         self._runner._fill(self._enqueue, self._coord, self._done)
@@ -178,16 +180,16 @@ class _Filler(threading.Thread):
     def _done(self) -> None:
         self._calls += 1
 
-    def stalled(self) -> str | None:
-        """Return why no call has ended since the last question; None if one has."""
-        before, self._seen = self._seen, self._calls
+    def stall_reason(self) -> str | None:
+        """Return why no call has ended since the last check; None if a call has."""
+        before, self._calls_before = self._calls_before, self._calls
         if self._calls != before:
             return None
         queue, seconds = self._runner.queue, chosen().stall_warning
-        full = False
-        with suppress(OpError):  # of a task that cannot be reached
-            full = 0 <= queue.capacity <= queue.size()
-        why = "nothing is taken out of the full queue" if full else "its source gives nothing"
+        is_full = False
+        with suppress(OpError):  # the task of a shared queue may be unreachable
+            is_full = 0 <= queue.capacity <= queue.size()
+        why = "nothing is taken out of the full queue" if is_full else "its source gives nothing"
         return f"QueueRunner has put nothing into {queue.name!r} for {seconds:g} s: {why}"
 
 

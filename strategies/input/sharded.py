@@ -44,8 +44,8 @@ R = TypeVar("R")
 class ShardedInput(Generic[R]):
     """This rank's records, epoch after epoch.
 
-    *Collective* when it is made among the ranks of `comm`, which compare their arguments: a record
-    comes once only where these are equal. Iterating exchanges nothing.
+    Making it is *collective* over the ranks of `comm`, which compare their arguments: each record
+    comes once only if these are equal. Iterating exchanges nothing.
 
     Args:
         files: names, or whatever `read` takes; the same on all ranks.
@@ -60,9 +60,11 @@ class ShardedInput(Generic[R]):
         seed: of the shuffling, the same on all ranks.
         num_epochs: how often each record comes; None for ever.
         state: where to go on, from `state`; possibly of another number of ranks.
-        comm: the ranks that make this input together. "auto" is the job where it has `size` ranks
-            and the main thread of a rank calls, otherwise None. None: this rank makes it alone and
-            compares nothing.
+        comm: the ranks that compare their arguments; None compares nothing, as for an input that
+            only some ranks make. "auto" is the whole job if it has `size` ranks and the main thread
+            makes the input. For any other `size`, in other threads and in child processes (workers
+            of a `DataLoader`), it is None. After a shrink the job is the surviving ranks. With
+            "auto", the next collective call reports a rank that dies during the comparison.
 
     Raises:
         ValueError: no files, no such rank or policy, `num_epochs` below 1, or a state of other
@@ -105,7 +107,7 @@ class ShardedInput(Generic[R]):
         self._epoch = 0
         self._used = 0  # cards of this stage of this epoch
         self._begun: list[int] | None = None  # number of the file being read, records done
-        self._start = state
+        self._initial_state = state
 
         def check() -> None:
             if not len(files) or not 0 <= rank < size:
@@ -123,16 +125,17 @@ class ShardedInput(Generic[R]):
             check()
             return None, [*self.facts(), state_fact(state)]
 
-        together = _job_of(size) if comm == "auto" else comm
-        if together is None:
+        group = _job_of(size) if comm == "auto" else comm
+        if group is None:
             check()
         else:
             try:
-                agreement.compare(together, "ShardedInput", prepare)
+                agreement.compare(group, "ShardedInput", prepare)
             except cc.CollectiveError as failure:
-                # "auto" leaves a dead rank to the next call, which `run_elastic` survives.
                 if comm != "auto" or isinstance(failure, (cc.MismatchError, cc.CollectiveTimeout)):
                     raise
+                # The next collective call reports a dead rank, where `run_elastic` may recover.
+                check()
         self._records = self._all_epochs()
 
     def __iter__(self) -> Iterator[R]:
@@ -142,7 +145,7 @@ class ShardedInput(Generic[R]):
         return next(self._records)
 
     def facts(self) -> list[str]:
-        """Return the arguments that must be equal on all ranks, in words."""
+        """Return the arguments that must be equal on all ranks, as text."""
         return [
             f"{len(self._files)} files",
             *_names_fact(self._files),
@@ -178,16 +181,16 @@ class ShardedInput(Generic[R]):
             What JSON and msgpack can carry; the same on all ranks.
 
         Raises:
-            MismatchError: number of files, `shuffle` or `seed` differ; on all ranks.
+            MismatchError: the number of files, `shuffle` or `seed` differs; on all ranks.
         """
         own = self.position() if position is None else position
         return merge_positions([own] if comm is None else comm.allgather_object(own))
 
     def state_of_survivors(self, comm: cc.Communicator) -> dict[str, Any]:
-        """Return the position of all ranks although some have died; *collective*.
+        """Return the state of all ranks after some have died; *collective*.
 
-        A dead rank counts as if it had used nothing since this input was made, or loaded a state:
-        records that it has used since then come again.
+        The position of a dead rank is that of its initial state, or of the state that it loaded
+        last. The records that it has used since then come again.
 
         Args:
             comm: the surviving ranks.
@@ -195,17 +198,15 @@ class ShardedInput(Generic[R]):
         Returns:
             As `state`; the same on all ranks.
         """
-        known = {position["rank"]: position for position in comm.allgather_object(self.position())}
-        positions = []
+        positions = {p["rank"]: p for p in comm.allgather_object(self.position())}
         for rank in range(self._size):
-            if rank not in known:
-                dead = ShardedInput(
+            if rank not in positions:
+                of_dead_rank = ShardedInput(
                     self._files, self._read, rank=rank, size=self._size, policy=self._usual,
-                    shuffle=self._shuffle, seed=self._seed, state=self._start,
+                    shuffle=self._shuffle, seed=self._seed, state=self._initial_state, comm=None,
                 )  # fmt: skip
-                known[rank] = dead.position()
-            positions.append(known[rank])
-        return merge_positions(positions)
+                positions[rank] = of_dead_rank.position()
+        return merge_positions([positions[rank] for rank in range(self._size)])
 
     def load_state(self, state: Mapping[str, Any], *, comm: cc.Communicator | None = None) -> None:
         """Go on where a state says, as if this input had been made with it.
@@ -219,7 +220,7 @@ class ShardedInput(Generic[R]):
         """
         if comm is not None:
             self._rank, self._size = comm.rank, comm.size
-        self._start = state
+        self._initial_state = state
         self._go_on(state)
         self._records = self._all_epochs()
 
@@ -344,7 +345,7 @@ def _used(position: Mapping[str, Any], epoch: int) -> int | None:
 
 
 def state_fact(state: Mapping[str, Any] | None) -> str:
-    """Return a state in words that differ where the states of two ranks do."""
+    """Describe a state in one line, with a checksum that tells different states apart."""
     if state is None:
         return "no state"
     text = json.dumps(state, sort_keys=True, default=str)
@@ -352,7 +353,7 @@ def state_fact(state: Mapping[str, Any] | None) -> str:
 
 
 def _names_fact(files: Sequence[Any]) -> list[str]:
-    """Return the first and the last name and a checksum of all; nothing where files have none."""
+    """Describe files by first name, last name and checksum; return [] if they have no names."""
     if not isinstance(files, (list, tuple)) or not all(
         isinstance(file, (str, bytes, os.PathLike, int)) for file in files
     ):
@@ -362,7 +363,7 @@ def _names_fact(files: Sequence[Any]) -> list[str]:
 
 
 def _job_of(size: int) -> cc.Communicator | None:
-    """Return the whole job if it has `size` ranks, all of which may call this; otherwise None."""
+    """Return the job's communicator if all its `size` ranks make this input; otherwise None."""
     is_child = multiprocessing.parent_process() is not None  # such as a worker of a DataLoader
     is_main = threading.current_thread() is threading.main_thread()
     if is_child or not is_main or not cc.is_initialized() or cc.size() != size or size == 1:

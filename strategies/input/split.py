@@ -30,7 +30,7 @@ def is_column(node: Any) -> bool:
 
 
 def _is_row(item: Any) -> bool:
-    """Return whether an item of a list is one row, and no array or structure of several rows."""
+    """Return whether an item of a list is one row rather than an array or structure of rows."""
     if isinstance(item, dict):
         return all(_is_row(value) for value in item.values())
     if isinstance(item, (str, bytes)):
@@ -107,7 +107,8 @@ def cycle_sizes(rows: int, pipeline: int, pipelines: int, replicas: int) -> list
 def rows_of(batch: Any) -> int:
     """Return the number of rows that all arrays and columns of a batch have.
 
-    An empty list counts only where the batch is nothing else: it may be an empty structure as well.
+    An empty list may also be an empty structure: it counts as 0 rows only if the batch has nothing
+    else.
 
     Raises:
         ValueError: they have different numbers of rows, or none at all.

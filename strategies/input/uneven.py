@@ -121,8 +121,8 @@ class Form:
     """What another rank needs to make an array of 0 rows.
 
     Attributes:
-        library: of `_LIBRARIES`, "numpy", or "list" or "tuple" of objects.
-        dtype: its name there; of NumPy the dtype itself; of objects None.
+        library: a key of `_LIBRARIES`, "numpy", or for a column "list" or "tuple".
+        dtype: its name there; of NumPy the dtype itself; None for a column.
         shape: without the rows.
         device: "cpu", "cuda", ...; which one of these is for the rank to choose.
     """
@@ -162,7 +162,7 @@ class Form:
 
 
 def like(leaf: Any) -> Any:
-    """Return 0 rows of an array, where it is, or of a list; of other sequences as a NumPy array.
+    """Return 0 rows: of a column the same type, of an array on its device, else a NumPy array.
 
     Raises:
         ValueError: it has no rows.
@@ -178,7 +178,7 @@ def like(leaf: Any) -> Any:
 
 
 def form_of(array: Any) -> Form:
-    """Describe an array or a list for ranks that have none."""
+    """Describe an array or a column for ranks that have none."""
     if isinstance(array, (list, tuple)):
         return Form("list" if isinstance(array, list) else "tuple", None, (), "")
     shape = tuple(array.shape[1:])

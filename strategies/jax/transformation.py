@@ -137,16 +137,19 @@ def _name(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(path) or WHOLE
 
 
-def _hyperparameters(state: Any) -> dict[str, Any]:
+def _float_scalars(state: Any) -> dict[str, Any]:
     """Return the floating-point scalars of a state by name.
 
-    Such as learning rates (`optax.inject_hyperparams`) and the scale of `reduce_on_plateau`.
+    Learning rates (`optax.inject_hyperparams`, line searches), the scale of `reduce_on_plateau` and
+    the losses that it is computed from are such scalars. Nothing in a state marks those that the
+    updates depend on, so all are compared: the rank's own loss in one of them is an error.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {
         _name(path): leaf
         for path, leaf in leaves
-        if getattr(leaf, "shape", None) == () and jnp.issubdtype(leaf.dtype, jnp.floating)
+        if isinstance(leaf, float)
+        or (getattr(leaf, "shape", None) == () and jnp.issubdtype(leaf.dtype, jnp.floating))
     }
 
 
@@ -196,17 +199,17 @@ class _Average:
         """Return the same tree with the averages of all ranks, and whether they compare now.
 
         Args:
-            updates: sums of so many passes; or means, if the number of examples is told.
-            examples: their number, or None.
-            passes: as above.
-            state: of the wrapped transformation, whose `_hyperparameters` are compared.
+            updates: sums over `passes` passes; means over `examples` unless that is None.
+            examples: number of examples, or None.
+            passes: number of passes.
+            state: state of the wrapped transformation, whose `_float_scalars` are compared.
         """
         require_one_replica("update")
         paths, tree = jax.tree_util.tree_flatten_with_path(updates)
         arrays = [array for _, array in paths]
         names = [_name(path) for path, _ in paths]
         told = examples is not None
-        settings = _hyperparameters(state)
+        settings = _float_scalars(state)
         for name, array in zip(names, arrays, strict=True):
             if isinstance(array, Rows):
                 raise TypeError(

@@ -79,7 +79,7 @@ class Optimizer(abc.ABC):
         positional, named = self._given
         return dict(inspect.signature(type(self)).bind(*positional, **named).arguments)
 
-    @functools.cached_property  # asked in every step
+    @functools.cached_property  # read in every step
     def settings(self) -> dict[str, Any]:
         """All arguments by name, those that were not given with their defaults."""
         parameters = inspect.signature(type(self)).parameters.values()

@@ -144,18 +144,18 @@ def _compiled_rule(
 
 @functools.cache
 def _with_one_nan(rule: rules.Rule) -> rules.Rule:
-    """Return a rule of which every NaN has the bits of `numpy.nan`, callable from loops.
+    """Return a rule whose NaNs all have the bits of `numpy.nan`, callable from loops.
 
-    `collectives.kernels.combine` has the reason.
+    `collectives.kernels.combine` gives the reason.
     """
     formula = register_jitable(rule)
-    one_nan = compiling.canonical_nans
+    canonical = compiling.canonical_nans
 
-    def settled(*inputs: Any) -> Any:
-        return one_nan(formula(*inputs))
+    def with_one_nan(*inputs: Any) -> Any:
+        return canonical(formula(*inputs))
 
-    made: rules.Rule = register_jitable(settled)
-    return made
+    jitted: rules.Rule = register_jitable(with_one_nan)
+    return jitted
 
 
 @functools.cache

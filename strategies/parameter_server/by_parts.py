@@ -44,14 +44,14 @@ class ByParts:
 
     def slices(self) -> dict[str, Slice]:
         """See `ParameterServerStrategy.state_slices`; *collective*."""
-        # A ps that comes early waits here for the workers, whose last updates have been answered.
+        # A ps waits here for the workers, which have received the replies to their updates.
         self._ranks.agree("state_slices")
-        slices, updates = self._ranks.prepared("state_slices: collect", self._own)
+        slices, updates = self._ranks.prepared("state_slices: collect", self._state_of_ps)
         is_synchronous = self._shard is not None and self._shard.rules.synchronous
-        told = self._comm.allgather_object(updates if is_synchronous else None)
-        known = [(rank, count) for rank, count in enumerate(told) if count is not None]
-        if len({count for _, count in known}) > 1:
-            counts = ", ".join(f"{count} on {self._comm.name(rank)}" for rank, count in known)
+        gathered = self._comm.allgather_object(updates if is_synchronous else None)
+        by_rank = [(rank, count) for rank, count in enumerate(gathered) if count is not None]
+        if len({count for _, count in by_rank}) > 1:
+            counts = ", ".join(f"{count} on {self._comm.name(rank)}" for rank, count in by_rank)
             raise self._comm.raised_by_all(
                 cc.MismatchError(
                     f"state_slices: ps tasks are in different steps, expected no training "
@@ -60,8 +60,8 @@ class ByParts:
             )
         return slices
 
-    def _own(self) -> tuple[dict[str, Slice], int]:
-        """Return what this ps holds, and how many updates it has made."""
+    def _state_of_ps(self) -> tuple[dict[str, Slice], int]:
+        """Return the slices of this ps and its number of updates; empty and 0 on other tasks."""
         if self._shard is None:
             return {}, 0
         states, updates = self._shard.own_state()
@@ -70,7 +70,7 @@ class ByParts:
 
     def boxes(self) -> dict[str, Box]:
         """See `ParameterServerStrategy.state_boxes`; *collective*."""
-        slices, _ = self._ranks.prepared("state_boxes", self._own)
+        slices, _ = self._ranks.prepared("state_boxes", self._state_of_ps)
         own = {name: part.box for name, part in slices.items() if saved.is_large(name, part)}
         known = self._comm.allgather_object({name: len(box.start) for name, box in own.items()})
         axes = {name: number for told in known for name, number in told.items()}

@@ -425,15 +425,15 @@ class ParameterServerStrategy(Strategy):
     def state_slices(self) -> dict[str, Slice]:
         """Return what this ps holds of `state_dict`, for a checkpoint by parts; *collective*.
 
-        All tasks save together, `CheckpointManager(path, cluster.comm).save(...)`, so that nobody
-        needs the memory for a whole variable. A ps that comes early waits for the workers, so the
-        state contains all updates that they made before. Variables are views, slots are copies. It
-        is empty on other tasks. Nobody trains meanwhile: an update would first copy what is still
-        held.
+        All tasks save together, `CheckpointManager(path, cluster.comm).save(...)`, so that no task
+        needs the memory for a whole variable. A ps waits for all tasks, so its state contains all
+        updates that the workers made before this call. Variables are views, slots are copies. The
+        result is empty on other tasks. No worker may train meanwhile: an update would first copy
+        what is still held.
 
         Raises:
             ValueError: this ps has several parts of one variable: a slice is one box.
-            MismatchError: of a synchronous strategy, ps tasks have made different numbers of
+            MismatchError: the strategy is synchronous, and ps tasks have made different numbers of
                 updates; on all tasks.
         """
         return self._by_parts.slices()

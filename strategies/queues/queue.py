@@ -12,15 +12,15 @@ from strategies.queues.store import RowStore
 from strategies.remote.attempt import perform
 from strategies.remote.limits import is_unlimited
 
-__all__ = ["Filling", "Queue"]
+__all__ = ["Queue", "RunnerStatus"]
 
 
 @dataclass
-class Filling:
-    """What a queue knows of a `QueueRunner` that fills it; no reference, which would be a circle.
+class RunnerStatus:
+    """Status of a `QueueRunner` for its queue, which would otherwise form a reference cycle.
 
     Attributes:
-        started: whether its threads were ever started.
+        started: whether a thread of the runner was ever started.
     """
 
     started: bool = False
@@ -42,7 +42,7 @@ class Queue:
         names: keys of the elements if they are dicts, or None.
         components: what elements consist of; checks and converts values.
         engine: the state machine, for those who submit attempts instead of waiting in a thread.
-        fillings: the queue runners that fill it.
+        runners: the status of each `QueueRunner` that fills the queue.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Queue:
         self.engine = Engine(
             store, components, capacity=capacity, min_after_dequeue=min_after_dequeue, name=name
         )
-        self.fillings: list[Filling] = []
+        self.runners: list[RunnerStatus] = []
         self._context = f" (queue: {name}, capacity: {capacity})"  # of errors
 
     @staticmethod
@@ -103,7 +103,7 @@ class Queue:
             ValueError: wrong number of components or wrong keys.
         """
         attempt = Enqueue(self.components.row(values))
-        perform(self.engine, attempt, "enqueue", timeout, self._context, self._stalled)
+        perform(self.engine, attempt, "enqueue", timeout, self._context, self._stall_reason)
 
     def enqueue_many(self, values: Any, *, timeout: float | None = None) -> None:
         """Put several elements in, in order and not mixed with those of other callers.
@@ -122,7 +122,7 @@ class Queue:
             ValueError: wrong number of components or wrong keys.
         """
         attempt = Enqueue(*self.components.columns(values))
-        perform(self.engine, attempt, "enqueue_many", timeout, self._context, self._stalled)
+        perform(self.engine, attempt, "enqueue_many", timeout, self._context, self._stall_reason)
 
     def dequeue(self, *, timeout: float | None = None) -> Any:
         """Take one element out, waiting until there is one.
@@ -135,7 +135,7 @@ class Queue:
             DeadlineExceededError: nothing came within `timeout`.
         """
         attempt = Dequeue()
-        perform(self.engine, attempt, "dequeue", timeout, self._context, self._stalled)
+        perform(self.engine, attempt, "dequeue", timeout, self._context, self._stall_reason)
         return self.components.result(attempt.row)
 
     def dequeue_many(self, count: int, *, timeout: float | None = None) -> Any:
@@ -177,7 +177,7 @@ class Queue:
         if cancel_pending_enqueues:
             self.engine.close_now()
             return
-        perform(self.engine, Close(), "close", timeout, self._context, self._stalled)
+        perform(self.engine, Close(), "close", timeout, self._context, self._stall_reason)
 
     def cancel_pending(self) -> None:
         """Fail all operations that wait, of any thread, with `CancelledError`.
@@ -194,10 +194,10 @@ class Queue:
         """Return whether the queue is closed; False while a close waits for pending enqueues."""
         return self.engine.closed
 
-    def _stalled(self, operation: str) -> str | None:
-        """Say why an operation has waited for long; None where that is no fault."""
+    def _stall_reason(self, operation: str) -> str | None:
+        """Return why an operation may be waiting; None where a long wait is no fault."""
         if operation.startswith("dequeue"):
-            if any(not filling.started for filling in self.fillings):
+            if any(not runner.started for runner in self.runners):
                 return (
                     "the queue's QueueRunner was not started, expected create_threads(start=True) "
                     "or start_queue_runners([runner])"
@@ -217,5 +217,5 @@ class Queue:
         if count < 0:
             raise ValueError(f"{operation}: count must not be negative, got {count}")
         attempt = Dequeue(count, up_to=up_to)
-        perform(self.engine, attempt, operation, timeout, self._context, self._stalled)
+        perform(self.engine, attempt, operation, timeout, self._context, self._stall_reason)
         return self.components.result(self.components.join(attempt.pieces or ()))

@@ -100,7 +100,7 @@ class Waiting(Protocol):
         """End an attempt for which nobody waits any more; what it has taken goes back."""
 
 
-Stalled = Callable[[str], str | None]
+StallReason = Callable[[str], str | None]
 
 
 def perform(
@@ -109,7 +109,7 @@ def perform(
     operation: str,
     timeout: float | None,
     context: str = "",
-    stalled: Stalled | None = None,
+    stall_reason: StallReason | None = None,
 ) -> None:
     """Run an attempt to its end; sleep if it must wait, but not past the deadline.
 
@@ -119,8 +119,8 @@ def perform(
         operation: beginning of a message.
         timeout: in seconds; None for that of `UNISONO_WAIT_LIMIT`, or any time without.
         context: end of a message.
-        stalled: says of an operation that has waited for `UNISONO_STALL_WARNING` why that may be,
-            for one warning; None to log nothing yet.
+        stall_reason: called with the operation after each `UNISONO_STALL_WARNING` seconds; returns
+            why it may be waiting, for one warning in the log, or None to log nothing yet.
 
     Raises:
         DeadlineExceededError: it has not finished after `timeout` seconds.
@@ -131,7 +131,7 @@ def perform(
         raise ValueError(f"{operation}: timeout must be seconds >= 0 or None, got {timeout}")
     where.submit(attempt)
     if not attempt.done:
-        finish(where, attempt, operation, wait_limit(timeout), context, stalled)
+        finish(where, attempt, operation, wait_limit(timeout), context, stall_reason)
     elif attempt.error is not None:
         raise attempt.error
 
@@ -142,7 +142,7 @@ def finish(
     operation: str,
     timeout: float | None = None,
     context: str = "",
-    stalled: Stalled | None = None,
+    stall_reason: StallReason | None = None,
 ) -> None:
     """As `perform`, for an attempt that was submitted before."""
     asleep = threading.Lock()
@@ -150,7 +150,7 @@ def finish(
     try:
         if where.when_done(attempt, asleep.release):
             limit = math.inf if timeout is None else timeout
-            if not _woken(asleep, operation, limit, context, stalled):
+            if not _await_release(asleep, operation, limit, context, stall_reason):
                 late = f"{operation}: not finished after {timeout} s{context}"
                 where.withdraw(attempt, DeadlineExceededError(late))
                 if not asleep.acquire(timeout=outgoing.DECISION):
@@ -164,18 +164,22 @@ def finish(
         raise attempt.error
 
 
-def _woken(
-    asleep: threading.Lock, operation: str, limit: float, context: str, stalled: Stalled | None
+def _await_release(
+    asleep: threading.Lock,
+    operation: str,
+    limit: float,
+    context: str,
+    stall_reason: StallReason | None,
 ) -> bool:
-    """Sleep until the lock is released, or `limit` seconds; return whether it was."""
-    if stalled is not None:
+    """Wait at most `limit` seconds for the release of a lock; return whether it was released."""
+    if stall_reason is not None:
         pause = chosen().stall_warning
         waited = 0.0
         while waited + pause < limit:
             if asleep.acquire(timeout=min(pause, threading.TIMEOUT_MAX)):
                 return True
             waited += pause
-            why = stalled(operation)
+            why = stall_reason(operation)
             if why is not None:
                 _log.warning("%s has waited %g s: %s%s", operation, waited, why, context)
                 break

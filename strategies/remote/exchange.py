@@ -105,7 +105,7 @@ class Exchange:
         Raises:
             InternalError: the thread has failed.
         """
-        if os.getpid() != self._process:  # a forked child, whose parent serves
+        if os.getpid() != self._process:  # a forked child: the service is the parent's
             return
         self._leave("the service is closed", None)
         remind_at = time.monotonic() + _REMIND_AFTER

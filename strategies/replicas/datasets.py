@@ -34,7 +34,7 @@ __all__ = [
 
 Policy = Literal["auto", "file", "data", "off"]
 
-_COMPARED = 3  # batches: labels of two small ones may be the same by chance
+_COMPARED_BATCHES = 3  # more than one, because labels of two small batches may agree by chance
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,20 @@ def of_global_batches(
     """Give each of `count` replicas its rows; see `Strategy.distribute_dataset`."""
 
     def prepare() -> tuple[tuple[Policy, Iterable[Any]], list[str]]:
-        used = _policy_of(batches, ranks, policy)
-        facts = batches.facts if used == "file" and isinstance(batches, FileBatches) else []
-        return (used, _own_files(batches, ranks, used)), [f"policy {used}", *facts]
+        used = _resolve_policy(batches, ranks, policy)
+        facts = batches.facts() if used == "file" and isinstance(batches, FileBatches) else []
+        return (used, _batches_of_process(batches, ranks, used)), [f"policy {used}", *facts]
 
     if ranks.comm is None:
-        (used, own), _ = prepare()
+        (used, local), _ = prepare()
     else:
-        used, own = compare(ranks.comm, "distribute_dataset", prepare)
+        used, local = compare(ranks.comm, "distribute_dataset", prepare)
     if ranks.size * count == 1:
-        return iter(own)
+        return iter(local)
     if used == "data":
-        same = own if ranks.comm is None else _compared(own, ranks.comm)
+        same = local if ranks.comm is None else _compare_first_batches(local, ranks.comm)
         return _parts_of_same(same, ranks, count)
-    return from_function(_own_batches(own, ranks, count), ranks, count)
+    return from_function(_own_batches(local, ranks, count), ranks, count)
 
 
 def of_same_batches(
@@ -108,8 +108,8 @@ def of_same_batches(
     return iter(batches) if alone else _parts_of_same(batches, ranks, count)
 
 
-def _policy_of(batches: Iterable[Any], ranks: Ranks, policy: Policy) -> Policy:
-    """Check the policy; "auto" becomes what it stands for."""
+def _resolve_policy(batches: Iterable[Any], ranks: Ranks, policy: Policy) -> Policy:
+    """Check the policy and replace "auto" by the policy that it selects."""
     choice("distribute_dataset", "policy", policy, Policy)
     if policy == "auto":
         files = batches.files if isinstance(batches, FileBatches) else ()
@@ -117,7 +117,7 @@ def _policy_of(batches: Iterable[Any], ranks: Ranks, policy: Policy) -> Policy:
     return policy
 
 
-def _own_files(batches: Iterable[Any], ranks: Ranks, policy: Policy) -> Iterable[Any]:
+def _batches_of_process(batches: Iterable[Any], ranks: Ranks, policy: Policy) -> Iterable[Any]:
     """Return the batches of this process's files under policy "file", otherwise all batches."""
     if policy != "file":
         return batches
@@ -129,14 +129,14 @@ def _own_files(batches: Iterable[Any], ranks: Ranks, policy: Policy) -> Iterable
     return batches.share(ranks.rank, ranks.size)
 
 
-def _compared(batches: Iterable[Any], comm: cc.Communicator) -> Iterator[Any]:
-    """Yield the same batches once the first ones are known to be the same on all ranks.
+def _compare_first_batches(batches: Iterable[Any], comm: cc.Communicator) -> Iterator[Any]:
+    """Yield the batches; compare the first ones among the ranks before they are yielded.
 
-    *Collective* for the first batches.
+    *Collective* for each compared batch.
 
     Raises:
         MismatchError: the batches differ, or some ranks have fewer; on all ranks.
-        Exception: what the batches of one rank raise; on all ranks.
+        Exception: the iterator of one rank raised it; on all ranks.
     """
     iterator = iter(batches)
 
@@ -144,18 +144,18 @@ def _compared(batches: Iterable[Any], comm: cc.Communicator) -> Iterator[Any]:
         batch = next(iterator, None)
         if batch is None:
             return None, []
-        split.rows_of(batch)  # refuses leaves without rows
-        return batch, [_mark(leaf) for leaf in leaves(batch, is_column)]
+        split.rows_of(batch)  # raises for leaves without rows
+        return batch, [_fingerprint(leaf) for leaf in leaves(batch, is_column)]
 
-    for _ in range(_COMPARED):
-        batch = compare(comm, "distribute_dataset", prepare, _first_other_order)
+    for _ in range(_COMPARED_BATCHES):
+        batch = compare(comm, "distribute_dataset", prepare, _order_difference)
         if batch is None:
             return
         yield batch
     yield from iterator
 
 
-def _mark(leaf: Any) -> tuple[str, bool]:
+def _fingerprint(leaf: Any) -> tuple[str, bool]:
     """Return a checksum of an array or column, and whether its rows differ from each other."""
     array = leaf if arrays.is_array(leaf) or is_column(leaf) else np.asarray(leaf)
     if is_column(array) or getattr(array.dtype, "hasobject", False):
@@ -168,28 +168,28 @@ def _mark(leaf: Any) -> tuple[str, bool]:
     return f"{zlib.crc32(flat.data):08x}", varied
 
 
-def _first_other_order(
-    comm: cc.Communicator, what: str, told: Sequence[Sequence[Any]]
+def _order_difference(
+    comm: cc.Communicator, what: str, fingerprints: Sequence[Sequence[Any]]
 ) -> str | None:
-    """Say which ranks have other rows in a batch; None where one array shows the same order.
+    """Describe how the batches of two ranks differ; None if one array proves the same order.
 
-    A rank may change its images at random, but then their labels come in the same order.
+    Ranks may augment their images at random; the labels then still have the same order.
     """
-    if len({len(marks) for marks in told}) == 1:
-        for same in zip(*told, strict=True):
-            if len(set(same)) == 1 and same[0][1]:
+    if len({len(of_rank) for of_rank in fingerprints}) == 1:
+        for of_leaf in zip(*fingerprints, strict=True):
+            if len(set(of_leaf)) == 1 and of_leaf[0][1]:
                 return None
-    for rank, marks in enumerate(told):
-        if marks != told[0]:
-            here, there = (
-                f"checksums {' '.join(checksum for checksum, _ in one) or 'of no batch'} on "
+    for rank, of_rank in enumerate(fingerprints):
+        if of_rank != fingerprints[0]:
+            first, second = (
+                f"checksums {' '.join(checksum for checksum, _ in found) or 'of no batch'} on "
                 f"{comm.name(number)}"
-                for number, one in ((0, told[0]), (rank, marks))
+                for number, found in ((0, fingerprints[0]), (rank, of_rank))
             )
             return (
-                f"{what}: ranks have other batches, {here}, {there} of {comm.size}. Policy 'data' "
-                f"needs the same batches in the same order on all ranks: give the loader a seed, "
-                f"or use policy 'off'"
+                f"{what}: ranks have different batches, {first}, {second} of {comm.size}. Policy "
+                f"'data' needs the same batches in the same order on all ranks: give the loader a "
+                f"seed, or use policy 'off'"
             )
     return None
 

@@ -3,8 +3,8 @@
     mpirun -np 4 python -m strategies.torch train.py ARGUMENTS
     mpirun -np 4 python -m strategies.torch -m package.train ARGUMENTS
 
-RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK are MPI's numbers. MASTER_ADDR and
-MASTER_PORT are an address of rank 0's machine, and a port there that no other program gets.
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK are MPI's numbers. MASTER_ADDR is an
+address of rank 0's machine, and MASTER_PORT a port that is reserved there for the job.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import unisono_torch
 from strategies import programs
 from strategies.torch.rendezvous import addresses
 
-# Bound but not listening: the system gives its port to no other program, and the program's own
-# store can listen there. It is open until the process exits.
+# Bound but not listening until the process exits: this reserves the port, because the kernel gives
+# it to no other program, and lets the program's own store listen there.
 _port = socket.socket()
 _port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def tell() -> None:
-    """Set the variables by which torchrun tells a process its rank; *collective*."""
+    """Set the variables that torchrun sets; *collective*."""
     comm = cc.init()
     place = ("", "")
     if comm.rank == 0:
         _port.bind(("", 0))
-        known = addresses() if comm.num_nodes > 1 else []
-        place = ([*known, "127.0.0.1"][0], str(_port.getsockname()[1]))
+        hosts = addresses() if comm.num_nodes > 1 else []
+        place = ([*hosts, "127.0.0.1"][0], str(_port.getsockname()[1]))
     address, port = comm.broadcast_object(place)
-    unisono_torch.believe_mpi()
+    unisono_torch.trust_mpi()
     os.environ |= {
         "MASTER_ADDR": address,
         "MASTER_PORT": port,

@@ -18,7 +18,6 @@ All groups, also the world's, have communicators of their own.
 from __future__ import annotations
 
 import sys
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,11 +29,11 @@ from torch import distributed
 
 import collectives as cc
 from strategies.torch import messages, moves
-from strategies.torch.buckets import Buckets, is_bucket, notifier, tells_new_buckets
+from strategies.torch.buckets import Buckets, is_bucket, tells_new_buckets
 from strategies.torch.line import Line
 from strategies.torch.moves import reduction
 from strategies.torch.rendezvous import limit_of
-from strategies.torch.work import DONE, Done, Pending, translated
+from strategies.torch.work import DONE, Done, Pending, keep_join_works, translated
 
 __all__ = ["UnisonoGroup", "create"]
 
@@ -80,13 +79,15 @@ def create(options: Any) -> UnisonoGroup:
             "own; instead of torch.multiprocessing.spawn, or torchrun, start the program with "
             f"`mpirun -np {size} python train.py`, which calls the function of a rank once"
         )
-    alone = not options.global_ranks_in_group and size != whole.size  # the group of all ranks
-    if alone or len(ranks) != size or max(ranks) >= whole.size or ranks[rank] != whole.rank:
+    # PyTorch lists no ranks for the group of all ranks.
+    incomplete = not options.global_ranks_in_group and size != whole.size
+    if incomplete or len(ranks) != size or max(ranks) >= whole.size or ranks[rank] != whole.rank:
         raise ValueError(
             "init_process_group: ranks are not those of MPI, expected this process to be rank "
             f"{whole.rank} of {whole.size}, got {ranks[rank]} of ranks {ranks}; start with "
             "`mpirun -np N python train.py`, and leave rank and world_size away"
         )
+    keep_join_works()
     tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
     limit = limit_of(options.timeout, whole)
     try:
@@ -118,10 +119,6 @@ class UnisonoGroup(distributed.ProcessGroup):
         self._limit = limit
         self._line = Line()
         self._buckets = Buckets(comm) if comm.size > 1 and comm.num_nodes == 1 else None
-        # The last notice of each model in DDP's `join`, which C++ needs until the next one.
-        self._notices: weakref.WeakKeyDictionary[Any, distributed.Work] = (
-            weakref.WeakKeyDictionary()
-        )
         self._name = self._description = ""
         try:
             comm.transport.check_threads("asynchronous operation")
@@ -178,13 +175,9 @@ class UnisonoGroup(distributed.ProcessGroup):
         if not opts.asyncOp:
             self._line.now(run)
             return DONE
-        caller = sys._getframe(1)
-        if is_bucket(tensors[0], caller):
+        if is_bucket(tensors[0], sys._getframe(1)):
             return self._reduce_bucket(tensors[0], how)
-        work = self._start("allreduce", run, opts, tensors)
-        if (model := notifier(caller)) is not None:
-            self._notices[model] = work
-        return work
+        return self._start("allreduce", run, opts, tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Reduce several tensors over all ranks, in place."""

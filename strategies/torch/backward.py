@@ -38,7 +38,8 @@ class Backward:
         averaging: whose `overlap` takes gradients as soon as they are there.
     """
 
-    # PyTorch keeps what hooks hold, and no collector of garbage looks there: they hold nothing.
+    # Hooks hold a weak reference, because PyTorch keeps them where the garbage collector does not
+    # look: a strong one would keep a dropped optimizer for ever.
     def __init__(self, averaging: Averaging) -> None:
         self._averaging = averaging
         self._hooks: list[Any] = []
@@ -61,9 +62,9 @@ class Backward:
         trained = [(i, p) for i, p in enumerate(parameters) if p.requires_grad]
         if again or len(trained) != len(self._hooks):
             self.close()
-            own = weakref.ref(self)
+            weak = weakref.ref(self)
             self._hooks += [
-                parameter.register_post_accumulate_grad_hook(functools.partial(_called, own, i))
+                parameter.register_post_accumulate_grad_hook(functools.partial(_ready, weak, i))
                 for i, parameter in trained
             ]
 
@@ -90,7 +91,7 @@ class Backward:
         _remove(self._hooks)
 
     def ready(self, position: int, parameter: torch.Tensor) -> None:
-        """Count a gradient that autograd has completed, and hand it over or lay it in its place."""
+        """Count a completed gradient; reduce it (`overlap`) or move it to its place."""
         count = self._counts[position] = self._counts.get(position, 0) + 1
         overlap = self._averaging.overlap
         if count < self._averaging.rule.backward_passes_per_step:
@@ -108,10 +109,10 @@ class Backward:
             _lay(self._averaging.places.get(position), parameter)
 
 
-def _called(backward: weakref.ref[Backward], position: int, parameter: torch.Tensor) -> None:
-    watching = backward()
-    if watching is not None:
-        watching.ready(position, parameter)
+def _ready(weak: weakref.ref[Backward], position: int, parameter: torch.Tensor) -> None:
+    backward = weak()
+    if backward is not None:
+        backward.ready(position, parameter)
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -24,22 +24,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.algorithms.join import Join
 
 import collectives as cc
 from strategies.torch import moves
 from strategies.torch.moves import Reduction
 from strategies.torch.tensors import Array
 
-__all__ = ["Buckets", "is_bucket", "notifier", "tells_new_buckets"]
+__all__ = ["Buckets", "is_bucket", "tells_new_buckets"]
 
 # Where DDP makes its last buckets, which C++ does: in a forward pass, or in that of a rank that has
 # no more data.
 _DDP, _REBUILD = "torch.nn.parallel.distributed", ("_pre_forward", "main_hook")
-
-
-# The frames between it and a group's method: `all_reduce`, and what PyTorch wraps it in to log.
-_NOTICE, _FRAMES = Join.notify_join_context.__code__, 3
 
 
 class _Region:
@@ -153,18 +148,3 @@ def tells_new_buckets(frame: FrameType) -> bool:
     """
     code = frame.f_code
     return code.co_name in _REBUILD and frame.f_globals.get("__name__") == _DDP
-
-
-def notifier(frame: FrameType | None) -> Any:
-    """Return the model whose `join` tells all ranks that this one has data; None for other calls.
-
-    DDP's reducer keeps the `Work` of that all-reduce until its next forward pass, but only the half
-    of it that is of C++: without the half of Python, it would wait for ever.
-    """
-    for _ in range(_FRAMES):
-        if frame is None:
-            return None
-        if frame.f_code is _NOTICE:
-            return frame.f_locals["joinable"]
-        frame = frame.f_back
-    return None

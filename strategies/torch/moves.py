@@ -66,9 +66,9 @@ _REDUCTIONS = {
 
 MEAN = Reduction(cc.MEAN)
 
-# Ops that depend on the dtype, by the kind of NumPy's. Truth values have no sum: any, and all. The
-# average of integers is truncated towards zero, as `ncclAvg` does; Gloo has none, and frameworks
-# over it divide the sum, and truncate.
+# Replacements of ops by the kind of the dtype in NumPy. Truth values have no sum: any, and all. The
+# average of integers is truncated towards zero, as by `ncclAvg`; frameworks over Gloo, which has no
+# average, divide the sum and also truncate.
 _INSTEAD = {
     "b": {cc.SUM: cc.MAX, cc.PRODUCT: cc.MIN},
     "i": {cc.MEAN: cc.INTEGER_MEAN},
@@ -121,8 +121,8 @@ def _allreduce_together(
         op, sent = _prepared(array, how)
         by_op.setdefault(op, []).append((sent, array))
     for op, pairs in by_op.items():
-        everything, arrays = zip(*pairs, strict=True)
-        comm.grouped_allreduce(everything, op=op, out=arrays, timeout=limit)
+        sent_arrays, arrays = zip(*pairs, strict=True)
+        comm.grouped_allreduce(sent_arrays, op=op, out=arrays, timeout=limit)
     for _, write in lent:
         if write is not None:
             write()

@@ -28,13 +28,13 @@ import collectives as cc
 from strategies import agreement
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.leaf import Leaf
-from strategies.averaging.optimizer import itself
+from strategies.averaging.optimizer import identity
 from strategies.averaging.passes import Contribution, Passes
 from strategies.averaging.rule import Rule
 from strategies.replicas.context import require_one_replica
 from strategies.sparse import Rows
 from strategies.torch.backward import Backward
-from strategies.torch.other_methods import watched
+from strategies.torch.method_guard import MethodGuard
 from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of, settings_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class TorchOptimizer(_Optimizer):
 
     Another method of the wrapped optimizer that changes parameters, such as `first_step` of a
     sharpness-aware one, raises a ValueError unless `synchronize` was called since the last backward
-    pass: it would step by gradients of this rank alone.
+    pass: it would step with gradients of this rank alone.
 
     An averaged gradient lies in a bucket, and `.grad` is a view of it, which the next backward pass
     overwrites: clone what is to be kept. Where gradients are averaged in the step, that pass writes
@@ -81,13 +81,12 @@ class TorchOptimizer(_Optimizer):
     Attributes:
         optimizer: the one that it was made of.
         comm: the ranks that average.
-        harmless: other methods of the wrapped optimizer that were seen to leave parameters alone.
     """
 
     is_distributed = True
 
     # `Optimizer.__init__` is not called: groups, state and hooks are those of the one held here,
-    # found by `__getattr__`. For editors:
+    # found by `__getattr__`. Annotations for editors:
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
     state: Any
@@ -97,15 +96,15 @@ class TorchOptimizer(_Optimizer):
     ) -> None:
         self.optimizer = optimizer
         self.comm = comm
-        self.harmless: set[str] = set()
         self._rule = rule
         self._names = dict(names)
-        facts = functools.partial(facts_of_optimizer, optimizer, self._names)
+        state = functools.partial(facts_of_optimizer, optimizer, self._names)
         settings = functools.partial(settings_of, optimizer)
-        self._averaging = Averaging(comm, rule, settings, facts, one_by_one=True)
+        self._averaging = Averaging(comm, rule, settings, state, one_by_one=True)
         self._passes = Passes(rule.backward_passes_per_step)
-        self._made_dense: set[int] = set()  # parameters, since the last average
+        self._made_dense: set[int] = set()  # positions of parameters, since the last average
         self._backward = Backward(self._averaging)
+        self._method_guard = MethodGuard(optimizer, self._backward)
         # Leaves are made anew for other parameters; these are kept, so that an id stays theirs.
         self._known: list[tuple[int, torch.dtype]] = []
         self._kept: list[torch.Tensor] = []
@@ -123,7 +122,7 @@ class TorchOptimizer(_Optimizer):
         if name == "param_groups":
             self._held = _Held.AVERAGED if self._held is _Held.ASKED else self._held
         found = getattr(self.optimizer, name)
-        return watched(self, name, found) if inspect.ismethod(found) else found
+        return self._method_guard.guard(name, found) if inspect.ismethod(found) else found
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.optimizer)})
@@ -132,7 +131,7 @@ class TorchOptimizer(_Optimizer):
         return f"TorchOptimizer(rank {self.comm.rank} of {self.comm.size}, {self.optimizer!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return itself, (self.optimizer,)
+        return identity, (self.optimizer,)
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, examples: float | None = None
@@ -266,11 +265,6 @@ class TorchOptimizer(_Optimizer):
         return False
 
     @property
-    def has_own_gradients(self) -> bool:
-        """Whether there was a backward pass since gradients were last averaged."""
-        return self._backward.passes > 0
-
-    @property
     def _averaged(self) -> bool:
         return self._held in (_Held.AVERAGED, _Held.ASKED)
 
@@ -333,7 +327,7 @@ class TorchOptimizer(_Optimizer):
         except Exception:
             self._forget()
             raise
-        for i in self._averaging.made_dense:  # on all ranks, for optimizers of sparse gradients
+        for i in self._averaging.made_dense:  # optimizers such as SparseAdam refuse dense ones
             results[i] = results[i].to_sparse(1)
         for parameter, result in zip(parameters, results, strict=True):
             parameter.grad = _sparse(result, parameter) if isinstance(result, Rows) else result

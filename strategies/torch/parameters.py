@@ -92,12 +92,12 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-@functools.cache  # asked for each setting in each step
+@functools.cache  # called for each setting in each step
 def _of_group(name: str, number: int) -> str:
     return f"{name} of group {number}"
 
 
 def facts_of_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> list[Fact]:
-    """Describe what an optimizer steps with beside its settings: its state."""
+    """Describe the state of an optimizer, by the names of its parameters."""
     states = {names.get(p, "unnamed"): optimizer.state.get(p) for p in parameters_of(optimizer)}
     return facts_of_state(states)

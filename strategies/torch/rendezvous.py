@@ -51,8 +51,8 @@ def rendezvous(
     """Yield a store, the rank and the number of ranks; *collective*.
 
     Args:
-        url: may name `rank` and `world_size`. They, or else the variables `RANK` and `WORLD_SIZE`,
-            are compared with MPI's.
+        url: may contain `rank` and `world_size`, which must be MPI's, as must the variables `RANK`
+            and `WORLD_SIZE` without them.
         timeout: of what waits for the store.
         options: of PyTorch's own way, which this one does not need.
 
@@ -71,10 +71,10 @@ def rendezvous(
 
 
 def _check(url: str, comm: cc.Communicator, timeout: timedelta) -> None:
-    """Compare the rank and the number of ranks that a program names with those of MPI."""
-    told = {"rank": os.environ.get("RANK"), "world_size": os.environ.get("WORLD_SIZE")}
-    told |= parse_qsl(urlsplit(url).query)
-    rank, size = told["rank"] or str(comm.rank), told["world_size"] or str(comm.size)
+    """Compare the program's rank and number of ranks with those of MPI; *collective*."""
+    named = {"rank": os.environ.get("RANK"), "world_size": os.environ.get("WORLD_SIZE")}
+    named |= parse_qsl(urlsplit(url).query)
+    rank, size = named["rank"] or str(comm.rank), named["world_size"] or str(comm.size)
     wrong = None if (rank, size) == (str(comm.rank), str(comm.size)) else f"rank {rank} of {size}"
     all_wrong = comm.allgather_object(wrong, timeout=limit_of(timeout, comm))
     if any(all_wrong):

@@ -22,7 +22,7 @@ class ShardedSampler(torch.utils.data.Sampler):
     their numbers differ by one at most. `strategies.input.in_step` then keeps ranks in step, and
     `step(examples=len(batch))` makes the mean one over all rows.
 
-    *Collective* when it is made: the ranks compare their arguments. Iterating, `len` and
+    The constructor is *collective*: the ranks compare their arguments. Iterating, `len` and
     `set_epoch` exchange nothing, so ranks may iterate different numbers of times.
 
     Args:
@@ -77,7 +77,7 @@ class ShardedSampler(torch.utils.data.Sampler):
         self.epoch += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle keeps: all but the pass, which begins anew."""
+        """Return the attributes for a copy or a pickle, which starts a new pass."""
         return {**self.__dict__, "_pass": None, "_given": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -10,16 +10,19 @@ error::
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch import distributed
+from torch.distributed.algorithms.join import Join
 
 import collectives as cc
 
-__all__ = ["DONE", "Done", "Job", "Pending", "translated"]
+__all__ = ["DONE", "Done", "Job", "Pending", "keep_join_works", "translated"]
 
 
 class _MismatchError(cc.MismatchError, distributed.DistBackendError):
@@ -60,10 +63,10 @@ for _, _kind in _KINDS:  # in tracebacks the name that users know
 
 
 def translated(error: BaseException) -> BaseException:
-    """Return an error that programs for other backends catch, too.
+    """Return an error that programs for other backends also catch.
 
-    What ranks learn of each other is also a `DistBackendError` of PyTorch, a wrong argument also a
-    `RuntimeError`. A timeout contains the words "timed out".
+    An error of communication is also a `DistBackendError` of PyTorch, a wrong argument also a
+    `RuntimeError`. The text of a timeout contains "timed out".
     """
     if isinstance(error, _OURS):
         return error
@@ -77,7 +80,7 @@ def translated(error: BaseException) -> BaseException:
 
 
 def _timed_out(text: str) -> str:
-    """Return the text of a timeout with the words that launchers and loggers look for."""
+    """Return the text of a timeout with the words that launchers and loggers search for."""
     operation, _, rest = text.partition(": ")
     return f"{operation}: timed out, {rest}"
 
@@ -187,7 +190,7 @@ class Pending(distributed.Work):
         seconds = timeout.total_seconds()
         if not self._job.finish(seconds if seconds > 0 else None):
             raise _CollectiveTimeout(
-                f"wait: {self._operation} timed out, is not complete within {seconds:g} s, "
+                f"wait: {self._operation} timed out, it is not complete within {seconds:g} s, "
                 "and goes on"
             )
         if self._job.error is not None:
@@ -238,3 +241,23 @@ class Pending(distributed.Work):
         return self._job.source
 
     source_rank = _source_rank
+
+
+@functools.cache
+def keep_join_works() -> None:
+    """Keep the `Work` by which DDP counts the ranks that have data; harmless when repeated.
+
+    In `join` DDP's reducer holds the last `Work` of `Join.notify_join_context` in C++, which does
+    not keep the Python half: without that half the C++ half waits for ever.
+    """
+    notify = Join.notify_join_context
+    works: weakref.WeakKeyDictionary[Any, distributed.Work] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(notify)
+    def notify_join_context(joinable: Any) -> Any:
+        work = notify(joinable)
+        if isinstance(work, (Done, Pending)):
+            works[joinable] = work
+        return work
+
+    Join.notify_join_context = staticmethod(notify_join_context)

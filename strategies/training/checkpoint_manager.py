@@ -125,8 +125,8 @@ class CheckpointManager:
 
         Args:
             tensors: as the function `save` takes them, or slices of larger ones.
-            step: likewise; that of rank 0 counts, as do the next two. Sharded it is the same on all
-                ranks.
+            step: likewise; that of rank 0 counts, as do the next two. Sharded, it must be equal on
+                all ranks.
             metadata: likewise.
             metric: how good the model is, for `best`. What is not finite counts as None.
 
@@ -136,7 +136,7 @@ class CheckpointManager:
         Raises:
             OpError: as the function `save`, the same on every rank. In the background it may be
                 that of the save before; then nothing has been saved now.
-            MismatchError: sharded, and ranks save another step; on all ranks.
+            MismatchError: sharded, and `step` differs among the ranks; on all ranks.
         """
 
         def prepared() -> Draft:
@@ -174,11 +174,11 @@ class CheckpointManager:
         draft = self._ranks.prepared("save: prepare", prepared)
         self._on_rank_0("save", self._claim)  # after what is in the background
         crew = self._crew = self._crew or together.Crew(comm)
-        told = comm.allgather_object((draft.step, draft.held()))
-        difference = first_difference(comm, "save", [[f"step {step}"] for step, _ in told])
-        if difference is not None:  # the parts would be of different steps
+        gathered = comm.allgather_object((draft.step, draft.held()))
+        difference = first_difference(comm, "save", [[f"step {step}"] for step, _ in gathered])
+        if difference is not None:
             raise comm.raised_by_all(cc.MismatchError(difference))
-        share = sharing.writers([held for _, held in told])[comm.rank]
+        share = sharing.writers([held for _, held in gathered])[comm.rank]
         number, given = crew.next(), checkpoint.pieces(draft, share)
         if self._background is not None:
             given = self._ranks.prepared("save: copy", lambda: self._copied(given))
@@ -249,22 +249,27 @@ class CheckpointManager:
     def latest(self) -> Location | None:
         """Find the newest complete checkpoint, as this rank sees the directory; not collective.
 
-        It waits for a checkpoint that this rank writes in the background; `wait` waits for all.
-        Where all ranks must act alike, broadcast one answer: ranks may ask at different moments.
+        It waits for a checkpoint that this rank writes in the background; `wait` waits for the
+        checkpoints of all ranks. Ranks that call it at different moments may get different results:
+        broadcast one of them where all ranks must act on it.
+
+        Raises:
+            OpError: the manager has one rank only, and its save in the background has failed. Of
+                several ranks, the next collective call raises this error.
         """
-        self._await_own()
+        self._await_background()
         return checkpoint.latest(self._directory)
 
     def best(self) -> Location | None:
         """Find the checkpoint with the best metric, None without any; not collective, as `latest`.
 
         Raises:
-            ValueError: the manager was not told what is best.
+            ValueError: the manager was made without `best`.
         """
         best = self._rules.best
         if best is None:
             raise ValueError("best: the manager was made without best, expected 'min' or 'max'")
-        self._await_own()
+        self._await_background()
         return checkpoint.best(self._directory, best)
 
     def wait(self) -> None:
@@ -334,8 +339,8 @@ class CheckpointManager:
 
         self._background.start(run)
 
-    def _await_own(self) -> None:
-        """Wait for the background of this rank, whose error the next collective call raises."""
+    def _await_background(self) -> None:
+        """Wait for this rank's background thread; the next collective call raises its error."""
         if self._comm is None or self._comm.size == 1:
             self._finish()
         elif self._background is not None:

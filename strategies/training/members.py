@@ -113,7 +113,7 @@ class Members:
         # Nobody has trained: all things are as they were, and a commit that the program has made
         # before has not what spare ranks need.
         self._state.copies.go_back(max(report.number for report in reports))
-        self._state.share_inputs()  # a dead rank's share, too
+        self._state.share_inputs()  # also the rows of dead ranks
         self.begin(failed_at)
 
     def _place(self, reports: Sequence[Report], failed_at: float | None) -> None:

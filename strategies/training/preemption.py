@@ -37,14 +37,14 @@ STOPPED_EARLY = 85
 _open: list[Preemption] = []  # those of this process that are in their blocks
 
 
-def _leave_to_parent() -> None:
+def _restore_signals_in_child() -> None:
     """Restore the former signal handlers in a forked child, such as a worker of a pool."""
     for each in reversed(_open):
         each.restore_signals()
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_restore_signals_in_child)
 
 _NAP = 1.0  # seconds between two looks of the thread, whatever wakes it
 _NOTE = b"asked to stop"
@@ -113,7 +113,7 @@ class Preemption:
             self.asked = True
 
     def restore_signals(self, *, ignore: bool = False) -> None:
-        """Give signals back to their former handlers, or ignore them."""
+        """Restore the former signal handlers, or ignore the signals."""
         for each, before in self._before.items():
             after = signal.SIG_DFL if before is None else before
             signal.signal(each, signal.SIG_IGN if ignore else after)

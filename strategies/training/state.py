@@ -186,22 +186,22 @@ class State:
         self._put_back(self.copies.kept)
 
     def share_inputs(self) -> None:
-        """Deal out the inputs to the ranks of `comm`, others of which died before the first commit.
+        """Redistribute the inputs to `comm` after ranks died before the first commit.
 
-        *Collective*. Where a rank dies meanwhile, the inputs are unchanged on all ranks.
+        *Collective*. If another rank dies meanwhile, the inputs stay unchanged on all ranks.
 
         Raises:
             PeerFailure: a rank has died.
         """
-        dealt = [
+        states = [
             (thing, thing.state_of_survivors(self.comm))
             for _, thing in self._inputs()
             if hasattr(thing, "state_of_survivors")
         ]
         if not self.comm.agreed(True):
-            raise cc.PeerFailure("run_elastic: a rank died while inputs were dealt out anew")
-        for thing, found in dealt:
-            thing.load_state(found, comm=self.comm)
+            raise cc.PeerFailure("run_elastic: a rank died while inputs were redistributed")
+        for thing, state in states:
+            thing.load_state(state, comm=self.comm)
 
     def _inputs(self) -> list[tuple[str, Any]]:
         found = self._things.items()

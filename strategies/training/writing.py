@@ -41,7 +41,9 @@ _log = logging.getLogger(__name__)
 _LEFTOVERS = re.compile(r"\.tmp-(?:latest|step-\d{6,15})")
 _SHARD = re.compile(r"[a-z]+-\d{5,}-[0-9a-f]{12}\.safetensors")
 # The files of a checkpoint: a directory with any other file is never deleted.
-_OWN = re.compile(rf"{re.escape(manifest.NAME)}|[a-z]+-\d{{5,}}(?:-[0-9a-f]{{12}})?\.safetensors")
+_CHECKPOINT_FILES = re.compile(
+    rf"{re.escape(manifest.NAME)}|[a-z]+-\d{{5,}}(?:-[0-9a-f]{{12}})?\.safetensors"
+)
 
 
 class Writing(ABC):
@@ -149,7 +151,7 @@ class _InDirectory(Writing):
     def _delete(self, paths: Sequence[Path]) -> None:
         _recover(self.root)
         for path in paths:
-            if _is_own(path):
+            if _may_delete(path):
                 trash = self.root / f".tmp-{path.name}"
                 durable.rename(path, trash)
                 durable.remove(trash)
@@ -159,25 +161,27 @@ def _recover(root: Path) -> None:
     """Undo or finish what a save that died left behind."""
     for path in sorted(root.iterdir()):
         if _LEFTOVERS.fullmatch(path.name):
-            if _is_own(path):
+            if _may_delete(path):
                 durable.remove(path)
         elif path.name.startswith(".old-") and directory.DIRECTORY_NAME.fullmatch(path.name):
             final = root / path.name.removeprefix(".old-")
             if not os.path.lexists(final):
                 durable.rename(path, final)
-            elif _is_own(path):
+            elif _may_delete(path):
                 durable.remove(path)
 
 
-def _is_own(path: Path) -> bool:
-    """Tell whether a file, a link or a directory holds only what saves write."""
+def _may_delete(path: Path) -> bool:
+    """Return False for a directory with files that no save has written, and warn of them."""
     if path.is_symlink() or not path.is_dir():
         return True
-    return _all_own(path, [p.name if p.is_file() else f"{p.name}/" for p in path.iterdir()])
+    return _has_only_checkpoint_files(
+        path, [p.name if p.is_file() else f"{p.name}/" for p in path.iterdir()]
+    )
 
 
-def _all_own(place: Location, names: Sequence[str]) -> bool:
-    others = sorted(name for name in names if not _OWN.fullmatch(name))
+def _has_only_checkpoint_files(place: Location, names: Sequence[str]) -> bool:
+    others = sorted(name for name in names if not _CHECKPOINT_FILES.fullmatch(name))
     if others:
         _log.warning(
             "save: a checkpoint is not deleted, since it holds files that no save has written: %s "
@@ -231,7 +235,7 @@ class _BehindUrl(Writing):
 
     def _delete(self, paths: Sequence[Url]) -> None:
         for path in paths:
-            if _all_own(path, _names_in(path)):
+            if _has_only_checkpoint_files(path, _names_in(path)):
                 path.files.rm_file((path / manifest.NAME).path)  # from here on it is none
                 path.files.rm(path.path, recursive=True)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from strategies import arrays
-from strategies.averaging.optimizer import itself
+from strategies.averaging.optimizer import identity
 from strategies.optimizers.from_torch import equivalents, rate_of
 from strategies.sparse import Rows, as_rows
 from strategies.torch.parameters import names_of
@@ -39,8 +39,8 @@ class StrategyTorchOptimizer(_Optimizer):
 
     is_distributed = True
 
-    # `Optimizer.__init__` is not called: groups and hooks are those of the one held here. For
-    # editors:
+    # `Optimizer.__init__` is not called: groups and hooks are those of the one held here.
+    # Annotations for editors:
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
 
@@ -80,7 +80,7 @@ class StrategyTorchOptimizer(_Optimizer):
         return f"StrategyTorchOptimizer({type(self.strategy).__name__}, {self.optimizer!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return itself, (self.optimizer,)
+        return identity, (self.optimizer,)
 
     def step(self, closure: Callable[[], Any] | None = None, *, examples: Any = None) -> Any:
         """Push the gradients, and take the new values; as `strategy.apply_gradients`.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import collectives as cc
-from strategies.averaging.optimizer import itself
+from strategies.averaging.optimizer import identity
 from strategies.optimizers import Optimizer
 from strategies.strategy import Strategy
 from strategies.wrapping.hosting import HostingStrategy
@@ -129,7 +129,7 @@ class StrategyOptimizer:
         strategy.use(optimizer)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return itself, (self.optimizer,)
+        return identity, (self.optimizer,)
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], *, examples: Any = None

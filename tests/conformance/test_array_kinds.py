@@ -196,7 +196,7 @@ def test_arrays_of_other_dtypes_cannot_be_reduced(world, name):
     world.run(check)
 
 
-OTHERS = {  # dtypes of which the elements have other bytes, or mean something else
+OTHERS = {  # of the same size, but with other fields
     "offsets": np.dtype({"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [4, 0]}),
     "names": np.dtype([("a", "i4"), ("c", "i4")]),
     "formats": np.dtype([("a", "i4"), ("b", "f4")]),
@@ -275,7 +275,7 @@ ORDERED = {
     "allreduce_async": lambda comm, x: comm.allreduce_async(x).wait(),
     "in place": lambda comm, x: comm.allreduce(x, out=x),
 }
-LAYOUTS = {  # of an array of shape (4, 3, 2, 1), whose elements may lie in another order
+LAYOUTS = {  # axes of an array of shape (4, 3, 2, 1), from the slowest to the fastest in memory
     "C": (0, 1, 2, 3),
     "Fortran": (3, 2, 1, 0),
     "channels last": (0, 2, 3, 1),
@@ -294,7 +294,7 @@ def test_a_result_has_the_order_of_elements_of_its_array(world, library, operati
         x = np.empty([plain.shape[i] for i in axes]).transpose(np.argsort(axes))
         x[...] = plain
         wanted = ORDERED[operation](comm, plain.copy())
-        for _ in range(2):  # again by what was kept of the first call
+        for _ in range(2):  # the second call runs the kept plan
             given = x.copy("K") if torch is None else torch.from_numpy(x.copy("K"))
             made = ORDERED[operation](comm, given)
             like = np.empty_like(given) if torch is None else torch.empty_like(given)

@@ -129,8 +129,8 @@ def test_calls_without_a_name_belong_together_in_their_order(world):
     everyone(world, check)
 
 
-def test_a_name_is_in_use_until_its_end_was_seen(world):
-    """Also where the handle was dropped, and whether or not the call is done meanwhile."""
+def test_a_name_is_in_use_until_the_program_sees_the_call_completed(world):
+    """Also if the handle was dropped, whether or not the call is already complete."""
 
     def check(comm, ranks):
         x = np.ones(2)
@@ -146,7 +146,7 @@ def test_a_name_is_in_use_until_its_end_was_seen(world):
         if comm.rank == comm.size - 1:
             used()
         assert hvd.synchronize(handle).tolist() == [1, 1]
-        if comm.rank != comm.size - 1:  # it belongs to the call that was refused
+        if comm.rank != comm.size - 1:  # it matches the refused call
             with pytest.raises(cc.MismatchError, match="the name is in use"):
                 hvd.synchronize(start())
         if comm.rank == 0:
@@ -155,14 +155,14 @@ def test_a_name_is_in_use_until_its_end_was_seen(world):
         else:
             hvd.synchronize(start())
         hvd.barrier(ranks)
-        if comm.size == 1:  # nothing says that the barrier comes after the calls of one rank
+        if comm.size == 1:  # the barrier may be complete before the dropped call
             return
         if comm.rank != 0:
             with pytest.raises(cc.MismatchError, match="the name is in use"):
                 hvd.synchronize(start())
         assert hvd.synchronize(start()).tolist() == [1, 1]
         start()
-        hvd.join(process_set=ranks)  # waits for it
+        hvd.join(process_set=ranks)  # waits for the dropped call
         assert hvd.synchronize(start()).tolist() == [1, 1]
 
     everyone(world, check)

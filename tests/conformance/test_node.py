@@ -144,7 +144,7 @@ def test_reductions_have_the_bits_of_the_sum_in_rank_order(world):
 
 
 def test_all_ranks_keep_the_same_nan_in_place_and_elsewhere(world):
-    """Every NaN has the bits of NumPy's: a compiler may exchange operands, in one loop or all."""
+    """Every NaN has the bits of NumPy's, because a compiler may exchange the operands of a loop."""
     if not world.shared or world.size == 1:
         pytest.skip("about the node engine, and several ranks")
     firsts = {"f2": 0x7E00, oracle.BFLOAT16: 0x7FC0, "f4": 0x7FC00000, "f8": 0x7FF8 << 48}

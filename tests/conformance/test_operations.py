@@ -172,7 +172,7 @@ def test_infinities_and_nans_reach_every_rank(world, algorithm):
     world.run(check)
 
 
-# By these algorithms several ranks compute the same element.
+# Algorithms by which several ranks compute the same element.
 EACH_COMPUTES = ("node", "doubling")
 
 
@@ -187,7 +187,7 @@ def test_all_ranks_get_the_same_nan(world, algorithm):
             for op in (cc.SUM, cc.MEAN, cc.PRODUCT, cc.MIN, cc.MAX):
                 result = comm.allreduce(x, op=op, algorithm=algorithm)
                 assert np.isnan(result.astype(np.float64)).all(), (dtype, op)
-                if algorithm != "native":  # of which MPI does not promise the bits
+                if algorithm != "native":  # MPI does not promise the bits of its results
                     assert len(set(comm.allgather_object(result.tobytes()))) == 1, (dtype, op)
                 if comm.size > 1 and algorithm in EACH_COMPUTES:
                     np.testing.assert_array_equal(result.view(bits), numpys[0])

@@ -280,7 +280,7 @@ def in_files(seed):
     return FileBatches(range(8), lambda n: [np.int64(n)], 2, shuffle=True, seed=seed)
 
 
-# What a rank does that means another order, rows or end than the others; what the error names.
+# Calls in which one rank uses another order, other rows or another end, and a word of the error.
 ORDERS = {
     "seed": (lambda c, odd: sharded(c, seed=odd), "seed"),
     "number of files": (lambda c, odd: sharded(c, "abcde" if odd else "abcd"), "files"),
@@ -289,7 +289,7 @@ ORDERS = {
     "epochs": (lambda c, odd: sharded(c, num_epochs=2 + odd), "num_epochs"),
     "way to end": (lambda c, odd: list(in_step([], c, uneven="drop" if odd else "pad")), "uneven"),
     "loader's order": (lambda c, odd: of_loader(c, shuffled(odd)), "Policy 'data' needs the same"),
-    "loader's end": (lambda c, odd: of_loader(c, shuffled(0)[odd:]), "no batch|other batches"),
+    "loader's end": (lambda c, odd: of_loader(c, shuffled(0)[odd:]), "different batches"),
     "policy of a loader": (
         lambda c, odd: of_loader(c, shuffled(0), policy="off" if odd else "data"),
         "policy",
@@ -330,7 +330,7 @@ def test_wrong_arguments_of_one_rank_are_an_error_on_all(world):
 
 
 def test_images_that_differ_are_no_other_order_where_labels_are_equal(world):
-    """As where each rank changes the images of its loader at random."""
+    """As where each rank augments its images at random."""
 
     def run(comm):
         noise = np.random.default_rng(comm.rank)

@@ -91,7 +91,7 @@ def all_reduced_as_a_function(x, size):
 
 
 def all_reduced_together(x, size):
-    """With tensors of other kinds, which are averaged as ever."""
+    """Together with floating-point tensors, whose averages are exact."""
     real, other = torch.full((2,), 1.5), x.clone()
     with coalescing():
         for tensor in (x, real, other):
@@ -137,7 +137,7 @@ AVERAGES = [
 
 @pytest.mark.parametrize("call", AVERAGES, ids=lambda call: call.__name__)
 def test_averages_of_integers_are_truncated(torch_ranks, call):
-    """As `ncclAvg` does, and as frameworks do over Gloo, which has no such average."""
+    """As by `ncclAvg`, and by frameworks over Gloo, which has no such average."""
     rank, size = torch_ranks
     for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         signed = [[5 + r, -5 - r, 3 * r, -3 * r, 100] for r in range(size)]
@@ -145,7 +145,7 @@ def test_averages_of_integers_are_truncated(torch_ranks, call):
         expected = (everyones.double().sum(0) / size).to(dtype)  # which truncates
         found = call(everyones[rank].to(dtype), size)
         assert found is None or torch.equal(found, expected)
-    # Truth values have no average, as with NCCL.
+    # Truth values have no average, as in NCCL.
     with pytest.raises(TypeError, match="MEAN"):
         call(torch.tensor([True, rank == 0]), size)
 

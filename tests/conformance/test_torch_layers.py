@@ -116,7 +116,7 @@ def test_a_model_that_holds_a_communicator_is_copied_and_pickled(world):
     world.run(check)
 
 
-def test_a_communicator_of_a_group_is_known_while_it_is_open(world):
+def test_a_pickled_communicator_is_found_only_while_it_is_open(world):
     def check(comm):
         half = comm.split(comm.rank % 2)
         pickled = pickle.dumps(half)
@@ -131,7 +131,7 @@ def test_a_sampler_is_copied_and_pickled(world):
     def check(comm):
         comm = comm.split(0) if UNDER_MPI else comm
         sampler = ShardedSampler(10, comm=comm, seed=4)
-        next(iter(sampler))  # a copy begins its pass anew
+        next(iter(sampler))  # a copy starts a new pass
         copies = [copy.deepcopy(sampler)]
         if UNDER_MPI:
             copies.append(pickle.loads(pickle.dumps(sampler)))
@@ -199,7 +199,7 @@ def test_ranks_whose_samplers_differ_all_get_the_same_error(world, options, word
             with pytest.raises(ValueError, match="bad number of rows"):
                 ShardedSampler(6 if comm.rank else 0, comm=comm)
         sampler = make(False)
-        if comm.rank == 0:  # only the making is collective
+        if comm.rank == 0:  # only the constructor is collective
             assert len(list(sampler)) == len(sampler)
 
     world.run(check)

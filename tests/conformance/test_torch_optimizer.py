@@ -425,7 +425,7 @@ def test_schedulers_states_and_copies(world):
 
 
 class TwoSteps(torch.optim.SGD if torch else object):
-    """A sharpness-aware optimizer, with a method that does not step."""
+    """A sharpness-aware optimizer that also has methods without a step."""
 
     @torch.no_grad()
     def first_step(self, unseen=False):
@@ -745,6 +745,9 @@ def test_all_buffers_and_extra_state_of_a_module_are_broadcast(world):
         strategies.check_alike(model, comm=comm)
         assert model[0].cache.tolist() == [root] * 2
         assert model[0].extra == {"count": root, "bytes": bytes([root]), "other": {root}}
+        shared = torch.nn.Sequential(model[0], model[0])  # one module by two names
+        strategies.broadcast_parameters(shared, root, comm=comm)
+        strategies.check_alike(shared, comm=comm)
         if comm.size > 1:
             model[0].extra["count"] = -1
             with pytest.raises(ValueError, match="a negative count"):

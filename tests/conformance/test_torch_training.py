@@ -153,12 +153,12 @@ def test_ddp_does_what_else_it_offers(torch_ranks):
 
 
 def works_of_process():
-    # By type: `isinstance` asks a weak proxy for its object, which may be gone.
+    # `isinstance` would dereference weak proxies, whose objects may be gone.
     return [x for x in gc.get_objects() if issubclass(type(x), dist.Work)]
 
 
 def test_a_mean_over_the_ranks_that_have_data(torch_ranks):
-    """DDP's reducer gets the number of these ranks by a `Work` that C++ alone holds."""
+    """DDP's reducer gets the number of these ranks from a `Work` that only C++ holds."""
     rank, size = torch_ranks
     before = {id(work) for work in works_of_process()}
     model, one = DDP(network()), network()

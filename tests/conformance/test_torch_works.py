@@ -65,7 +65,7 @@ def test_a_rank_that_goes_on_meets_what_others_do_before(torch_ranks):
 
 
 def test_works_that_only_cpp_holds(torch_ranks):
-    """PyTorch keeps the half of Python of what its C++ has called."""
+    """PyTorch keeps the Python half of works that its C++ code has requested."""
     rank, size = torch_ranks
     length = 100_000 * size
     made = [
@@ -222,7 +222,7 @@ def test_a_rank_that_does_not_come_is_named(torch_ranks):
     assert work.wait()
 
 
-# Calls that wait for a rank that does not come.
+# Calls that wait for a missing rank.
 LATE = {
     "barrier": lambda group: dist.barrier(group=group),
     "monitored_barrier": lambda group: group.monitored_barrier(),
@@ -238,8 +238,8 @@ LATE = {
 }
 
 
-def test_a_timeout_says_timed_out(torch_ranks):
-    """The words that launchers and loggers look for."""
+def test_the_text_of_a_timeout_contains_timed_out(torch_ranks):
+    """The words that launchers and loggers search for."""
     rank, size = torch_ranks
     if size == 1:
         return

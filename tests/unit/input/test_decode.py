@@ -138,7 +138,7 @@ def test_missing_fields_take_defaults():
 
 
 def test_blanks():
-    words = "Field 0 in record 0 is not a valid int32: ' '; blank_is_missing=True makes"
+    words = "Field 0 in record 0 is not a valid int32: ' '; blank_is_missing=True treats"
     fails([" ,a"], [7, "d"], words)
     check(["1,  "], [7, "d"], [[1], ["  "]])
     check([" ,a", "2, "], [7, "d"], [[7, 2], ["a", "d"]], blank_is_missing=True)

@@ -430,9 +430,9 @@ def test_encodings_without_lines_are_refused(name):
         TextLineReader(encoding=name)
 
 
-def test_a_record_that_is_open_has_a_limit(tmp_path):
+def test_the_length_of_a_joined_record_is_limited(tmp_path):
     path = write(tmp_path / "open", b'"a\nb\nc\nd\ne",1\nf,2\n')
-    long, short = (TextLineReader(quotes_end_at=",", max_record_bytes=n) for n in (13, 12))
+    long, short = (TextLineReader(field_delim=",", max_record_bytes=n) for n in (13, 12))
     assert read_all(long, names_queue(path)) == [
         (f"{path}:1", '"a\nb\nc\nd\ne",1'), (f"{path}:6", "f,2"),
     ]  # fmt: skip

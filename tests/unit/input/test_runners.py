@@ -159,7 +159,7 @@ def test_other_close_and_cancel_ops():
 
 @pytest.mark.parametrize("runners", [1, 3])
 def test_join_returns_after_the_last_file(runners):
-    """As in a program that only loads, where nothing asks for the stop."""
+    """As in a program that only loads data, where nothing requests the stop."""
     coord = Coordinator()
     made = [string_input_producer(list("abc"), num_epochs=1) for _ in range(runners)]
     threads = start_queue_runners([producer.runner for producer in made], coord)
@@ -169,9 +169,9 @@ def test_join_returns_after_the_last_file(runners):
     assert [sorted(producer.queue.dequeue_many(3)) for producer in made] == [list("abc")] * runners
 
 
-# Waits that would have no end; each warning ends its own.
+# Waits without an end; the warning of each wait ends it.
 STALLED = """
-import logging
+import logging, time
 from strategies.errors import OutOfRangeError
 from strategies.input import Coordinator, batch, start_queue_runners, string_input_producer
 
@@ -193,9 +193,12 @@ ends.end = names.close
 with batch(names.dequeue, 1) as batches:
     assert list(batches) == []
 coord = Coordinator()
-runner = string_input_producer(list("abc"), capacity=1, name="without_trainer").runner
+names, runner = string_input_producer(list("abc"), capacity=1, name="without_trainer")
 ends.end = coord.request_stop
-coord.join(start_queue_runners([runner], coord))
+threads = start_queue_runners([runner], coord)
+while not names.size():
+    time.sleep(0.01)
+coord.join(threads)
 """
 
 

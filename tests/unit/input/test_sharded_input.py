@@ -194,7 +194,7 @@ def test_positions_of_some_ranks_only_are_refused():
 
 
 class Survivors:
-    """As a communicator: some ranks of which each tells its position."""
+    """Stands for a communicator of the surviving ranks, whose positions are known."""
 
     def __init__(self, parts):
         self.positions = [part.position() for part in parts]
@@ -207,8 +207,8 @@ class Survivors:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("before", [None, 2, 3])
 @pytest.mark.parametrize("dead", [{0}, {2}, {0, 1}])
-def test_what_dead_ranks_had_used_comes_again_and_nothing_else(policy, before, dead):
-    """They were three, at the beginning or on from where `before` ranks were interrupted."""
+def test_only_the_records_that_dead_ranks_have_used_are_read_again(policy, before, dead):
+    """Of three ranks, which start at the beginning or from a state of `before` ranks."""
     files = contents([3, 1, 4, 0, 5])
     options = {"policy": policy, "seed": 2, "num_epochs": 2}
     seen, state = Counter(), None

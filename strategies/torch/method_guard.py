@@ -1,0 +1,70 @@
+"""A guard for methods of a wrapped optimizer that step, beside `step` itself.
+
+Sharpness-aware optimizers step in methods of their own (`first_step`, `second_step`), which do not
+average gradients. A method that changes parameters between a backward pass and the next average
+lets the replicas diverge, so it is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from strategies.averaging.alike import checksum
+from strategies.torch.backward import Backward
+from strategies.torch.parameters import parameters_of
+
+__all__ = ["MethodGuard"]
+
+# Schedule-free optimizers exchange parameters for averages of earlier ones, without gradients.
+_WITHOUT_GRADIENTS = ("train", "eval")
+
+
+class MethodGuard:
+    """Checks that methods leave parameters alone while gradients are not averaged.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        backward: its backward passes since the last average.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, backward: Backward) -> None:
+        self._optimizer = optimizer
+        self._backward = backward
+        self._harmless: set[str] = set()  # methods that left the parameters alone
+
+    def guard(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that compares the parameters before and after each call.
+
+        Methods that every optimizer has, and harmless ones, are returned unchanged.
+
+        Raises:
+            ValueError: by the returned method, which has changed parameters between a backward pass
+                and the next average.
+        """
+        known = name in _WITHOUT_GRADIENTS or name in self._harmless
+        if known or name.startswith("_") or hasattr(torch.optim.Optimizer, name):
+            return method
+
+        @functools.wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if not self._backward.passes:
+                return method(*args, **kwargs)
+            before = self._checksums()
+            result = method(*args, **kwargs)
+            if self._checksums() != before:
+                raise ValueError(
+                    f"{name}: the method has changed parameters with gradients of this rank alone, "
+                    "since gradients are averaged in step() and synchronize() only; call "
+                    "optimizer.synchronize() after each backward pass"
+                )
+            self._harmless.add(name)  # once per method, because checksums read all parameters
+            return result
+
+        return guarded
+
+    def _checksums(self) -> list[str]:
+        return [checksum(parameter) for parameter in parameters_of(self._optimizer)]
