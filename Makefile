@@ -128,7 +128,7 @@ $(VENV)/.unisono-kind-frameworks: $(VENV)/.unisono-kind-torch
 	"$(VENV)/bin/python" -m pip install $(QUIETLY) "accelerate>=1.15" "lightning>=2.6" "transformers>=5.24"
 	touch "$@"
 
-# 280 MB, with a Node.js of its own. On a stranger's machine mypy alone checks types.
+# 280 MB, because it contains Node.js. Without it, mypy alone checks types.
 $(VENV)/.unisono-kind-pyright: $(STAMP)
 	"$(VENV)/bin/python" -m pip install $(QUIETLY) "basedpyright>=1.40"
 	touch "$@"
@@ -151,6 +151,6 @@ $(VENV)/.unisono-kind-package: $(STAMP)
 	"$(VENV)/bin/python" -m pip install $(QUIETLY) -e ".[package]"
 	touch "$@"
 
-# Not data and runs: these may hold what users have trained.
+# Keeps data and runs, which may hold data sets and models of users.
 clean:
 	rm -rf "$(VENV)" "$(LOWEST)" dist build out *.egg-info

@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,9 @@ LIMIT = 280.0  # seconds for one job
 
 # Python's names of what takes long on a slow file system.
 TOUCHES = ("open", "os.rename", "os.remove", "os.mkdir", "os.listdir", "os.scandir")
+
+# Names of compiled code, also under the other name of a file that is being written.
+CODE = re.compile(r"\.(o|nbc)(\.[0-9a-f]{16})?$")
 
 
 def main() -> int:
@@ -129,16 +133,14 @@ def learn(rank: int) -> None:
 
 
 def slow(delay: float) -> None:
-    """Let each file that is opened below the cache's folder take longer.
-
-    Files of compiled code are opened by their names in an open folder.
-    """
+    """Delay each access to the cache's folder and to its files."""
     folder = os.environ["NUMBA_CACHE_DIR"]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        name = str(arguments[0])
-        if event in TOUCHES and (folder in name or ".nbc" in name or ".o" in name):
-            time.sleep(delay)
+        if event in TOUCHES:
+            name = str(arguments[0])  # without the folder, where a file is opened in an open folder
+            if folder in name or CODE.search(name):
+                time.sleep(delay)
 
     sys.addaudithook(hook)
 

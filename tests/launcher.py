@@ -87,8 +87,8 @@ def library_beside(name: str) -> tuple[Path, dict[str, str]] | None:
 def run(command: list[str], *, timeout: float, cwd: Path = ROOT, **extra: str) -> Result:
     """Run a command in a process group of its own; past `timeout` seconds all of it is killed.
 
-    Time for compiling does not count: `timeout` is what the job takes on a full code cache, with
-    room for a busy machine.
+    Time for compiling does not count: `timeout` is enough for the job with a full code cache on a
+    busy machine.
     """
     process = subprocess.Popen(
         command, cwd=cwd, env=environment(**extra), stdin=subprocess.DEVNULL,
@@ -139,7 +139,7 @@ def written(folder: Path, *parts: str) -> Path:
 
 
 def complaints(result: Result) -> list[str]:
-    """The lines on stderr, without the notice that loops are compiled, which a cold cache has."""
+    """The lines on stderr, without the notice that loops are being compiled."""
     return [s for s in result.stderr.splitlines() if not s.startswith("compiling loops ")]
 
 

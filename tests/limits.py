@@ -1,8 +1,8 @@
-"""Limits of waits, on which time for compiling does not count.
+"""Limits of waits that do not count the time for compiling.
 
 The first job on a machine compiles its kinds of calls: seconds each, and minutes for all of `python
--m collectives check` on busy cores. Each function ends up in a file, so a limit begins again with
-every such file. Where nothing is compiled, a hang is found after the limit itself.
+-m collectives check` on busy cores. Each compiled function is written to a file, so a limit starts
+again with every new file. If nothing is compiled, a hang is found after the limit itself.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["ROOT", "Limit", "output_of"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The compiled code of JAX: the tests' own folder.
+# Where the tests let JAX keep its compiled code.
 _OF_JAX = (ROOT / "out" / "jax", "*-cache")
 
 
 class Limit:
-    """Seconds to wait, begun again whenever code has been compiled.
+    """Seconds to wait, counted from the last time that code was compiled.
 
     Args:
-        seconds: to wait.
-        cache: NUMBA_CACHE_DIR of the job that is waited for; None for the tests' own.
+        seconds: seconds to wait.
+        cache: NUMBA_CACHE_DIR of the job; None for the cache of this process.
     """
 
     def __init__(self, seconds, cache=None):
@@ -35,7 +35,7 @@ class Limit:
         self._began = time.time()
 
     def left(self):
-        """Return how many seconds are left; 0 from the end of the limit on."""
+        """Return the remaining seconds; 0 after the end of the limit."""
         now = time.time()
         if now >= self._began + self._seconds:
             self._began = max(self._began, self._last_compiled(now))
@@ -50,14 +50,14 @@ class Limit:
                     times.append(file.stat().st_mtime)
                 except FileNotFoundError:  # replaced or removed meanwhile
                     continue
-        return max(time for time in times if time <= now)
+        return max(written for written in times if written <= now)
 
 
 def output_of(process, seconds, cache=None):
-    """Return the output and errors of a process once it has ended.
+    """Wait until a process has ended, and return its output and errors.
 
     Raises:
-        subprocess.TimeoutExpired: it has not; it goes on.
+        subprocess.TimeoutExpired: the process is still running.
     """
     limit = Limit(seconds, cache)
     while True:

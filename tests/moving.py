@@ -1,4 +1,4 @@
-"""Arrays that can be moved and not reduced, and the operations that move them."""
+"""Arrays that can be moved but not reduced, and the operations that move them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import strategies
 __all__ = ["DTYPES", "assert_moved", "data"]
 
 _STRUCTURED = [("id", "<i4"), ("name", "<U3"), ("at", "<M8[s]"), ("box", "<f4", (2,))]
-DTYPES = {  # dtypes of arrays that can be moved, and not reduced
+DTYPES = {  # can be moved, but not reduced
     "float8": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8 with a long name": np.dtype(ml_dtypes.float8_e4m3b11fnuz),
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
@@ -27,7 +27,7 @@ DTYPES = {  # dtypes of arrays that can be moved, and not reduced
 
 
 def data(rank, shape, dtype):
-    """The array that a rank brings."""
+    """The input of a rank."""
     numbers = np.arange(int(np.prod(shape))).reshape(shape) % 5 + rank
     if dtype.names:
         array = np.zeros(shape, dtype)
@@ -41,7 +41,7 @@ def data(rank, shape, dtype):
 
 
 def _calls(comm, xs):
-    """Each operation that moves rows: its results, and the expected ones."""
+    """Each operation that moves rows, with its result and the expected result."""
     rank, last, x = comm.rank, comm.size - 1, xs[comm.rank]
     joined = np.concatenate(xs)
     shares = [
@@ -80,7 +80,7 @@ def _calls(comm, xs):
 
 
 def assert_moved(comm, shape, dtype):
-    """Move arrays of all ranks by every operation: the first calls, and calls like them."""
+    """Move arrays of all ranks by every operation: first calls, then repeated calls."""
     for step in range(2):
         xs = [data(rank + step, shape, dtype) for rank in range(comm.size)]
         for operation, result, expected in _calls(comm, xs):

@@ -27,7 +27,7 @@ REQUIREMENTS = (
     "mpich",  # beside the first MPI library
     "netns",  # network namespaces: root, iproute2
     "package",  # what builds ours, and an index of packages
-    "pyright",  # as basedpyright, which needs no network when it runs
+    "pyright",  # the package basedpyright, which needs no network when it runs
     "site",  # Sphinx, Playwright and a Chromium
     "sklearn",
     "slurm",  # a private cluster: root, Debian packages

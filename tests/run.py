@@ -13,7 +13,7 @@ What rank 0 says of a world is shown at its end; the others write to `out/WORLD-
 last lines say how many tests passed, and what was not tested because this machine lacks something.
 A test that is skipped in every world for another reason is a failure: it would never run.
 
-SIGTERM, SIGINT and SIGHUP end all processes of the run, whatever session they are in.
+SIGTERM, SIGINT and SIGHUP end all processes of the run, in whatever session.
 
 With the folder of an earlier run's reports, what passed there is left out, and what was skipped
 there must run here.
@@ -69,7 +69,8 @@ MOST_WORKERS = 4
 # Seconds for all tests of one size; a world that hangs beyond pytest's own limit is killed.
 LIMIT = 1500
 
-# Seconds between SIGTERM and SIGKILL: mpirun needs about one to end its ranks.
+# Seconds between SIGTERM and SIGKILL, because mpirun needs about one to end its ranks; also the
+# seconds to wait after SIGKILL.
 GRACE = 10
 
 # The exit status of pytest where no test was chosen, as with `-k` in some worlds.
@@ -124,11 +125,11 @@ def main(arguments: list[str]) -> int:
     return _summary(statuses, earlier, absent if _is_open_mpi() else set())
 
 
-_ending: list[int] = []  # the signal that ends this run
+_ending: list[int] = []  # signals that this run has got
 
 
 def end_children_on_signals() -> None:
-    """Let SIGTERM, SIGINT and SIGHUP end all processes that this one has started."""
+    """Let SIGTERM, SIGINT and SIGHUP end all descendants of this process, and then itself."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _end)
 
@@ -136,29 +137,31 @@ def end_children_on_signals() -> None:
 def _end(number: int, frame: FrameType | None) -> None:
     """End all descendants, then this process by the same signal.
 
-    The programs of tests are in sessions of their own, so a signal to a process group would leave
-    them.
+    The programs of tests run in sessions of their own, so a signal to the process group would not
+    reach them.
     """
     _ending.append(number)
-    if len(_ending) > 1:  # the first one is being handled
+    if len(_ending) > 1:  # the first signal is being handled
         return
-    limit = time.monotonic() + GRACE
-    told: set[tuple[int, str]] = set()
-    while alive := told & _processes().keys() | set(_descendants(os.getpid())):
-        late = time.monotonic() > limit
+    began = time.monotonic()
+    signalled: set[tuple[int, str]] = set()
+    while alive := signalled & _processes().keys() | set(_descendants(os.getpid())):
+        waited = time.monotonic() - began
+        if waited > 2 * GRACE:
+            break
         for process in alive:
             # A second SIGTERM would make mpirun leave its ranks behind.
-            if late or process not in told:
+            if waited > GRACE or process not in signalled:
                 with suppress(ProcessLookupError):
-                    os.kill(process[0], signal.SIGKILL if late else signal.SIGTERM)
-        told |= alive
+                    os.kill(process[0], signal.SIGKILL if waited > GRACE else signal.SIGTERM)
+        signalled |= alive
         time.sleep(0.05)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 def _descendants(root: int) -> list[tuple[int, str]]:
-    """Return the living descendants of a process: number and time of start."""
+    """Return the running descendants of a process: process id and start time."""
     found: list[tuple[int, str]] = []
     parents = {root}
     processes = _processes()
@@ -170,11 +173,11 @@ def _descendants(root: int) -> list[tuple[int, str]]:
 
 
 def _processes() -> dict[tuple[int, str], int]:
-    """Return all living processes by number and time of start, with the number of the parent."""
+    """Map each running process, by process id and start time, to the process id of its parent."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()  # the name may hold anything
+            fields = path.read_text().rpartition(")")[2].split()  # the name may contain ")"
             if fields[0] not in "ZX":
                 found[int(path.parent.name), fields[19]] = int(fields[1])
     return found

@@ -1,4 +1,4 @@
-"""Limits of waits: compiled code begins them again, and nothing else does."""
+"""Limits of waits start again when code has been compiled, and at no other time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import limits
     ],
     ids=["nothing", "once", "twice", "too late", "other files"],
 )
-def test_a_limit_of_10_seconds_begins_again_with_compiled_code(files, left, tmp_path, monkeypatch):
+def test_a_limit_of_10_seconds_starts_again_with_compiled_code(files, left, tmp_path, monkeypatch):
     start = 1e9
     clock = [start]
     monkeypatch.setattr(limits.time, "time", lambda: clock[0])

@@ -191,7 +191,7 @@ def test_what_every_first_call_needs_is_compiled_before_the_tests(tmp_path):
         assert any(name.startswith(f"rounds.{kind}") for name in files), (kind, files)
 
 
-# A run with a child that has a child in a session of its own, as the programs of tests have.
+# A run whose child starts a process in another session, like the programs of tests.
 STARTED = """
 import subprocess, sys
 sys.path.insert(0, sys.argv[1])
@@ -215,7 +215,7 @@ def test_a_signal_to_the_run_ends_the_programs_of_its_tests(number):
     try:
         assert process.stdout.readline() == "started\n"
         process.send_signal(number)
-        assert process.communicate(timeout=30)[0] == ""  # all that could write there have ended
+        assert process.communicate(timeout=30)[0] == ""  # no process can still write there
         assert process.returncode == -number
     finally:
         if process.poll() is None:

@@ -59,7 +59,7 @@ def test_all_lists_what_the_module_defines(name):
     assert own <= set(exported), f"{name} defines {own - set(exported)} beside __all__"
 
 
-# What a package imports when it is first used, and so is not in `__all__`.
+# Modules that a package imports at their first use; they are not in `__all__`.
 AT_FIRST_USE = {
     "collectives": [],
     "strategies": ["experiment", "horovod", "jax", "model_parallel", "torch"],

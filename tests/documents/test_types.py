@@ -215,7 +215,7 @@ def test_the_same_with_pytorch_itself(tmp_path):
     check(tmp_path, {"of_others.py": LIBRARIES}, others)
 
 
-# `optimizer.` completes only where an editor knows its type.
+# An editor completes `optimizer.` only if it infers the type.
 COMPLETED = """
     import torch
     from typing_extensions import assert_type
@@ -245,7 +245,7 @@ def test_pyright_accepts_the_programs_of_the_pages(tmp_path):
             texts[f"{page.stem}-{name}"] = text
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    # A loop over a range may be empty, as far as a checker knows.
+    # Without this rule, because a checker takes any loop over a range for possibly empty.
     settings = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)],
                 "reportPossiblyUnboundVariable": False}  # fmt: skip
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))

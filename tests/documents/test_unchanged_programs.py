@@ -25,11 +25,11 @@ if os.environ["RANK"] == "0":
     except OSError:
         pass
     else:
-        sys.exit("the port is not kept")
+        sys.exit("the port is not reserved")
 address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 for backend, named in (("gloo", {"init_method": address}), ("gloo", {}), ("unisono", {})):
-    told = {"rank": int(os.environ["RANK"]), "world_size": 2} if named else {}
-    dist.init_process_group(backend, **named, **told)
+    ranks = {"rank": int(os.environ["RANK"]), "world_size": 2} if named else {}
+    dist.init_process_group(backend, **named, **ranks)
     dist.all_reduce(total := torch.ones(3))
     assert total.tolist() == [2.0] * 3
     dist.destroy_process_group()

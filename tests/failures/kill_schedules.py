@@ -1,16 +1,17 @@
-"""Jobs whose ranks are killed and paused at random moments, and whether they end as they must.
+"""Runs jobs whose ranks are killed and paused at random moments, and checks how they end.
 
     python tests/failures/kill_schedules.py --first 0 --count 100 --jobs 2 --json schedules.json
 
-A schedule is drawn from a seed: 2 to 5 ranks, of which some may be spare, with or without a
-`TrainingSession`; one to three ranks are killed, by themselves before a call or from outside some
-milliseconds later, and others are stopped for a moment. One rank that trains always survives.
+A schedule is drawn from a seed: 2 to 5 ranks, some of them spare, with or without a
+`TrainingSession`. One to three ranks are killed, by themselves before a call or from outside some
+milliseconds later, and others are stopped for a moment. One training rank always survives.
 
     seed -> Schedule -> mpirun --with-ft ulfm schedule_job.py -> Outcome
 
-A job is *lost* if a surviving rank ends without the right state (each row used once; with enough
-spare ranks the sums of an undisturbed job), or the exit status is wrong, and *hung* if it has not
-ended in time. The directory of a failed job is kept, with its output and the stacks of its ranks.
+A job is *lost* if its exit status is wrong, or if a surviving rank ends without the right state:
+each row used once and, with enough spare ranks, the sums of an undisturbed job. It is *hung* if it
+has not ended in time. The directory of a failed job is kept, with its output and the stacks of its
+ranks.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ LIMIT = 150.0
 # Seconds for which a rank is stopped: far less than a call waits.
 PAUSE = 0.4
 
-# Where kills come, and up to which call: (phase, point) -> calls. The phases and points are those
-# of the program.
+# Where ranks are killed, and before which call at the latest: (phase, point) -> calls. Phases and
+# points are those of the program.
 MOMENTS = {
     "before training": {("start", "start"): 1, ("start", "begin"): 1, ("start", "barrier"): 1},
     "steps": {("start", "step"): 12, ("start", "allreduce"): 30},
@@ -74,15 +75,15 @@ MOMENTS = {
 
 
 class Event(NamedTuple):
-    """What happens to a rank.
+    """A signal to a rank.
 
     Attributes:
         kind: "kill" or "stop".
-        rank: its number in the world.
-        phase: from when calls are counted.
-        point: the function before whose call it happens.
-        call: its number, from 1.
-        delay: seconds after which it happens from outside; 0 from inside.
+        rank: number of the rank in the world.
+        phase: in which calls are counted.
+        point: the function before whose call the signal is sent.
+        call: number of the call, from 1.
+        delay: seconds until the runner sends the signal; 0 for a rank that kills itself.
     """
 
     kind: str
@@ -94,14 +95,14 @@ class Event(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A job and what happens to its ranks.
+    """A job and the signals to its ranks.
 
     Attributes:
-        trained: how many ranks train.
-        spares: how many wait.
+        trained: number of ranks that train.
+        spares: number of spare ranks.
         session: whether they train in a `TrainingSession`.
         memory: value of UNISONO_SHARED_MEMORY.
-        events: in no order.
+        events: in any order.
     """
 
     trained: int
@@ -115,10 +116,10 @@ class Outcome(NamedTuple):
     """How a job has ended.
 
     Attributes:
-        happened: numbers of the events that came about.
-        fault: what is wrong; empty if nothing.
-        hung: whether it had to be ended.
-        seconds: how long it took.
+        happened: indices of the events that were reached.
+        fault: description of the fault; empty without one.
+        hung: whether the runner had to end it.
+        seconds: duration.
     """
 
     happened: set[int]
@@ -143,7 +144,7 @@ def drawn(seed: int) -> Schedule:
     kinds = ["kill"] * kills + ["stop"] * int(rng.random() < 0.25)
     events = []
     for number, kind in enumerate(kinds):
-        # In a recovery there has to be a death before.
+        # A recovery needs an earlier death.
         later = ["recovery", "shrinking"] if number else []
         moment = one_of([*[name for name in MOMENTS if name not in ("recovery", "shrinking")
                            and (session or name != "saves")], *later * 3])  # fmt: skip
@@ -163,7 +164,7 @@ def moment_of(event: Event) -> str:
 
 
 class Runner:
-    """A job under way: receives what its ranks report, and sends signals when they are due.
+    """A job under way: receives the reports of its ranks, and sends signals when they are due.
 
     Args:
         schedule: what to run.
@@ -242,7 +243,7 @@ class Runner:
             heapq.heappush(self._due, (now + event.delay + PAUSE, signal.SIGCONT, pid))
 
     def _note_stacks(self) -> None:
-        """Let all ranks that are left write where they are."""
+        """Let the remaining ranks write their stacks."""
         with (self._directory / "where").open("w") as file:
             for rank, pid in self._pids.items():
                 _signal(pid, signal.SIGXCPU)
@@ -255,7 +256,7 @@ class Runner:
         time.sleep(1)
 
     def _fault(self, status: int) -> str:
-        """Compare how the job has ended with how it must."""
+        """Return the differences between the job's output and status, and the expected ones."""
         schedule = self._schedule
         text = (self._directory / "output").read_text()
         happened = [schedule.events[number] for number in self.happened]
@@ -302,7 +303,7 @@ def run(schedule: Schedule, directory: Path) -> Outcome:
 
 
 def run_seed(seed: int, logs: Path) -> dict[str, object]:
-    """Run the job of a seed, keep its files if it fails; returns its row."""
+    """Run the job of a seed, keep its files if it fails, and return its row."""
     schedule = drawn(seed)
     directory = Path(tempfile.mkdtemp(prefix="kills-"))
     outcome = run(schedule, directory)
@@ -324,7 +325,7 @@ def run_seed(seed: int, logs: Path) -> dict[str, object]:
 
 
 def table(rows: Sequence[dict[str, object]]) -> str:
-    """Return what became of the jobs as a table of Markdown."""
+    """Return the outcomes as a Markdown table."""
     kinds: dict[str, list[dict[str, object]]] = {}
     for row in rows:
         events = [Event(**row["events"][number]) for number in row["happened"]]

@@ -57,12 +57,12 @@ POINTS = {
     "end": (liveness, "end_soon"),
 }
 
-# A phase begins with the first call of a function, and lasts to the end of the program.
+# A phase begins with the first call of a function, and lasts until the end of the program.
 PHASES = {"start": None, "failure": "after", "last": "leave"}
 
 
 class Schedule:
-    """What happens to this rank, and how often it has come to each point of each phase."""
+    """The events of this rank, and how often it has reached each point in each phase."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.facts = json.loads((directory / "schedule.json").read_text())
@@ -85,7 +85,7 @@ class Schedule:
             self._socket.sendto(f"{what} {number} {os.getpid()}".encode(), self._address)
 
     def reach(self, point: str) -> None:
-        """Count a call, and let happen what is due now."""
+        """Count a call, and trigger the events that are due."""
         self._phases |= {phase for phase, first in PHASES.items() if first == point}
         for phase in self._phases:
             self._calls[phase][point] += 1
@@ -101,7 +101,7 @@ class Schedule:
 
 
 def watch(schedule: Schedule) -> None:
-    """Let the calls of all points be counted."""
+    """Count the calls of all points."""
 
     def watched(point, function):
         def call(*args, **kwargs):
@@ -138,7 +138,7 @@ def main(directory: Path) -> None:
     kept = training.State(comm, step=0, fewest=comm.size, **things)
 
     def train_step() -> bool:
-        """Use a row of each rank; tell whether there was one."""
+        """Use a row of each rank; return whether there was one."""
         schedule.reach("step")
         time.sleep(0.002)
         every = np.zeros(ROWS + 8, int)
@@ -155,7 +155,7 @@ def main(directory: Path) -> None:
 
     def begin() -> int:
         comm = kept.comm
-        if kept["step"] == 0:  # by the place: the sums of as many ranks are the same
+        if kept["step"] == 0:  # seeded by place, so that jobs of equal size have equal sums
             things["rng"].bit_generator.state = np.random.PCG64(comm.rank).state
         return min(kept["fewest"], comm.size)
 

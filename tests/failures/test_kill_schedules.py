@@ -1,4 +1,4 @@
-"""Jobs whose ranks die at chosen moments of `run_elastic`, and at random ones."""
+"""Jobs whose ranks are killed at chosen and at random moments of `run_elastic`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def _fault_tolerant_mpi():
 
 
 def killed(*events, trained=3, spares=0, session=False, memory="/dev/shm"):
-    """A schedule of kills from inside, each (rank, phase, point, call)."""
+    """Return a schedule of kills from inside, each (rank, phase, point, call)."""
     return Schedule(trained, spares, session, memory, [Event("kill", *event) for event in events])
 
 
-# In the phase "failure" calls count from the first death on.
+# In the phase "failure" calls are counted from the first death on.
 SCHEDULES = {
     "before the first call": killed((0, "start", "start", 1)),
     "before the first call of two": killed((1, "start", "begin", 1), trained=2),
@@ -36,7 +36,7 @@ SCHEDULES = {
     "while a spare rank is given its state": killed(
         (0, "start", "step", 5), (3, "failure", "hand_on", 1), spares=2
     ),
-    # Open MPI makes no further communicator then, if it is not made to.
+    # Open MPI makes no further communicator then, unless `shrink` releases its turn.
     "while survivors make their second communicator": killed(
         (0, "start", "barrier", 2),
         (3, "failure", "allgather", 1),
@@ -48,12 +48,11 @@ SCHEDULES = {
     "after all have returned": killed((2, "last", "stay", 1), (1, "start", "finalize", 1)),
 }
 
-
 MORE = ("in a shrink, with a session", "while a spare rank is given its state")
 
 
 @pytest.mark.parametrize("when", [also(when) if when in MORE else when for when in SCHEDULES])
-def test_the_others_end_with_the_right_state(tmp_path, when):
+def test_the_surviving_ranks_end_with_the_right_state(tmp_path, when):
     outcome = run(SCHEDULES[when], tmp_path)
     assert not outcome.fault, f"{outcome}\n{(tmp_path / 'output').read_text()}"
     assert len(outcome.happened) == len(SCHEDULES[when].events), outcome
@@ -62,6 +61,6 @@ def test_the_others_end_with_the_right_state(tmp_path, when):
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100))
 @pytest.mark.timeout(200)
-def test_random_deaths_leave_the_right_state(tmp_path, seed):
+def test_random_kills_leave_the_right_state(tmp_path, seed):
     outcome = run(drawn(seed), tmp_path)
     assert not outcome.fault, f"{outcome}\n{(tmp_path / 'output').read_text()}"
