@@ -8,7 +8,10 @@ Example:
 
 from __future__ import annotations
 
-from collectives import world
+import sys
+from typing import TYPE_CHECKING
+
+from collectives import suggestions, world
 from collectives.arrays.reduction import (
     BITWISE_AND,
     BITWISE_OR,
@@ -87,6 +90,13 @@ __all__ = [
 __all__ += world.__all__
 
 leave_alone()
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> None:
+        """Name what an attribute that does not exist is called here: `cc.AVG` is `cc.MEAN`."""
+        raise suggestions.unknown(f"module {__name__!r}", name, sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from collectives import settings
+from collectives import settings, suggestions
 from collectives.buckets import plan
 from collectives.channel import channel
 from collectives.errors import in_turn
@@ -110,6 +110,12 @@ class Communicator(Group):
     def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
         """Return this communicator, so that a model that holds one can be copied."""
         return self
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> None:
+            """Name what an attribute that does not exist is called here: `Get_rank` is `rank`."""
+            raise suggestions.unknown("'Communicator' object", name, self)
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"

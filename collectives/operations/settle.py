@@ -29,6 +29,7 @@ import hashlib
 import json
 import logging
 import os
+import zlib
 from collections.abc import Sequence
 from typing import Literal, NoReturn, get_args
 
@@ -54,7 +55,7 @@ _CHECK, _STAGED, _HASH = 0, 1, 2
 _INVERSE = _HASH + _HASH_BYTES
 _TEXT = _INVERSE + _HASH_BYTES
 
-# Bytes of a rank's values as JSON, in the exchange where they differ; characters of each value.
+# Bytes of a rank's values as JSON, in the exchange where they differ; characters shown of each.
 _VALUES_BYTES, _VALUE_CHARACTERS = 4096, 200
 
 
@@ -88,7 +89,7 @@ def settle(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> 
     page = np.zeros(_PAGE_BYTES, np.uint8)
     page[_CHECK], page[_STAGED] = levels.index(own.check), not aware
     equal = settings.equal_values(own, os.environ)
-    values = json.dumps({name: value[:_VALUE_CHARACTERS] for name, value in equal.items()})
+    values = json.dumps({name: _shown(value) for name, value in equal.items()})
     hashed = hashlib.blake2b(values.encode(), digest_size=_HASH_BYTES).digest()
     page[_HASH:_INVERSE] = np.frombuffer(hashed, np.uint8)
     page[_INVERSE:_TEXT] = ~page[_HASH:_INVERSE]
@@ -121,6 +122,13 @@ def settle(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> 
     return dataclasses.replace(
         own, check=check, cuda_aware=cuda_aware, links=known, timeline=timeline
     )
+
+
+def _shown(value: str) -> str:
+    """Return a value, or the beginning of a long one and a checksum of the whole."""
+    if len(value) <= _VALUE_CHARACTERS:
+        return value
+    return f"{value[:_VALUE_CHARACTERS]}... (CRC-32 {zlib.crc32(value.encode()):08x})"
 
 
 def _check_equal(

@@ -104,8 +104,12 @@ def decode_csv(
         good = np.delete(np.arange(len(lines)), [row for row, _ in misfits])
         return [values[good] for values in decoded]
     for row, misfit in misfits:
-        key = "" if keys is None else f" ({keys[row]})"
-        raise InvalidArgumentError(f" record {row}".join(misfit.args) + key)
+        text = f" record {row}".join(misfit.args)
+        if keys is None:
+            raise InvalidArgumentError(text)
+        if misfit.args[1] and keys[row].endswith(":1"):
+            text += "; skip_header_lines=1 skips a line of column names"
+        raise InvalidArgumentError(f"{text} ({keys[row]})")
     if len(shape) == 1:
         return decoded
     return [values.reshape(shape)[()] for values in decoded]

@@ -63,9 +63,8 @@ class Summaries(Hook):
         else:
             self._events = self._tensorboard
         if self._description is not None and self._progress is None:
-            last = session.last_step
-            total = None if last is None else max(0, last - step)
-            self._progress = Progress(total, description=self._description)
+            total, name = session.last_step, self._description
+            self._progress = Progress(total, description=name, initial=step)
             self._shown = step
 
     def after_run(self, session: Session, values: Mapping[str, Any]) -> None:

@@ -158,11 +158,12 @@ class Progress:
     """Shows people how far the work is: a bar on a terminal, now and then a line elsewhere.
 
     Args:
-        total: number of steps; None where it is not known.
+        total: number of the last step; None where it is not known.
         description: what is going on, in a word or two.
         enabled: False shows nothing; for all ranks but one.
         interval: seconds between lines where the output is not a terminal.
         file: where to write; standard error by default.
+        initial: number of the step from which the work goes on.
 
     Example:
         >>> with Progress(3, description="training", file=sys.stdout) as progress:
@@ -179,7 +180,9 @@ class Progress:
         enabled: bool = True,
         interval: float = 2.0,
         file: TextIO | None = None,
+        initial: int = 0,
     ) -> None:
+        integer("Progress", "initial", initial, least=0)
         if total is not None:
             integer("Progress", "total", total, least=0)
         self._total = total
@@ -187,11 +190,13 @@ class Progress:
         self._file = sys.stderr if file is None else file
         self._interval = interval
         self._begin = self._shown_at = time.monotonic()
-        self._done = 0
+        self._initial = self._done = initial
         self._values: dict[str, Any] = {}
         self._open = enabled
         self._bar = (
-            _bar(total, description, self._file) if enabled and self._on_terminal() else None
+            _bar(total, description, self._file, initial)
+            if enabled and self._on_terminal()
+            else None
         )
 
     def update(self, n: int = 1, **values: Any) -> None:
@@ -230,7 +235,7 @@ class Progress:
         now = self._shown_at = time.monotonic()
         seconds = now - self._begin
         share = f" ({self._done / self._total:.0%})" if self._total else ""
-        speed = f", {self._done / seconds:.4g}/s" if seconds > 0 else ""
+        speed = f", {(self._done - self._initial) / seconds:.4g}/s" if seconds > 0 else ""
         values = f", {_phrase(self._values)}" if self._values else ""
         name = f"{self._description}: " if self._description else ""
         of = "" if self._total is None else f"/{self._total}"
@@ -239,13 +244,15 @@ class Progress:
         self._file.flush()
 
 
-def _bar(total: int | None, description: str, file: TextIO) -> Any:
+def _bar(total: int | None, description: str, file: TextIO, initial: int) -> Any:
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
         monitor_interval = 0  # no thread of its own
 
-    return Bar(total=total, desc=description, file=file, miniters=1, dynamic_ncols=True)
+    return Bar(
+        total=total, initial=initial, desc=description, file=file, miniters=1, dynamic_ncols=True
+    )
 
 
 def _phrase(values: dict[str, Any]) -> str:

@@ -202,6 +202,8 @@ def test_keys_name_the_record():
     message = r"^Expect 65 fields but have 64 in record 3 \(data/train-0.csv:17\)$"
     fails(lines, [0] * 65, message, keys=keys)
     fails(["1,x"], [0, 0], r"Field 1 in record 0 is not a valid int32: 'x' \(f:9\)$", keys=["f:9"])
+    header = r"Field 1 in record 0 is not a valid int32: 'x'; skip_header_lines=1 skips .* \(f:1\)$"
+    fails(["1,x"], [0, 0], header, keys=["f:1"])
     fails([","], [0, required(I32)], r"missing in record 0 \(f:9\)$", keys=["f:9"])
     with pytest.raises(ValueError, match="expected 4 keys"):
         decode_csv(lines, [0] * 65, keys=keys[:3])

@@ -226,6 +226,7 @@ def test_all_ranks_compare_as_much_as_the_strictest(caplog, levels):
             [0, 1, 2],
             "all ranks, got UNISONO_NCCL is on on rank 0, off",
         ),
+        ("shared_memory", [f"/{300 * 'x'}{end}" for end in "aab"], [0, 0, 0], "xxx... (CRC-32 "),
         ("stores", ["plain", "auto", "streaming"], [0, 0, 0], None),
         ("timeout", [10.0, 11.0, 12.0], [0, 0, 0], None),
     ],

@@ -254,6 +254,14 @@ def test_progress_of_nothing_and_beyond_the_total(monkeypatch):
         Progress(-1)
 
 
+def test_progress_from_a_later_step_counts_only_new_ones_in_its_speed(monkeypatch):
+    clock, file = Clock(monkeypatch), io.StringIO()
+    with Progress(60, description="epochs", file=file, interval=20, initial=40) as progress:
+        clock.now += 10
+        progress.update(20)
+    assert file.getvalue() == "epochs: 60/60 (100%), 10.0 s, 2/s\n"
+
+
 def test_progress_shows_nothing_unless_enabled(capfd):
     for file in (None, io.StringIO(), Terminal()):
         with Progress(5, description="x", enabled=False, interval=0, file=file) as progress:
