@@ -52,8 +52,8 @@ PRELUDE = """
 """
 
 
-def start(tmp_path, size, text, *, first="", options=(), timeout=60):
-    file = written(tmp_path, first, PRELUDE, text)
+def start(tmp_path, size, text, *, options=(), timeout=60):
+    file = written(tmp_path, PRELUDE, text)
     return mpirun(
         size, file, options=options, timeout=timeout,
         UNISONO_ABORT_ON_EXCEPTION="0",
@@ -315,16 +315,14 @@ def test_who_has_heard_of_a_death_does_not_wait_for_the_end_of_mpi_for_ever(tmp_
             die()
         say(service.departures([1], 20))
         service.__exit__(None, None, None)
-        """,
-        # Before the import of what may set an alarm, so called after that.
-        first="""
-        import atexit
 
-        def last():
+        from mpi4py import MPI
+
+        def finalize():  # MPI's own may hang after a death
             say("seconds until the alarm:", signal.alarm(0))
             leave()
 
-        atexit.register(last)
+        MPI.Finalize = finalize
         """,
         options=ULFM,
     )
