@@ -20,6 +20,7 @@ FLOORS = {
             "errors",
             "links",
             "preparation",
+            "suggestions",
             "timeline",
             "topology",
             "uncompiled",
