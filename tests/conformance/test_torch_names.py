@@ -33,9 +33,6 @@ WRONG = {
     "largest complex number": lambda g, r, n: dist.all_reduce(
         zeros(2, dtype=torch.complex64), dist.ReduceOp.MAX, group=g
     ),
-    "mean of integers": lambda g, r, n: dist.all_reduce(
-        zeros(2, dtype=torch.int32), dist.ReduceOp.AVG, group=g
-    ),
     "two dtypes at once": lambda g, r, n: dist.all_reduce_coalesced(
         [zeros(2), zeros(2, dtype=torch.int32)], group=g
     ),
