@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cluster import POLL_SECONDS, Ending, SlurmCluster, namespaces_allowed
+from launcher import ROOT
 from requirements import require
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("machines")]
@@ -393,6 +395,7 @@ def test_killed_tests_leave_nothing_behind(namespaces: bool, tmp_path: Path) -> 
     tests = subprocess.Popen(
         [sys.executable, "-c", CLUSTER_OF_KILLED_TESTS, str(namespaces), script],
         cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
