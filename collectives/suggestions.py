@@ -4,14 +4,13 @@ from __future__ import annotations
 
 __all__ = ["unknown"]
 
-# Without underscores, in small letters. Names that differ in those only need no entry.
+# Keys are normalized. A name that differs only in underscores and case needs no entry.
 _NAMES = {
     "getrank": "rank",
     "getsize": "size",
     "getworldsize": "size",
     "worldsize": "size",
     "bcast": "broadcast, or broadcast_object for Python objects",
-    "recvobject": "recv_object",
     "reducescattertensor": "reduce_scatter",
     "allgatherintotensor": "allgather",
     "dup": "split(0)",
@@ -44,11 +43,11 @@ def unknown(owner: str, name: str, obj: object) -> AttributeError:
     """
     use = ""
     if not name.startswith("_"):
-        wanted = _plain(name)
-        here = _NAMES.get(wanted) or next((n for n in dir(obj) if _plain(n) == wanted), None)
+        wanted = _normalize(name)
+        here = _NAMES.get(wanted) or next((n for n in dir(obj) if _normalize(n) == wanted), None)
         use = f"; use {here}" if here else ""
     return AttributeError(f"{owner} has no attribute {name!r}{use}", name=name, obj=obj)
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.replace("_", "").lower()

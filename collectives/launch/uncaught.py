@@ -135,7 +135,7 @@ def _end(
 
 
 def _is_last(world: MPI.Intracomm, others_follow: float) -> bool:
-    """Tell whether all other ranks have failed or died, so that this one exits with the status.
+    """Return whether all other ranks have failed or died, so that this one exits with the status.
 
     Where others fail, too, the one with the lowest number waits for them: for some time, and for
     `others_follow` seconds longer if all have the same error.

@@ -71,7 +71,7 @@ class SharedArrays:
         return memory[stride * self._rank : stride * self._rank + nbytes]
 
     def is_dropped(self, key: object) -> bool:
-        """Tell whether a plan's key contains the place of a dropped array."""
+        """Return whether a plan's key contains the place of a dropped array."""
         places = [part for part in key if isinstance(part, Place)] if type(key) is tuple else []
         return any(place.number not in self._all for place in places)
 

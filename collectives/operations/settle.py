@@ -89,7 +89,7 @@ def settle(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> 
     page = np.zeros(_PAGE_BYTES, np.uint8)
     page[_CHECK], page[_STAGED] = levels.index(own.check), not aware
     equal = settings.equal_values(own, os.environ)
-    values = json.dumps({name: _shown(value) for name, value in equal.items()})
+    values = json.dumps({name: _abbreviate(value) for name, value in equal.items()})
     hashed = hashlib.blake2b(values.encode(), digest_size=_HASH_BYTES).digest()
     page[_HASH:_INVERSE] = np.frombuffer(hashed, np.uint8)
     page[_INVERSE:_TEXT] = ~page[_HASH:_INVERSE]
@@ -124,7 +124,7 @@ def settle(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> 
     )
 
 
-def _shown(value: str) -> str:
+def _abbreviate(value: str) -> str:
     """Return a value, or the beginning of a long one and a checksum of the whole."""
     if len(value) <= _VALUE_CHARACTERS:
         return value

@@ -63,7 +63,8 @@ class Summaries(Hook):
         else:
             self._events = self._tensorboard
         if self._description is not None and self._progress is None:
-            total, name = session.last_step, self._description
+            last, name = session.last_step, self._description
+            total = None if last is None else max(last, step)
             self._progress = Progress(total, description=name, initial=step)
             self._shown = step
 

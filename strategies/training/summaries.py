@@ -163,7 +163,7 @@ class Progress:
         enabled: False shows nothing; for all ranks but one.
         interval: seconds between lines where the output is not a terminal.
         file: where to write; standard error by default.
-        initial: number of the step from which the work goes on.
+        initial: number of steps done before.
 
     Example:
         >>> with Progress(3, description="training", file=sys.stdout) as progress:

@@ -217,13 +217,12 @@ def test_progress_shows_the_first_value(monkeypatch, capsys):
 
 
 def test_progress_counts_the_steps_before_a_restore(tmp_path, capsys):
-    for steps in (2, 5):
+    for steps in (2, 5, 2):
         with strategies.CheckpointManager(tmp_path) as checkpoints:
             saver = Saver(checkpoints, weights=np.zeros(1))
             run(Summaries(progress="steps"), steps=steps, saver=saver, save_steps=1, restore=True)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("steps: 2/2 (100%)")
-    assert second.startswith("steps: 5/5 (100%)")
+    shown = [line.partition(",")[0] for line in capsys.readouterr().err.splitlines()]
+    assert shown == ["steps: 2/2 (100%)", "steps: 5/5 (100%)", "steps: 5/5 (100%)"]
 
 
 def test_the_end_may_be_unknown(capsys):
