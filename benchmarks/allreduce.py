@@ -213,8 +213,8 @@ def worker(options: argparse.Namespace) -> None:
     from mpi4py import MPI
 
     import collectives as cc
-    from collectives import topology
-    from collectives.tools import peers
+    from collectives.core import topology
+    from collectives.tools import baselines
 
     comm = cc.init()
     world = MPI.COMM_WORLD
@@ -232,13 +232,13 @@ def worker(options: argparse.Namespace) -> None:
             "plan": (comm.plan_allreduce(private, op=cc.SUM), private),
             "call": (lambda x=private, y=result: comm.allreduce(x, op=cc.SUM, out=y), private),
             "shared": (comm.plan_allreduce(shared, op=cc.SUM), shared),
-            "mpi": (peers.native("allreduce", private, bounds, 0), private),
+            "mpi": (baselines.native("allreduce", private, bounds, 0), private),
             "mpi in place": (lambda x=wire: world.Allreduce(MPI.IN_PLACE, x, MPI.SUM), wire),
             "copy": (lambda x=private, y=result: np.copyto(y, x), private),
         }
         if options.gloo:
             with unbound():
-                calls["gloo"] = peers.gloo("allreduce", private, bounds, 0), private
+                calls["gloo"] = baselines.gloo("allreduce", private, bounds, 0), private
         cases = {name: Case(world, *call) for name, call in calls.items()}
         writes = {
             "write private": Case(world, lambda: None, private),
@@ -250,7 +250,7 @@ def worker(options: argparse.Namespace) -> None:
             times |= {name: case.write_seconds() for name, case in writes.items()}
             rates = before, handover.rate()
             found.append((nbytes, rates, {name: 1e6 * s for name, s in times.items()}))
-    peers.close()
+    baselines.close()
     if comm.rank == 0:
         print(json.dumps(found))
 

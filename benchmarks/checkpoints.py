@@ -33,7 +33,7 @@ import numpy as np
 
 import collectives as cc
 import strategies
-from strategies.training import Slice
+from strategies.checkpoint import Slice
 
 ARRAYS = 10
 SIDE = 384  # of the matrices of a step, which takes some milliseconds

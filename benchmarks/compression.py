@@ -19,11 +19,11 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from collectives import compression
+from collectives.kernels import compression
 from collectives.algorithms import compressed, ring
-from collectives.arrays.host import Array
+from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import SUM
-from collectives.kernels import convert
+from collectives.kernels import half_loops
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline
 
@@ -61,19 +61,19 @@ def casts(elements: int, rounds: int) -> None:
         pairs: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
             (
                 f"float32 -> {dtype}",
-                lambda out=out: convert.narrow(x, out),
+                lambda out=out: half_loops.narrow(x, out),
                 lambda out=out: np.copyto(out, x, casting="unsafe"),
             ),
             (
                 f"{dtype} -> float32",
-                lambda half=half: convert.widen(half, wide),
+                lambda half=half: half_loops.widen(half, wide),
                 lambda half=half: np.copyto(wide, half),
             ),
         ]
         for name, ours, theirs in pairs:
             mine, others = medians([ours, theirs], rounds)
             print(f"{name:24}{mine:10.3f}{others:10.3f}{others / mine:8.1f}")
-        feedback = lambda out=out: convert.narrow(x, out, residual=residual)  # noqa: E731
+        feedback = lambda out=out: half_loops.narrow(x, out, residual=residual)  # noqa: E731
         (carried,) = medians([feedback], rounds)
         print(f"{'the same with feedback':24}{carried:10.3f}")
 

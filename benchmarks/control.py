@@ -37,10 +37,10 @@ from typing import Any
 import numpy as np
 
 import collectives as cc
-from collectives import settings, topology
-from collectives.operations import broadcast, compare, groups, planned, reduce, rows, settle
-from collectives.operations.call import enter
-from collectives.operations.group import Group
+from collectives.core import settings, topology
+from collectives.operations import broadcast, split as groups, persistent, reduce, gather_scatter; from collectives.calls import signature_check, shared_settings
+from collectives.calls.call import enter
+from collectives.calls.group import Group
 from collectives.simulation import ranks
 from collectives.simulation.cluster import Cluster
 from collectives.simulation.transport import SimulatedTransport
@@ -121,29 +121,29 @@ def run_twice(plan: Callable[[], object]) -> None:
 
 
 ACTS: dict[str, Callable[[Group], object]] = {
-    "init: settings are settled": lambda g: settle.settle(g.settings, g.transport),
-    "compare a call": lambda g: compare.agree(g, 1, {"operation": "x"}, Deadline("x", LIMIT)),
+    "init: settings are settled": lambda g: shared_settings.settle(g.settings, g.transport),
+    "compare a call": lambda g: signature_check.agree(g, 1, {"operation": "x"}, Deadline("x", LIMIT)),
     "allreduce, 8 B": lambda g: reduce.allreduce(g, np.zeros(1)),
     "allreduce, 128 KiB": lambda g: reduce.allreduce(g, np.zeros(1 << 15, np.float32)),
     "broadcast, 128 KiB": lambda g: broadcast.broadcast(g, np.zeros(1 << 15, np.float32)),
     "barrier": lambda g: broadcast.barrier(g),
-    "allgather, a number each": lambda g: rows.allgather(g, np.zeros(1)),
+    "allgather, a number each": lambda g: gather_scatter.allgather(g, np.zeros(1)),
     "a mismatch is named": mismatch,
     "a silent rank is waited for": silent,
     "split, without MPI's part": split,
     "plan_allreduce, 128 KiB, two runs": lambda g: run_twice(
-        planned.plan_allreduce(g, np.zeros(1 << 15, np.float32))
+        persistent.plan_allreduce(g, np.zeros(1 << 15, np.float32))
     ),
     "plan_broadcast, 128 KiB, two runs": lambda g: run_twice(
-        planned.plan_broadcast(g, np.zeros(1 << 15, np.float32))
+        persistent.plan_broadcast(g, np.zeros(1 << 15, np.float32))
     ),
     "plan_allgather, a number each, two runs": lambda g: run_twice(
-        planned.plan_allgather(g, np.zeros(1))
+        persistent.plan_allgather(g, np.zeros(1))
     ),
     "plan_reduce_scatter, 128 KiB, two runs": lambda g: run_twice(
-        planned.plan_reduce_scatter(g, np.zeros((1 << 15, 1), np.float32))
+        persistent.plan_reduce_scatter(g, np.zeros((1 << 15, 1), np.float32))
     ),
-    "alltoall, a number each": lambda g: rows.alltoall(g, np.zeros(g.size)),
+    "alltoall, a number each": lambda g: gather_scatter.alltoall(g, np.zeros(g.size)),
 }
 
 

@@ -89,7 +89,7 @@ def rank_main(alone: bool, delay: float) -> int:
     import numpy as np
 
     import collectives as cc
-    from collectives.kernels import turn
+    from collectives.kernels import compile_lock
 
     if alone:
 
@@ -97,7 +97,7 @@ def rank_main(alone: bool, delay: float) -> int:
         def nobody_waits(what: str, most_seconds: float = 0.0) -> Iterator[bool]:
             yield True
 
-        turn.first = nobody_waits  # type: ignore[assignment]
+        compile_lock.first = nobody_waits  # type: ignore[assignment]
     if delay:
         slow(delay)
     began = time.perf_counter()

@@ -51,15 +51,15 @@ import numpy as np
 
 from collectives.algorithms import ring, selection, tree
 from collectives.arrays.reduction import MAX, SUM
-from collectives.operations import compare
+from collectives.calls import signature_check
 from collectives.tools import plot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from collectives.algorithms.layout import Layout
+    from collectives.algorithms.cost_model import Layout
     from collectives.communicator import Communicator
-    from collectives.links import Link, Machine
+    from collectives.core.links import Link, Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "netns")]
@@ -205,10 +205,10 @@ def table(layout: dict[str, Any]) -> str:
 
 def simulate(layout: dict[str, Any]) -> None:
     """Simulate what was measured, over the links that were."""
-    from collectives.links import Link, Machine
+    from collectives.core.links import Link, Machine
     from collectives.simulation import calls
     from collectives.simulation.cluster import Cluster
-    from collectives.simulation.hosts import Waiting, Waits
+    from collectives.simulation.cpu_scheduler import Waiting, Waits
 
     machine = Machine(*(Link(*link) for link in layout["pairs"]))
     machines = layout["machines"]
@@ -223,7 +223,7 @@ def simulate(layout: dict[str, Any]) -> None:
         copying=layout["copying"],
         together=layout.get("together"),  # not known of layouts that were measured before
     )
-    by_nodes = compare.by_nodes(cluster.layout)
+    by_nodes = signature_check.by_nodes(cluster.layout)
     python = layout["python"]
     for size in layout["sizes"]:
         how = {"by_nodes": by_nodes, "calls": several(size["bytes"])}
@@ -336,7 +336,7 @@ def timed(
 
 def by_pairs(comm: Communicator, seconds: float) -> Machine:
     """Measure links between two ranks while the others sleep, so that each has a core."""
-    from collectives import links
+    from collectives.core import links
     from collectives.tools import measure
 
     found: dict[str, Link] = {}
@@ -428,14 +428,14 @@ def together(comm: Communicator) -> float:
 
 def by_python(comm: Communicator) -> dict[str, list[float]]:
     """Return what each algorithm takes of each rank's processor, besides its messages."""
-    from collectives.simulation import instant
+    from collectives.simulation import overhead
     from collectives.simulation.cluster import Cluster
 
     leaders = Cluster(comm.size, comm.num_nodes).leaders()
     names = selection.estimate("allreduce", 4, comm.layout)
     found = {}
     if comm.rank == 0:
-        found = {name: instant.seconds(name, comm.layout, leaders) for name in names}
+        found = {name: overhead.seconds(name, comm.layout, leaders) for name in names}
     comm.barrier()
     return found
 
@@ -443,8 +443,8 @@ def by_python(comm: Communicator) -> dict[str, list[float]]:
 def rank_main(seconds: float) -> int:
     """Measure one layout as one of its ranks; rank 0 prints what was found."""
     import collectives as cc
-    from collectives import communicator, settings, tuned
-    from collectives.links import table as table_of
+    from collectives import communicator; from collectives.core import settings, tuning_file
+    from collectives.core.links import table as table_of
     from collectives.tools import measure
 
     world = cc.init()
@@ -456,7 +456,7 @@ def rank_main(seconds: float) -> int:
         found = measure.measure(clock, seconds / 5)
         told = [costs(world, seconds / 60)]
         if world.rank == 0:
-            tuned.write(file, found, {})
+            tuning_file.write(file, found, {})
         chosen = replace(settings.from_environment(), tuned=str(file))  # rank 0's counts
         comm = communicator.from_mpi(MPI.COMM_WORLD, chosen)
         comm.barrier()
@@ -523,17 +523,17 @@ def one_pass(comm: Communicator, nbytes: int, seconds: float) -> tuple[float, di
 
 def said(nbytes: int, layout: Layout) -> dict[str, float]:
     """Return what the cost model says of whole calls, also of "auto"."""
-    compared = compare.seconds(0, layout) + layout.call
+    compared = signature_check.seconds(0, layout) + layout.call
     times = selection.estimate("allreduce", nbytes, layout)
     found = {name: compared + took for name, took in times.items()}
     picked = auto(nbytes, layout)
-    found["auto"] = compare.seconds(nbytes, layout) if picked == "letters" else found[picked]
+    found["auto"] = signature_check.seconds(nbytes, layout) if picked == "letters" else found[picked]
     return found
 
 
 def auto(nbytes: int, layout: Layout) -> str:
     """Return what "auto" does: an algorithm, or letters that carry the array."""
-    carried = nbytes <= compare.most(layout)
+    carried = nbytes <= signature_check.most(layout)
     return "letters" if carried else selection.pick("allreduce", nbytes, layout)
 
 

@@ -118,8 +118,8 @@ def worker(options: argparse.Namespace) -> None:
     from mpi4py import MPI
 
     import collectives as cc
-    from collectives import topology
-    from collectives.tools import peers
+    from collectives.core import topology
+    from collectives.tools import baselines
 
     comm = cc.init()
     world = MPI.COMM_WORLD
@@ -144,7 +144,7 @@ def worker(options: argparse.Namespace) -> None:
                 ),
             }  # fmt: skip
             ours, brought = calls[operation]
-            mpi = peers.native(operation, brought, bounds, 0)
+            mpi = baselines.native(operation, brought, bounds, 0)
             if operation == "broadcast":  # of what is written, too
                 mpi = lambda x=whole: world.Bcast(x, 0)  # noqa: E731
             cases = {"ours": Case(world, ours, brought), "mpi": Case(world, mpi, brought)}

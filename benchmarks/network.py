@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.tools import plot, units
+from collectives.tools import plot, byte_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "netns")]
@@ -208,7 +208,7 @@ def draw(cases: list[dict[str, Any]], picture: Path) -> None:
     axes.plot(range(len(cases)), lines, "k_", ms=30, label="least time of the line")
     names = [
         f"{case['machines']} x {case['ranks_per_machine']}, {case['placed_by']}\n"
-        f"{units.size_text(case['bytes'])}B"
+        f"{byte_sizes.size_text(case['bytes'])}B"
         for case in cases
     ]
     axes.set_xticks(range(len(cases)), names, fontsize=8)

@@ -191,7 +191,7 @@ def launcher() -> str:
 
 def run_job(kills: list[Kill], ranks: int, spares: int = 0) -> Outcome:
     """Train on the digits while ranks are killed."""
-    from strategies.training import events
+    from strategies.elastic import event_log
 
     with tempfile.TemporaryDirectory() as folder:
         wanted = ";".join(f"step={kill.step},rank={kill.rank},kind=kill" for kill in kills)
@@ -203,7 +203,7 @@ def run_job(kills: list[Kill], ranks: int, spares: int = 0) -> Outcome:
             cwd=ROOT, env={**os.environ, **places, "UNISONO_FAULT": wanted},
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
-        told = events.read(folder)
+        told = event_log.read(folder)
         bits = hashlib.sha256()
         saved = sorted(Path(folder, "checkpoints").glob("step-*"))
         for file in sorted(saved[-1].glob("*.safetensors")) if saved else ():

@@ -38,7 +38,7 @@ def main() -> None:
     comm = cc.init()
     if comm.size != 2:
         sys.exit(f"servers: expected 2 ranks, got {comm.size}")
-    with strategies.remote.Service(comm) as service:
+    with strategies.rpc.Service(comm) as service:
         figures = large(comm, service, options.megabytes * 250)
         figures |= small(comm, service)
         figures["idle, % of a core per rank"] = idle(comm)
@@ -63,7 +63,7 @@ def in_turns(comm, service, **calls: Callable[[], None]) -> dict[str, float]:
                 call()
                 times[name].append(time.perf_counter() - began)
             if comm.rank:
-                strategies.remote.Task(service, 0).run("__main__:over.set")
+                strategies.rpc.Task(service, 0).run("__main__:over.set")
             else:
                 over.wait(60)  # as a ps does, which only serves
                 over.clear()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import collectives as cc
-from strategies.training import Summaries, TrainingSession, hooks
+from strategies.session import Summaries, TrainingSession, hooks
 
 STEPS, ROUNDS = 2000, 7
 

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from collectives.simulation.cluster import POLLING, YIELDING
-from collectives.simulation.hosts import Waiting, Waits
+from collectives.simulation.cpu_scheduler import Waiting, Waits
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "netns")]
@@ -102,7 +102,7 @@ def waits(figures: list[dict[str, Any]], *, yields: bool) -> Waits:
 def rank_main() -> int:
     """Measure as one of the ranks; rank 0 prints what was found."""
     import collectives as cc
-    from collectives.algorithms import doubling, ring
+    from collectives.algorithms import recursive_doubling, ring
     from collectives.arrays.reduction import MAX
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -126,7 +126,7 @@ def rank_main() -> int:
     cases: dict[str, tuple[Callable[[], Any], int]] = {
         "python": (ping_pong, 2),
         "letters": (letters.exchange, 1),
-        "algorithm": (lambda: doubling.allreduce(transport, data, MAX, deadline), 1),
+        "algorithm": (lambda: recursive_doubling.allreduce(transport, data, MAX, deadline), 1),
         "whole": (lambda: pair.allreduce(data, op=MAX, out=data, algorithm="doubling"), 1),
     }
     yields = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"  # noqa: SIM112
@@ -150,16 +150,16 @@ class _Letters:
     """An exchange of letters between two ranks."""
 
     def __init__(self, pair: Any) -> None:
-        from collectives.algorithms import letters
-        from collectives.arrays.host import address
+        from collectives.algorithms import eager
+        from collectives.arrays.host_arrays import address
         from collectives.arrays.reduction import MAX
 
         self._pair = pair
         self._data = np.zeros(1)
-        self._letters = letters.Letters(pair.transport, 8)
-        self.block = letters.Block(self._letters, np.dtype("f8"), 1, MAX, fill=True)
-        self.words = letters
-        self.block.words[letters.SEND] = self.block.words[letters.OUT] = address(self._data)
+        self._letters = eager.Letters(pair.transport, 8)
+        self.block = eager.Block(self._letters, np.dtype("f8"), 1, MAX, fill=True)
+        self.words = eager
+        self.block.words[eager.SEND] = self.block.words[eager.OUT] = address(self._data)
 
     def start(self) -> int:
         words = self.block.words
@@ -195,7 +195,7 @@ def _median(times: list[float]) -> float:
 
 def _polled(pair: Any) -> float:
     """Return the microseconds of a rank's looks for a message before it gives its core away."""
-    from collectives.transport.waiting import POLLS
+    from collectives.transport.backoff import POLLS
 
     if pair.size > 2:
         return 0.0
@@ -219,7 +219,7 @@ def _polled(pair: Any) -> float:
 
 def _looks(world: Any) -> dict[str, float]:
     """Return the microseconds of a look of each kind, all ranks looking."""
-    from collectives.transport.waiting import Wait
+    from collectives.transport.backoff import Wait
 
     transport, deadline = world.transport, world.deadline("shared host")
     data = np.zeros(8, np.uint8)

@@ -36,7 +36,7 @@ def main() -> None:
     if comm.size != 2:
         sys.exit(f"shared_queues: expected 2 ranks, got {comm.size}")
     figures: dict[str, float] = {}
-    with strategies.remote.Service(comm) as service:
+    with strategies.rpc.Service(comm) as service:
         figures["many small items, items/s"] = small_items(comm, service)
         figures["enqueue and dequeue, us each"] = latency(comm, service)
         for mebibytes in (1, 8, 64):

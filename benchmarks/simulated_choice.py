@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from collectives.algorithms import selection
-from collectives.links import DEFAULT, Link
-from collectives.operations import compare
+from collectives.core.links import DEFAULT, Link
+from collectives.calls import signature_check
 from collectives.simulation import calls
 from collectives.simulation.clock import Stopped
 from collectives.simulation.cluster import Cluster
@@ -104,13 +104,13 @@ def row(number: int, within: float) -> dict[str, Any]:
     operation, machines, ranks, nbytes, gigabits, latency = question.values()
     cluster = cluster_of(machines, ranks, gigabits, latency)
     pick, least = explain.picked(Question(operation, nbytes), cluster.layout)
-    compared = compare.seconds(0, cluster.layout)
+    compared = signature_check.seconds(0, cluster.layout)
     estimates = {
         name: compared + seconds
         for name, seconds in selection.estimate(operation, nbytes, cluster.layout).items()
     }
     names = [pick, *(n for n in estimates if n != pick and estimates[n] <= WORTH_A_TRY * least)]
-    by_nodes = compare.by_nodes(cluster.layout)
+    by_nodes = signature_check.by_nodes(cluster.layout)
     seconds: dict[str, float] = {}
     before = 0.0
     for name in names:

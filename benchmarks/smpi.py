@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from collectives.links import DEFAULT, Link
+from collectives.core.links import DEFAULT, Link
 from collectives.simulation import calls
 from collectives.simulation.cluster import Cluster
 

@@ -128,7 +128,7 @@ def asynchronous(comm, options) -> float:
     """Apply gradients on arrival, with the same delays; returns seconds per gradient."""
     drawn = delays(options.steps, comm.size, options.median / 1000, options.seed)
     gradient = np.ones(1000, np.float32)
-    with strategies.remote.Service(comm) as service:
+    with strategies.rpc.Service(comm) as service:
         w = strategies.variables.shared_variable(
             np.zeros(1000, np.float32) if comm.rank == 0 else None,
             service=service,

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 from spare_replicas import delays
 
 from collectives.algorithms import selection
-from collectives.algorithms.layout import Layout
-from collectives.links import DEFAULT, Link
+from collectives.algorithms.cost_model import Layout
+from collectives.core.links import DEFAULT, Link
 from collectives.simulation import training
 from collectives.simulation.training import Compute
 from collectives.tools import plot

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from collectives import suggestions, world
+from collectives.core import suggestions; from collectives import world
 from collectives.arrays.reduction import (
     BITWISE_AND,
     BITWISE_OR,
@@ -28,26 +28,20 @@ from collectives.arrays.reduction import (
     PRODUCT,
     SUM,
 )
-from collectives.buckets.buckets import Buckets
+from collectives.fusion.buckets import Buckets
 from collectives.communicator import Communicator, from_mpi
-from collectives.compression import BF16, FP16, INT8, NONE, Compression
-from collectives.errors import (
-    CollectiveError,
-    CollectiveTimeout,
-    LaunchError,
-    MismatchError,
-    PeerFailure,
-)
+from collectives.kernels.compression import BF16, FP16, INT8, NONE, Compression
+from collectives.core.errors import CollectiveError, CollectiveTimeout, LaunchError, MismatchError, PeerFailure
 from collectives.launch.launcher import launched_processes
 from collectives.launch.open_mpi import is_fault_tolerant
-from collectives.launch.uncaught import leave
-from collectives.operations.call_sites import calls_from_here
-from collectives.operations.heads import Envelope
-from collectives.operations.plan import Plan
-from collectives.operations.requests import Request
-from collectives.timeline import timeline_span
-from collectives.uncompiled import leave_alone
-from collectives.version import __version__ as __version__
+from collectives.launch.abort_hook import leave
+from collectives.tracing.call_sites import calls_from_here
+from collectives.transport.header import Envelope
+from collectives.plans.planner import Plan
+from collectives.calls.requests import Request
+from collectives.tracing.timeline import timeline_span
+from collectives.core.torch_compile import leave_alone
+from collectives.core.version import __version__ as __version__
 from collectives.world import *  # noqa: F403  # the operations of the world, listed there
 
 __all__ = [

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from collectives import world
-from collectives.errors import LaunchError
+from collectives.core.errors import LaunchError
 
 if TYPE_CHECKING:
-    from collectives import links, settings
+    from collectives.core import links, settings
 
 # The other modules are imported by the command that needs them: `explain` does without MPI.
 
@@ -163,12 +163,12 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from collectives.tools import bench, units
+    from collectives.tools import bench, byte_sizes
 
     try:
         chosen = bench.Options(
             options.operation,
-            units.sizes(options.sizes),
+            byte_sizes.sizes(options.sizes),
             options.dtype,
             [peer for peer in options.peers.split(",") if peer],
             options.algorithm,
@@ -192,10 +192,10 @@ def _timeline(options: argparse.Namespace) -> int:
 
 
 def _errors(options: argparse.Namespace) -> int:
-    from collectives.tools import errors
+    from collectives.tools import explain_error
 
     try:
-        status = errors.run(options.words)
+        status = explain_error.run(options.words)
         sys.stdout.flush()
     except BrokenPipeError:  # `errors | head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
@@ -204,8 +204,8 @@ def _errors(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from collectives.algorithms.layout import Layout
-    from collectives.tools import explain, plot, units
+    from collectives.algorithms.cost_model import Layout
+    from collectives.tools import explain, plot, byte_sizes
 
     try:
         if options.plot is not None:
@@ -213,7 +213,7 @@ def _explain(options: argparse.Namespace) -> int:
                 raise ValueError("explain: --plot is of the curve, expected --upto with it")
             plot.check(options.plot, "--plot")
         configuration, known = _links(options)
-        (nbytes,) = units.sizes(options.bytes)
+        (nbytes,) = byte_sizes.sizes(options.bytes)
         layout = Layout(options.ranks, options.nodes, known.machine)
         question = explain.Question(options.operation, nbytes)
         print(explain.table(question, layout, known, configuration.stores))
@@ -253,7 +253,7 @@ def _with_file(arguments: list[str]) -> list[str]:
 
 def _links(options: argparse.Namespace) -> tuple[settings.Settings, links.Links]:
     """Return the settings and links that `auto` would go by, or what the options say instead."""
-    from collectives import links, settings, tuned
+    from collectives.core import links, settings, tuning_file
 
     configuration = settings.from_environment()
     if options.tuned is not None:
@@ -263,7 +263,7 @@ def _links(options: argparse.Namespace) -> tuple[settings.Settings, links.Links]
         network["alpha"] = options.latency
     if options.gigabits is not None:
         network["beta"] = 8e-9 / options.gigabits
-    found = tuned.found(configuration)
+    found = tuning_file.found(configuration)
     return configuration, links.overridden(found, {"network": network}, "options")
 
 

@@ -6,32 +6,20 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from collectives import settings, suggestions
-from collectives.buckets import plan
+from collectives.core import settings, suggestions
+from collectives.fusion import plan_buckets as plan
 from collectives.channel import channel
-from collectives.errors import in_turn
+from collectives.core.errors import in_turn
 from collectives.launch import processes
 from collectives.operations import broadcast as broadcasts
-from collectives.operations import (
-    call,
-    grouped,
-    grouped_rows,
-    groups,
-    objects,
-    planned,
-    rows,
-    send_recv,
-    shared,
-    shrink,
-    sparse,
-)
+from collectives.calls import call, shared_arrays; from collectives.fusion import allreduce as grouped, gather as grouped_rows; from collectives.operations import split as groups, objects, persistent, gather_scatter, shrink, sparse; from collectives.p2p import send_recv
 from collectives.operations import reduce as reductions
 from collectives.operations import scan as scans
-from collectives.operations.group import Group
-from collectives.operations.on_devices import OnDevices
-from collectives.operations.point_to_point import PointToPoint
-from collectives.operations.progress import asynchronous, background
-from collectives.operations.settle import settle
+from collectives.calls.group import Group
+from collectives.devices.staged import OnDevices
+from collectives.p2p.endpoint import PointToPoint
+from collectives.operations.nonblocking import asynchronous, background
+from collectives.calls.shared_settings import settle
 from collectives.transport.mpi import MpiTransport
 
 if TYPE_CHECKING:
@@ -100,7 +88,7 @@ class Communicator(Group):
     and one of a group raises `ValueError`.
 
     `rank`, `size`, `local_rank`, `local_size`, `node_rank` and `num_nodes` say where this process
-    stands; these attributes, and the arguments, are those of `collectives.operations.group.Group`.
+    stands; these attributes, and the arguments, are those of `collectives.calls.group.Group`.
     """
 
     def __copy__(self) -> Communicator:
@@ -133,10 +121,10 @@ class Communicator(Group):
 
     broadcast = broadcasts.broadcast
     barrier = broadcasts.barrier
-    gather = rows.gather
-    allgather = rows.allgather
-    scatter = rows.scatter
-    alltoall = rows.alltoall
+    gather = gather_scatter.gather
+    allgather = gather_scatter.allgather
+    scatter = gather_scatter.scatter
+    alltoall = gather_scatter.alltoall
     broadcast_object = objects.broadcast_object
     allgather_object = objects.allgather_object
     gather_object = objects.gather_object
@@ -151,11 +139,11 @@ class Communicator(Group):
     send_object = send_recv.send_object
     recv_object = send_recv.recv_object
 
-    shared_empty = shared.shared_empty
-    plan_allreduce = planned.plan_allreduce
-    plan_broadcast = planned.plan_broadcast
-    plan_allgather = planned.plan_allgather
-    plan_reduce_scatter = planned.plan_reduce_scatter
+    shared_empty = shared_arrays.shared_empty
+    plan_allreduce = persistent.plan_allreduce
+    plan_broadcast = persistent.plan_broadcast
+    plan_allgather = persistent.plan_allgather
+    plan_reduce_scatter = persistent.plan_reduce_scatter
     plan_buckets = plan.plan_buckets
     split = groups.split
     group = groups.group

@@ -10,13 +10,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from collectives import crowding, settings
+from collectives.core import oversubscription, settings
 from collectives.communicator import Communicator, from_mpi
-from collectives.launch import processes, uncaught
+from collectives.launch import processes, abort_hook
 from collectives.launch.open_mpi import is_fault_tolerant
-from collectives.operations import recorder, timelines
-from collectives.operations.group import open_groups
-from collectives.transport import whereabouts
+from collectives.tracing import recorder; from collectives.operations import timeline_control
+from collectives.calls.group import open_groups
+from collectives.transport import failure_detector
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -103,7 +103,7 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     object. The launch is checked (see `collectives.launch.launcher`), and from here on an
     uncaught exception on one rank ends the whole job. Rank 0 warns of environment variables that
     look like ours and that nothing reads, one rank of each node of more threads than cores (see
-    `collectives.crowding`).
+    `collectives.core.oversubscription`).
 
     Args:
         comm: the processes that are the world of this package: a communicator of mpi4py, which
@@ -132,17 +132,17 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     ranks = all_processes if comm is None else processes.some(comm)
     _members = processes.members(ranks)
     if len(_members) == all_processes.Get_size():
-        whereabouts.install(all_processes, recorder.last_call, is_fault_tolerant())
+        failure_detector.install(all_processes, recorder.last_call, is_fault_tolerant())
     _world = from_mpi(ranks, configuration)
     # By its number among all: worlds of other processes may write beside it.
     recorder.install(all_processes.Get_rank(), all_processes.Get_size(), configuration.recorder_dir)
     if configuration.abort_on_exception:
-        uncaught.abort_on_exception(all_processes)
+        abort_hook.abort_on_exception(all_processes)
     warnings = settings.slips(os.environ) if _world.rank == 0 else []
-    for text in filter(None, [*warnings, crowding.find(ranks, os.environ)]):
+    for text in filter(None, [*warnings, oversubscription.find(ranks, os.environ)]):
         log.warning("[%d/%d] %s", _world.rank, _world.size, text)
     if _world.settings.timeline is not None:
-        timelines.start(_world, _world.settings.timeline)
+        timeline_control.start(_world, _world.settings.timeline)
     return _world
 
 
@@ -185,7 +185,7 @@ def shutdown() -> None:
     global _world
     if _world is not None:
         world, _world = _world, None
-        timelines.stop(world)
+        timeline_control.stop(world)
         world.close()
 
 
@@ -247,7 +247,7 @@ def start_timeline(directory: str | os.PathLike[str]) -> None:
 
     Cost: of a call 7 to 30 us, and 400 to 1,100 bytes (`docs/timeline.md`).
     """
-    timelines.start(_current(), os.fspath(directory))
+    timeline_control.start(_current(), os.fspath(directory))
 
 
 def stop_timeline() -> None:
@@ -256,7 +256,7 @@ def stop_timeline() -> None:
     *Collective*: all ranks of the world; harmless where there is none. Also done by `shutdown`. A
     program that ends without has complete files, whose nodes' clocks are compared less well.
     """
-    timelines.stop(_current())
+    timeline_control.stop(_current())
 
 
 def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, R]:

@@ -12,7 +12,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import public_names  # noqa: E402
 import sidebar  # noqa: E402
-from collectives.version import __version__  # noqa: E402
+from collectives.core.version import __version__  # noqa: E402
 
 project = "Unisono"
 author = "the authors of Unisono"

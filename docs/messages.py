@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.tools import errors as remedies
+from collectives.tools import explain_error as remedies
 
 PACKAGES = ("collectives", "strategies")
 # Beside the classes of the page; others are raised and caught inside, or are faults of ours.

@@ -26,7 +26,7 @@ def main() -> None:
     load("training")
     comm.barrier()
     began = time.perf_counter()
-    with strategies.remote.Service(comm) as service:
+    with strategies.rpc.Service(comm) as service:
         numbers = strategies.queues.shared_range(
             FOLDS * len(SIZES), service=service, shared_name="folds", shuffle=False, capacity=1
         )

@@ -32,7 +32,7 @@ def main() -> None:
     if comm.size == 1:
         raise SystemExit("an ensemble of ranks needs a rank for the questions and one per network")
     networks = members(options.networks)
-    service = strategies.remote.Service(comm)
+    service = strategies.rpc.Service(comm)
     queues = [make_queues(service, rank) for rank in range(1, comm.size)]
     comm.barrier()
     if comm.rank == 0:
@@ -45,7 +45,7 @@ def main() -> None:
         comm.barrier()
 
 
-def make_queues(service: strategies.remote.Service, rank: int) -> tuple:
+def make_queues(service: strategies.rpc.Service, rank: int) -> tuple:
     """Make or find the two queues of a member: batches of images, and of probabilities."""
 
     def make(name: str, width: int) -> strategies.queues.FIFOQueue:

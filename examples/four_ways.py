@@ -43,10 +43,10 @@ def main() -> None:
 
 def one_program(comm: cc.Communicator, in_step: bool) -> tuple[Arrays, int] | None:
     """Train from rank 0; the other ranks serve until it is done."""
-    with strategies.remote.Service(comm) as service:
+    with strategies.rpc.Service(comm) as service:
         if comm.rank != 0:
             return None
-        replicas = [strategies.remote.Task(service, rank) for rank in range(1, comm.size)]
+        replicas = [strategies.rpc.Task(service, rank) for rank in range(1, comm.size)]
         weights = Network.random(HIDDEN, seed=1).weights
         optimizer, number = strategies.SGD(RATE), 0
         updates = (means if in_step else singles)(replicas, weights, every_batch())

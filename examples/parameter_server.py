@@ -19,7 +19,7 @@ import numpy as np
 import strategies
 from common.digits import Network, accuracy, batches, load
 from strategies.parameter_server import Drop, Record, Scale
-from strategies.training import Preemption, Saver, TrainingSession, hooks
+from strategies.elastic import Preemption; from strategies.checkpoint import Saver; from strategies.session import TrainingSession, hooks
 
 BATCH = 50
 

@@ -30,7 +30,7 @@ def main() -> None:
         raise SystemExit("serving: rank 0 asks, expected a replica besides")
     network = Network.random(64, seed=1)
     network.train(0.1, 0.9, 10, seed=1)  # the same on all ranks
-    with strategies.remote.Service(comm) as service:
+    with strategies.rpc.Service(comm) as service:
         for replicas in range(1, comm.size):
             lines = [line(service, f"{what} of {replicas}") for what in ("queries", "answers")]
             comm.barrier()
@@ -41,7 +41,7 @@ def main() -> None:
             comm.barrier()
 
 
-def line(service: strategies.remote.Service, name: str) -> strategies.queues.FIFOQueue:
+def line(service: strategies.rpc.Service, name: str) -> strategies.queues.FIFOQueue:
     """Make or find a line of numbered arrays on rank 0."""
     return strategies.queues.shared_queue(
         strategies.queues.FIFOQueue, 64, ["int64", "float64"], None,

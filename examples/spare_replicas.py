@@ -20,7 +20,7 @@ import collectives as cc
 import strategies
 from common.digits import Network, accuracy, batches, load
 from strategies.errors import OutOfRangeError
-from strategies.training import Preemption, Saver, TrainingSession, hooks
+from strategies.elastic import Preemption; from strategies.checkpoint import Saver; from strategies.session import TrainingSession, hooks
 
 
 def main() -> None:

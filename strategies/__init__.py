@@ -37,25 +37,16 @@ from strategies.cluster.cluster import Cluster
 from strategies.cluster.local_devices import devices
 from strategies.distributed_optimizer import DistributedOptimizer
 from strategies.optimizers import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp, schedules
-from strategies.options import CommunicationOptions
+from strategies.core.communication_options import CommunicationOptions
 from strategies.parameter_server import ParameterServerStrategy
-from strategies.remote.server import Server
+from strategies.rpc.server import Server
 from strategies.replicas.variable import Variable
 from strategies.spare_replica import SpareReplicaStrategy
-from strategies.sparse import Rows
-from strategies.strategy import Strategy
-from strategies.synchronous import (
-    CentralStorageStrategy,
-    DefaultStrategy,
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-    get_replica_context,
-    get_strategy,
-    in_cross_replica_context,
-)
+from strategies.core.sparse import Rows
+from strategies.strategy.base.base import Strategy
+from strategies.strategy.base.synchronous_strategies import CentralStorageStrategy, DefaultStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, get_replica_context, get_strategy, in_cross_replica_context
 from strategies.tpu import TPUStrategy
-from strategies.training.checkpoint_manager import CheckpointManager
+from strategies.checkpoint.checkpoint_manager import CheckpointManager
 
 __all__ = [
     "LARS",
@@ -106,7 +97,7 @@ __all__ = [
 _LAZY = ("experiment", "horovod", "jax", "model_parallel", "torch")
 
 if TYPE_CHECKING:
-    from strategies import experiment as experiment
+    from strategies.strategy.base import experiment
     from strategies import horovod as horovod
     from strategies import jax as jax
     from strategies import model_parallel as model_parallel

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from strategies import demo, errors, submission
-from strategies.training import inspection
+from strategies import demo, errors; from strategies.cluster import slurm_submission
+from strategies.checkpoint import inspection
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def _add_submit(rooms: Any) -> None:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    job = submission.Job(
+    job = slurm_submission.Job(
         options.program,
         options.arguments,
         nodes=options.nodes,
@@ -95,7 +95,7 @@ def _submit(options: argparse.Namespace) -> int:
         options=options.sbatch,
         elastic=options.elastic,
     )
-    print(submission.script_of(job) if options.dry_run else submission.submit(job), end="")
+    print(slurm_submission.script_of(job) if options.dry_run else slurm_submission.submit(job), end="")
     return 0
 
 

@@ -21,7 +21,7 @@ from strategies import errors
 from strategies.averaging.broadcast import broadcast_parameters
 from strategies.distributed_optimizer import DistributedOptimizer
 from strategies.optimizers import Momentum
-from strategies.training.summaries import MetricsWriter, loss_curve
+from strategies.session.metrics_writer import MetricsWriter, loss_curve
 
 __all__ = ["run", "train"]
 

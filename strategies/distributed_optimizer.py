@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 
 import collectives as cc
-from strategies import agreement
+from strategies.core import agreement
 from strategies.averaging.alike import Compare
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.averaging.rule import Early, Rule

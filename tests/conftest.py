@@ -25,7 +25,7 @@ import reports
 from collectives.algorithms.selection import ALGORITHMS
 from collectives.arrays.reduction import MEAN, SUM
 from collectives.communicator import from_mpi
-from collectives.settings import Settings, Stores
+from collectives.core.settings import Settings, Stores
 from launcher import STORING, WORLD_SIZES
 
 # JAX looks at it when it starts: strategies are tested on 8 devices of the host.

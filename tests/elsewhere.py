@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import inprocess
 from collectives.communicator import Communicator
-from collectives.settings import Settings
+from collectives.core.settings import Settings
 from strategies.queues.engine import Dequeue
 from strategies.queues.remote import RemoteEngine, shared_queue
-from strategies.remote.service import Service
+from strategies.rpc.service import Service
 from tapped import Tapped
 
 __all__ = ["Dequeue", "Settling", "leave", "maker", "two_tasks"]

@@ -15,10 +15,10 @@ import numpy as np
 
 import fakecupy
 from collectives.arrays.device import DeviceBuffer
-from collectives.arrays.host import raw_bytes
+from collectives.arrays.host_arrays import raw_bytes
 from collectives.communicator import Communicator
-from collectives.errors import MismatchError
-from collectives.settings import Settings
+from collectives.core.errors import MismatchError
+from collectives.core.settings import Settings
 from collectives.transport.mailbox import Mailbox
 from collectives.transport.transport import Transport
 from limits import Limit

@@ -13,12 +13,12 @@ import numpy as np
 
 import collectives as cc
 from collectives.arrays.device import BFLOAT16
-from collectives.tools import reference
-from collectives.tools.reference import reduced
+from collectives.tools import oracle
+from collectives.tools.oracle import reduced
 
 __all__ = ["BFLOAT16", "BOOL", "DTYPES", "FLOATS", "assert_close", "data", "is_defined", "reduced"]
 
-DTYPES = list(reference.DTYPES.values())
+DTYPES = list(oracle.DTYPES.values())
 FLOATS = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
 BOOL = np.dtype(bool)
 
@@ -64,5 +64,5 @@ def assert_close(result, arrays, op):
     """Compare a result with the exact one."""
     exact = reduced(arrays, op)
     assert result.dtype == arrays[0].dtype
-    problem = reference.wrong(result, exact)
+    problem = oracle.wrong(result, exact)
     assert problem is None, problem

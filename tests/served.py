@@ -10,7 +10,7 @@ import strategies
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.spec import ClusterSpec
 from strategies.parameter_server import ParameterServerStrategy
-from strategies.remote.server import Server
+from strategies.rpc.server import Server
 from tapped import Tapped
 
 LIMIT = 20.0  # seconds after which a test that hangs fails

@@ -66,29 +66,29 @@ FLOORS = {
 }
 
 # A public module, since whatever imports it loads numba.
-PUBLIC = {"collectives.kernels.compiling", "collectives.settings"}
+PUBLIC = {"collectives.kernels.compiling", "collectives.core.settings"}
 
 MAY_IMPORT = {
     "greenlet": {"collectives.simulation.clock"},
     "cupy": {
-        "collectives.arrays.of_cuda",
+        "collectives.arrays.cuda_adapter",
         "strategies.cluster.gpus",  # bounds its pool
     },
     "mpi4py": {
         "collectives.transport.mpi",
-        "collectives.algorithms.native",
-        "collectives.operations.settle",  # asks the library whether it takes device memory
+        "collectives.algorithms.mpi_native",
+        "collectives.calls.shared_settings",  # asks the library whether it takes device memory
         "collectives.communicator",
-        "collectives.crowding",
+        "collectives.core.oversubscription",
         "collectives.world",  # takes a communicator
         "collectives.launch.processes",
-        "collectives.launch.uncaught",
+        "collectives.launch.abort_hook",
         "collectives.transport.mailbox",
-        "collectives.transport.messages",
-        "collectives.transport.survivors",
-        "collectives.transport.whereabouts",
+        "collectives.transport.mpi_messages",
+        "collectives.transport.ulfm",
+        "collectives.transport.failure_detector",
         "collectives.tools.info",  # asks the library for its version
-        "collectives.tools.peers",  # is what ours is compared with
+        "collectives.tools.baselines",  # is what ours is compared with
     },
 }
 

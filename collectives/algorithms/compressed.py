@@ -41,13 +41,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives import topology
+from collectives.core import topology
 from collectives.algorithms import ring
 from collectives.algorithms.hierarchical import Levels
-from collectives.algorithms.rotation import IN_FLIGHT
-from collectives.arrays.host import Array
+from collectives.algorithms.pairwise import IN_FLIGHT
+from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import Op
-from collectives.compression import Codec, kernels, numbers
+from collectives.kernels.compression import Codec, kernels, numbers
 from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = ["Exchange", "allreduce", "allreduce_packed", "between_nodes", "exchanges"]

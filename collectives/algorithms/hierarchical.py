@@ -33,13 +33,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives import topology
-from collectives.algorithms import double_tree, doubling, fastest, halving, ring, tree
-from collectives.algorithms.layout import Layout
-from collectives.arrays.host import Array
+from collectives.core import topology
+from collectives.algorithms import double_tree, recursive_doubling, size_table, halving_doubling, ring, tree
+from collectives.algorithms.cost_model import Layout
+from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import Op
-from collectives.links import DEFAULT, Machine
-from collectives.node import ways
+from collectives.core.links import DEFAULT, Machine
+from collectives.node import kernel_selection
 from collectives.transport.transport import Deadline, InC, Message, Transport
 
 __all__ = [
@@ -141,8 +141,8 @@ _ON_RAIL: dict[str, dict[str, tuple[Callable[..., None], Callable[[float, Layout
     "allreduce": {
         "ring": (ring.allreduce, ring.allreduce_seconds),
         "double_tree": (double_tree.allreduce, double_tree.allreduce_seconds),
-        "doubling": (doubling.allreduce, doubling.allreduce_seconds),
-        "halving": (halving.allreduce, halving.allreduce_seconds),
+        "doubling": (recursive_doubling.allreduce, recursive_doubling.allreduce_seconds),
+        "halving": (halving_doubling.allreduce, halving_doubling.allreduce_seconds),
     },
     "broadcast": {
         "tree": (tree.broadcast, tree.broadcast_seconds),
@@ -155,7 +155,7 @@ _ON_RAIL: dict[str, dict[str, tuple[Callable[..., None], Callable[[float, Layout
 def _picked(levels: Levels, operation: str, whole: int, own: int) -> Callable[..., None]:
     """Return what should be the fastest for the bytes of this rank's chunk, the same on a rail."""
     rail = levels.alone if whole <= ONE_RAIL_BYTES else levels.beside
-    return _ON_RAIL[operation][fastest.pick(operation, own, rail, _switch_points)][0]
+    return _ON_RAIL[operation][size_table.pick(operation, own, rail, _switch_points)][0]
 
 
 @lru_cache(256)
@@ -164,7 +164,7 @@ def _switch_points(operation: str, rail: Layout) -> tuple[tuple[int, ...], tuple
         times = _rail_seconds(operation, nbytes, rail)
         return min(times, key=times.__getitem__)
 
-    return fastest.switch_points(first)
+    return size_table.switch_points(first)
 
 
 def _rail_seconds(operation: str, own: float, rail: Layout) -> dict[str, float]:
@@ -187,13 +187,13 @@ def _rail(rails: int, nodes: int, machine: Machine) -> Layout:
 def stage_seconds(nbytes: float, own: float, layout: Layout) -> float:
     """Return the time in which a node's ranks publish `own` bytes each and take in all of them."""
     link = layout.machine.shared
-    meetings = 1 + own / ways.SLOT_BYTES
+    meetings = 1 + own / kernel_selection.SLOT_BYTES
     return _STAGE_SECONDS + meetings * link.alpha + (own + nbytes) * link.beta
 
 
 def publish_seconds(nbytes: float, layout: Layout) -> float:
     """Return the time in which one of a node's ranks publishes bytes for the others."""
-    return _STAGE_SECONDS + ways.publish_seconds(nbytes, layout.machine.shared)
+    return _STAGE_SECONDS + kernel_selection.publish_seconds(nbytes, layout.machine.shared)
 
 
 def double(

@@ -34,11 +34,11 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from collectives import topology
-from collectives.algorithms.layout import Layout
+from collectives.core import topology
+from collectives.algorithms.cost_model import Layout
 from collectives.arrays import device, reduction
-from collectives.arrays.host import Array
-from collectives.topology import RingStep
+from collectives.arrays.host_arrays import Array
+from collectives.core.topology import RingStep
 from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = [

@@ -14,20 +14,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from collectives.algorithms import (
-    double_tree,
-    doubling,
-    fastest,
-    halving,
-    hierarchical,
-    native,
-    prefix,
-    ring,
-    rotation,
-    tree,
-)
-from collectives.algorithms.layout import Layout
-from collectives.node import ways
+from collectives.algorithms import double_tree, recursive_doubling, size_table, halving_doubling, hierarchical, mpi_native, scan, ring, pairwise, tree
+from collectives.algorithms.cost_model import Layout
+from collectives.node import kernel_selection
 
 __all__ = [
     "ALGORITHMS",
@@ -60,56 +49,56 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         "ring": Algorithm(ring.allreduce, ring.allreduce_seconds),
         "tree": Algorithm(tree.allreduce, tree.allreduce_seconds),
         "double_tree": Algorithm(double_tree.allreduce, double_tree.allreduce_seconds),
-        "doubling": Algorithm(doubling.allreduce, doubling.allreduce_seconds),
-        "halving": Algorithm(halving.allreduce, halving.allreduce_seconds),
+        "doubling": Algorithm(recursive_doubling.allreduce, recursive_doubling.allreduce_seconds),
+        "halving": Algorithm(halving_doubling.allreduce, halving_doubling.allreduce_seconds),
         "hierarchical": Algorithm(hierarchical.allreduce, hierarchical.allreduce_seconds),
-        "native": Algorithm(native.allreduce, None),
+        "native": Algorithm(mpi_native.allreduce, None),
     },
     "reduce": {
         "tree": Algorithm(tree.reduce, tree.reduce_seconds),
         "double_tree": Algorithm(double_tree.reduce, double_tree.reduce_seconds),
-        "native": Algorithm(native.reduce, None),
+        "native": Algorithm(mpi_native.reduce, None),
     },
     "reduce_scatter": {
         "ring": Algorithm(ring.reduce_scatter, ring.reduce_scatter_seconds),
-        "halving": Algorithm(halving.reduce_scatter, halving.reduce_scatter_seconds),
-        "native": Algorithm(native.reduce_scatter, None),
+        "halving": Algorithm(halving_doubling.reduce_scatter, halving_doubling.reduce_scatter_seconds),
+        "native": Algorithm(mpi_native.reduce_scatter, None),
     },
     "broadcast": {
         "tree": Algorithm(tree.broadcast, tree.broadcast_seconds),
         "double_tree": Algorithm(double_tree.broadcast, double_tree.broadcast_seconds),
         "ring": Algorithm(ring.broadcast, ring.broadcast_seconds),
         "hierarchical": Algorithm(hierarchical.broadcast, hierarchical.broadcast_seconds),
-        "native": Algorithm(native.broadcast, None),
+        "native": Algorithm(mpi_native.broadcast, None),
     },
     "gather": {
         "tree": Algorithm(tree.gather, tree.scatter_seconds),
-        "native": Algorithm(native.gather, None),
+        "native": Algorithm(mpi_native.gather, None),
     },
     "allgather": {
         "ring": Algorithm(ring.allgather, ring.allgather_seconds),
-        "halving": Algorithm(halving.allgather, halving.allgather_seconds),
-        "native": Algorithm(native.allgather, None),
+        "halving": Algorithm(halving_doubling.allgather, halving_doubling.allgather_seconds),
+        "native": Algorithm(mpi_native.allgather, None),
     },
     "scatter": {
         "tree": Algorithm(tree.scatter, tree.scatter_seconds),
-        "native": Algorithm(native.scatter, None),
+        "native": Algorithm(mpi_native.scatter, None),
     },
     "alltoall": {
-        "rotation": Algorithm(rotation.alltoall, rotation.alltoall_seconds),
-        "native": Algorithm(native.alltoall, None),
+        "rotation": Algorithm(pairwise.alltoall, pairwise.alltoall_seconds),
+        "native": Algorithm(mpi_native.alltoall, None),
     },
     "barrier": {
         "tree": Algorithm(tree.barrier, tree.barrier_seconds),
         "hierarchical": Algorithm(hierarchical.barrier, hierarchical.barrier_seconds),
-        "native": Algorithm(native.barrier, None),
+        "native": Algorithm(mpi_native.barrier, None),
     },
 }
 
 
 # Of `scan` and `exscan`, which combine what the ranks before bring: "auto" is the first one where
 # ranks do not share memory.
-SCANS: dict[str, Callable[..., Any]] = {"prefix": prefix.before, "native": native.before}
+SCANS: dict[str, Callable[..., Any]] = {"prefix": scan.before, "native": mpi_native.before}
 
 
 # Besides, for arrays on CUDA devices: not by a `Transport`, nor picked (`operations.nccl`).
@@ -152,8 +141,8 @@ def _node_seconds(operation: str, nbytes: int, layout: Layout) -> float:
     if operation == "barrier":
         return link.alpha
     if operation in ("allreduce", "reduce", "reduce_scatter"):
-        return ways.reduce_seconds(nbytes, layout.size, link)
-    return ways.publish_seconds(nbytes, link)
+        return kernel_selection.reduce_seconds(nbytes, layout.size, link)
+    return kernel_selection.publish_seconds(nbytes, link)
 
 
 def _on_one_node(layout: Layout) -> bool:
@@ -162,7 +151,7 @@ def _on_one_node(layout: Layout) -> bool:
 
 def pick(operation: str, nbytes: int, layout: Layout) -> str:
     """Return the algorithm by messages that should be the fastest: a look-up in a table."""
-    return fastest.pick(operation, nbytes, layout, switch_points)
+    return size_table.pick(operation, nbytes, layout, switch_points)
 
 
 @lru_cache(256)  # groups of the same layout share their tables
@@ -172,7 +161,7 @@ def switch_points(operation: str, layout: Layout) -> tuple[tuple[int, ...], tupl
     def first(nbytes: int) -> str:
         return next(name for name in estimate(operation, nbytes, layout) if name != "node")
 
-    return fastest.switch_points(first)
+    return size_table.switch_points(first)
 
 
 def check(operation: str, algorithm: str, *, in_memory: bool, on_device: bool = False) -> None:

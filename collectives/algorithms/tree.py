@@ -34,11 +34,11 @@ from typing import Any
 
 import numpy as np
 
-from collectives import topology
+from collectives.core import topology
 from collectives.algorithms import ring
-from collectives.algorithms.layout import Layout
+from collectives.algorithms.cost_model import Layout
 from collectives.arrays import device, reduction
-from collectives.arrays.host import Array
+from collectives.arrays.host_arrays import Array
 from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = [

@@ -13,8 +13,8 @@ MEAN divides by the number of ranks *before* the sum, so that the sum of values 
 number of the dtype does not overflow where their mean fits.
 
 LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR (all rows but the last) and INTEGER_MEAN (integers) use one of
-these reductions (`collectives.arrays.detour`), MINLOC and MAXLOC two
-(`collectives.operations.located`).
+these reductions (`collectives.arrays.lowering`), MINLOC and MAXLOC two
+(`collectives.operations.minloc`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from collectives.arrays import device
 from collectives.arrays.device import is_half
 from collectives.arrays.dtypes import NUMBER_NAMES, NUMBERS
-from collectives.arrays.host import Array
+from collectives.arrays.host_arrays import Array
 
 __all__ = [
     "BITWISE_AND",

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.arrays.device import DeviceBuffer
-from collectives.arrays.host import Array, address
+from collectives.arrays.host_arrays import Array, address
 
 __all__ = [
     "WINDOWS",

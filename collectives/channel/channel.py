@@ -19,14 +19,14 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.algorithms import ring
-from collectives.arrays.host import Array, raw_bytes
-from collectives.channel.buffers import Buffers
+from collectives.arrays.host_arrays import Array, raw_bytes
+from collectives.channel.buffer_pool import Buffers
 from collectives.channel.doorbell import Doorbell
 from collectives.channel.frames import read, write
-from collectives.errors import CollectiveError, PeerFailure
+from collectives.core.errors import CollectiveError, PeerFailure
 from collectives.transport.mailbox import Mailbox
 from collectives.transport.transport import Transport
-from collectives.transport.waiting import Deadline, Message, Pace
+from collectives.transport.backoff import Deadline, Message, Pace
 
 __all__ = ["Channel", "Incoming", "open_channel"]
 

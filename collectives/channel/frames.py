@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from collectives.arrays.host import Array
-from collectives.errors import CollectiveError
+from collectives.arrays.host_arrays import Array
+from collectives.core.errors import CollectiveError
 
 __all__ = ["read", "write"]
 

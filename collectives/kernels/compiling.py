@@ -51,8 +51,8 @@ from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps, loads
 
-from collectives import preparation
-from collectives.kernels import code_cache, function_digest, intrinsics, turn
+from collectives.core import compile_time
+from collectives.kernels import code_cache, function_digest, intrinsics, compile_lock
 from collectives.kernels.intrinsics import load, pointer
 from collectives.kernels.machine_code import KNOWN_SYMBOLS
 
@@ -295,8 +295,8 @@ class _Cache(FunctionCache):
         found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]
         if found is None and self._under_way:
             entry = self._files.entry(self._index_key(signature, context.codegen()))
-            self._under_way[-1].enter_context(preparation.preparing())
-            self._under_way[-1].enter_context(turn.first(entry.description))
+            self._under_way[-1].enter_context(compile_time.preparing())
+            self._under_way[-1].enter_context(compile_lock.first(entry.description))
             # Another process may have made it meanwhile.
             found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]
             if found is None:

@@ -8,7 +8,7 @@ a zero stay. Every NaN is rounded to the bits of `numpy.nan` (`kernels.combine` 
 Widening keeps the sign and payload of a NaN, and sets the quiet bit of a float16.
 
 The functions are called from loops that numba compiles; they are inlined and vectorised there.
-`collectives.kernels.convert` has such loops over arrays.
+`collectives.kernels.half_loops` has such loops over arrays.
 
 Importing this module loads numba (about 0.3 s), so import it inside the function that needs it.
 """

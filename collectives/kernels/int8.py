@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from collectives.arrays.host import Array, address
+from collectives.arrays.host_arrays import Array, address
 from collectives.arrays.reduction import RULES, Op
 from collectives.kernels import machine_code
 

@@ -10,7 +10,7 @@ which the function is `symbol`. That module imports numba, and is imported only 
 
 `collectives.kernels.code_cache` keeps the files. The code depends on the source of all files in the
 module's folder and in this one. One rank of each machine compiles while the other ranks wait for it
-(`collectives.kernels.turn`). On a shared file system several machines write the same bytes.
+(`collectives.kernels.compile_lock`). On a shared file system several machines write the same bytes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives import preparation
-from collectives.kernels import code_cache, turn
+from collectives.core import compile_time
+from collectives.kernels import code_cache, compile_lock
 
 __all__ = ["KNOWN_SYMBOLS", "address", "function", "is_kept", "prepare"]
 
@@ -60,7 +60,7 @@ def address(module: str, *words: str) -> int:
     name = (module, *words)
     with _lock:
         if name not in _addresses:
-            with preparation.preparing():
+            with compile_time.preparing():
                 _addresses[name] = _load(name)
         return _addresses[name]
 
@@ -81,9 +81,9 @@ def prepare(names: Sequence[tuple[str, ...]]) -> None:
         # Of a single one: who loads it makes it.
         if len(codes) < 2 or not _makes_code(next(iter(codes.values())).where):
             return
-        with preparation.preparing():
+        with compile_time.preparing():
             for name, code in codes.items():
-                with turn.first(code.described, 0.0) as is_first:
+                with compile_lock.first(code.described, 0.0) as is_first:
                     if is_first and code.read() is None:
                         _made[name] = code.make()
 
@@ -94,7 +94,7 @@ def _makes_code(where: str) -> bool:
     Args:
         where: others that make code there are counted.
     """
-    if not _place and (free := turn.place(f"makes code {where}", os.cpu_count() or 1)) is not None:
+    if not _place and (free := compile_lock.place(f"makes code {where}", os.cpu_count() or 1)) is not None:
         _place.append(free)
     return bool(_place)
 
@@ -141,7 +141,7 @@ def _load(name: tuple[str, ...]) -> int:
     code = _Code(name)
     content = _made.pop(name, None) or code.read()
     if content is None:
-        with turn.first(code.described):
+        with compile_lock.first(code.described):
             # Another process may have made it meanwhile.
             content = code.read() or code.make()
     import llvmlite.binding as llvm

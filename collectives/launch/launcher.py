@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Mapping
 
-from collectives.errors import LaunchError
+from collectives.core.errors import LaunchError
 
 __all__ = [
     "check_is_no_child", "check_world_size", "launched_processes", "mark_children", "number",

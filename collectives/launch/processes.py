@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from collectives.errors import LaunchError
+from collectives.core.errors import LaunchError
 from collectives.launch import launcher, open_mpi
-from collectives.settings import Settings
+from collectives.core.settings import Settings
 from collectives.transport import liveness
 
 if TYPE_CHECKING:

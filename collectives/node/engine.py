@@ -2,7 +2,7 @@
 
 Each rank owns two slots of a segment and a header with two numbers: up to which round its slot is
 filled, and up to which round its result is ready. Everything else follows from these (see
-`collectives.node.rounds`, which does the work).
+`collectives.node.reduce_kernels`, which does the work).
 
     small, one shot                          larger, pipelined, for 2 ranks
     (one wait, everybody adds everything)    (chunk a belongs to rank 0, b to rank 1)
@@ -47,20 +47,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from collectives import topology
+from collectives.core import topology
 from collectives.arrays.device import is_half
-from collectives.arrays.host import Array, address
+from collectives.arrays.host_arrays import Array, address
 from collectives.arrays.reduction import Op
-from collectives.errors import PeerFailure
-from collectives.kernels import ahead, machine_code
+from collectives.core.errors import PeerFailure
+from collectives.kernels import precompile, machine_code
 from collectives.kernels.loops import behind, behind_name, loops
 from collectives.kernels.loops import names as loop_names
-from collectives.node import folders, segment, ways, words
+from collectives.node import temporary_directories, segment, kernel_selection, control_block
 from collectives.node.shared_arrays import SharedArrays
-from collectives.settings import Stores
+from collectives.core.settings import Stores
 from collectives.transport import liveness
 from collectives.transport.transport import Transport
-from collectives.transport.waiting import Deadline, Known, Wait, this_thread
+from collectives.transport.backoff import Deadline, Known, Wait, this_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +79,7 @@ _MOST_SLOT_BYTES = 1 << 20
 # cores, slots of 512 KiB / 1 MiB / 4 MiB, in ms: 120 / 84 / 60 (by messages 48, shared arrays 36).
 SLOT_BYTES_OF_PART = 1 << 20
 
-# Bytes for the note of a rank's last call (`collectives.operations.status`).
+# Bytes for the note of a rank's last call (`collectives.tracing.peer_status`).
 NOTE_BYTES = 128
 
 _PAGE = 4096
@@ -95,7 +95,7 @@ _SPINS, _SPINS_CROWDED, _YIELDS = 2000, 20, 200
 _BACKGROUND_NAP_SECONDS = 0.0002
 
 # Loads a kind of call, which the first rank of a machine compiles.
-_ROUNDS = "collectives.node.rounds"
+_ROUNDS = "collectives.node.reduce_kernels"
 _kind = functools.partial(machine_code.function, _ROUNDS, arguments=3)
 
 # Parts of other ranks' streams: rank, first byte, byte after the last, and where the bytes go.
@@ -105,7 +105,7 @@ Rows = Sequence[tuple[int, int, int, int]]
 def compile_ahead() -> None:
     """Let another process compile the kinds of calls that were never made on this machine."""
     # First what the first calls of most programs do not need.
-    ahead.compile_ahead(_ROUNDS, "pipelined", "direct", "shared", "flow", "publish", "one_shot")
+    precompile.compile_ahead(_ROUNDS, "pipelined", "direct", "shared", "flow", "publish", "one_shot")
 
 
 class Work(NamedTuple):
@@ -124,10 +124,10 @@ def start(transport: Transport, directory: str | None, deadline: Deadline) -> En
     """
     if transport.size == 1 or directory is None:
         return None
-    slot = max(ways.SLOT_BYTES, min(_MOST_SLOT_BYTES, transport.size * _PIECE_BYTES))
+    slot = max(kernel_selection.SLOT_BYTES, min(_MOST_SLOT_BYTES, transport.size * _PIECE_BYTES))
     if transport.whole is not transport:
         slot = max(slot, SLOT_BYTES_OF_PART)
-    headers = -(-transport.size * (words.HEADER_BYTES + NOTE_BYTES) // _PAGE) * _PAGE
+    headers = -(-transport.size * (control_block.HEADER_BYTES + NOTE_BYTES) // _PAGE) * _PAGE
     memory = segment.create(transport, headers, 2 * slot, directory, deadline)
     if memory is None:
         return None
@@ -143,7 +143,7 @@ def _signs_of_life(
     with contextlib.ExitStack() as stack:
         if transport.rank == 0:
             with contextlib.suppress(OSError):
-                path = liveness.create(stack.enter_context(folders.temporary(directory)))
+                path = liveness.create(stack.enter_context(temporary_directories.temporary(directory)))
         path = segment.from_rank_0(transport, path, deadline)
         try:
             own = liveness.Liveness(path, transport.rank, transport.size) if path else None
@@ -185,35 +185,35 @@ class Engine:
         self._living = living
         self._gone: tuple[int, Wait] | None = None  # rank that has left, and in which wait
         self.last_call: Callable[[int], str] = str
-        first = transport.size * words.HEADER_BYTES
+        first = transport.size * control_block.HEADER_BYTES
         self.notes = memory[first : first + transport.size * NOTE_BYTES]
         self.rank = transport.rank
         self.size = transport.size
         self.driven = 0
         self._memory = memory
         self._slot = slot
-        self._state = np.zeros(words.STATE_WORDS, np.int64)
+        self._state = np.zeros(control_block.STATE_WORDS, np.int64)
         self.choose_stores("auto")
-        self._times = np.zeros(words.FIRST_NOTE, np.int64)
+        self._times = np.zeros(control_block.FIRST_NOTE, np.int64)
         self._notes = self._times.data
-        self._scratch = np.empty(4 * words.TILE_BYTES, np.uint8)
+        self._scratch = np.empty(4 * control_block.TILE_BYTES, np.uint8)
         self.shared = SharedArrays(self.rank, self.size)
         base = address(memory)
         self._crowded = crowded = self.size > (os.cpu_count() or 1)
         # Whether a second busy thread of every rank takes a core from somebody.
         self._two_are_many = 2 * self.size > (os.cpu_count() or 1)
-        self._template = np.zeros(words.WORDS, np.int64)
+        self._template = np.zeros(control_block.WORDS, np.int64)
         for word, value in (
-            (words.RANK, self.rank),
-            (words.SIZE, self.size),
-            (words.HEADERS, base),
-            (words.SLOTS, base + headers),
-            (words.SLOT_BYTES, slot),
-            (words.STATE, address(self._state)),
-            (words.SCRATCH, address(self._scratch)),
-            (words.SPINS, _SPINS_CROWDED if crowded else _SPINS),
-            (words.YIELDS, _YIELDS),
-            (words.NOTE, address(self.notes) + self.rank * NOTE_BYTES),
+            (control_block.RANK, self.rank),
+            (control_block.SIZE, self.size),
+            (control_block.HEADERS, base),
+            (control_block.SLOTS, base + headers),
+            (control_block.SLOT_BYTES, slot),
+            (control_block.STATE, address(self._state)),
+            (control_block.SCRATCH, address(self._scratch)),
+            (control_block.SPINS, _SPINS_CROWDED if crowded else _SPINS),
+            (control_block.YIELDS, _YIELDS),
+            (control_block.NOTE, address(self.notes) + self.rank * NOTE_BYTES),
         ):
             self._template[word] = value
 
@@ -222,9 +222,9 @@ class Engine:
 
         Every rank has its own way, which it may change between two stores: the bits do not.
         """
-        self._state[words.FIXED] = stores != "auto"
-        self._state[words.WAY] = words.STREAMING if stores == "streaming" else words.PLAIN
-        self._state[words.NEAR_WAY], self._state[words.FAR_WAY] = words.PLAIN, words.STREAMING
+        self._state[control_block.FIXED] = stores != "auto"
+        self._state[control_block.WAY] = control_block.STREAMING if stores == "streaming" else control_block.PLAIN
+        self._state[control_block.NEAR_WAY], self._state[control_block.FAR_WAY] = control_block.PLAIN, control_block.STREAMING
 
     @property
     def stores(self) -> tuple[str, int]:
@@ -233,8 +233,8 @@ class Engine:
         The second is how many nanoseconds a plain store takes into a line of the cache that another
         rank has read; 0 if not measured.
         """
-        way = "plain" if self._state[words.WAY] == words.PLAIN else "streaming"
-        return way, 0 if self._state[words.FIXED] else int(self._state[words.LINE_NS])
+        way = "plain" if self._state[control_block.WAY] == control_block.PLAIN else "streaming"
+        return way, 0 if self._state[control_block.FIXED] else int(self._state[control_block.LINE_NS])
 
     def agree(self, digest: int, deadline: Deadline) -> bool:
         """Wait for all ranks; tell whether they bring the same digest of their call."""
@@ -257,29 +257,29 @@ class Engine:
         place = self.shared.place_of(send, out)
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         halves = is_half(send.dtype)
-        kind = ways.way(send.nbytes, self.size, crowded=self._crowded, halves=halves)
+        kind = kernel_selection.way(send.nbytes, self.size, crowded=self._crowded, halves=halves)
         kind = kind if place is None else "shared"
         has_behind = kind in ("one_shot", "direct") and self.size == 2
         last = behind_name(send.dtype, op.value) if has_behind else None
         needed = [(_ROUNDS, kind), *loop_names(send.dtype, op.value, of_two=self.size == 2), last]
         machine_code.prepare([name for name in needed if name is not None])
         block = self._block(digest, send, out, op)
-        block[words.COUNT], block[words.AMONG] = send.size, among
-        block[words.BOUNDS], block[words.TAKE] = address(bounds), words.TAKE_ALL
+        block[control_block.COUNT], block[control_block.AMONG] = send.size, among
+        block[control_block.BOUNDS], block[control_block.TAKE] = address(bounds), control_block.TAKE_ALL
         if place is not None:
             table = self.shared.addresses(place)
-            block[words.TABLE] = address(table)
+            block[control_block.TABLE] = address(table)
             return Work(_kind(kind), block, (bounds, table))
         if has_behind:
-            block[words.BEHIND] = behind(send.dtype, op.value)
+            block[control_block.BEHIND] = behind(send.dtype, op.value)
         return Work(_kind(kind), block, (bounds,))
 
     def plan_reduce(self, send: Array, out: Array | None, op: Op, root: int, digest: int) -> Work:
         """As `plan_allreduce`, with the result on the root only; `out` is None elsewhere."""
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         block = self._block(digest, send, out, op)
-        block[words.BOUNDS] = address(bounds)
-        block[words.TAKE] = words.TAKE_ALL if self.rank == root else words.TAKE_NONE
+        block[control_block.BOUNDS] = address(bounds)
+        block[control_block.TAKE] = control_block.TAKE_ALL if self.rank == root else control_block.TAKE_NONE
         return Work(_kind("pipelined"), block, (bounds,))
 
     def plan_reduce_scatter(
@@ -291,7 +291,7 @@ class Engine:
         """
         table = np.array(bounds, np.int64)
         block = self._block(digest, send, out, op)
-        block[words.BOUNDS], block[words.TAKE] = address(table), words.TAKE_OWN
+        block[control_block.BOUNDS], block[control_block.TAKE] = address(table), control_block.TAKE_OWN
         return Work(_kind("pipelined"), block, (table,))
 
     def publish(
@@ -312,7 +312,7 @@ class Engine:
         nbytes = 0 if stream is None else stream.nbytes
         work = self.plan_publish(nbytes, rows, digest, longest, kept)
         if stream is not None:
-            work.block[words.SEND] = address(stream)
+            work.block[control_block.SEND] = address(stream)
         return self.drive(work, deadline)
 
     def plan_publish(
@@ -328,14 +328,14 @@ class Engine:
         """
         table = np.array(rows, np.int64).reshape(-1, 4)
         block = self._block(digest, None, None)
-        block[words.COUNT] = nbytes
-        block[words.TABLE], block[words.ROWS] = address(table), len(rows)
-        block[words.KEPT], block[words.KEPT_TO] = kept
-        block[words.ROUNDS] = -(-longest // self._slot)
-        block[words.DETAIL] = detail
-        block[words.LONGEST] = -(-longest // words.PART_BYTES) * words.PART_BYTES
-        kind = "publish" if longest <= words.PART_BYTES else "flow"
-        block[words.TAKEN] = sum(stop - first for _, first, stop, _ in rows)
+        block[control_block.COUNT] = nbytes
+        block[control_block.TABLE], block[control_block.ROWS] = address(table), len(rows)
+        block[control_block.KEPT], block[control_block.KEPT_TO] = kept
+        block[control_block.ROUNDS] = -(-longest // self._slot)
+        block[control_block.DETAIL] = detail
+        block[control_block.LONGEST] = -(-longest // control_block.PART_BYTES) * control_block.PART_BYTES
+        kind = "publish" if longest <= control_block.PART_BYTES else "flow"
+        block[control_block.TAKEN] = sum(stop - first for _, first, stop, _ in rows)
         return Work(_kind(kind), block, (table,))
 
     def drive(self, work: Work, deadline: Deadline, status: int | None = None) -> bool:
@@ -354,29 +354,29 @@ class Engine:
         if status is None:
             status = kernel(block)
         standing: tuple[int, int] | None = None
-        while status == words.WAITING:
+        while status == control_block.WAITING:
             # What comes after a long wait is quick again, so that each thing has a wait of its own.
-            stands = work.block[words.PHASE], work.block[words.DONE_ROUNDS]
+            stands = work.block[control_block.PHASE], work.block[control_block.DONE_ROUNDS]
             if stands != standing:
                 standing, wait = stands, Wait(self._first_nap)
             self._pause(work.block, deadline, wait)
             status = kernel(block)
-        return status in (words.DONE, words.NOTED)
+        return status in (control_block.DONE, control_block.NOTED)
 
     def note_times(self, wanted: bool) -> None:
         """Note from now on when calls begin, wait and end, or do so no more."""
-        if wanted and self._times.size < words.TIMES_WORDS:
-            self._times = np.zeros(words.TIMES_WORDS, np.int64)  # for good: a call may be under way
+        if wanted and self._times.size < control_block.TIMES_WORDS:
+            self._times = np.zeros(control_block.TIMES_WORDS, np.int64)  # for good: a call may be under way
             self._notes = self._times.data
         if wanted:
-            self._notes[words.NOTES] = self._notes[words.SINCE] = 0
-        self._state[words.TIMES] = address(self._times) if wanted else 0
+            self._notes[control_block.NOTES] = self._notes[control_block.SINCE] = 0
+        self._state[control_block.TIMES] = address(self._times) if wanted else 0
 
     def noted(self) -> list[int]:
         """Return what was noted since the last time, `words.NOTE_WORDS` numbers for each note."""
-        count = self._notes[words.NOTES]
-        self._notes[words.NOTES] = 0
-        return self._notes[words.FIRST_NOTE :][: words.NOTE_WORDS * count].tolist()
+        count = self._notes[control_block.NOTES]
+        self._notes[control_block.NOTES] = 0
+        return self._notes[control_block.FIRST_NOTE :][: control_block.NOTE_WORDS * count].tolist()
 
     @property
     def _first_nap(self) -> float:
@@ -387,7 +387,7 @@ class Engine:
     def _pause(self, block: Array, deadline: Deadline, wait: Wait) -> None:
         """Look at the clock between two calls of a kernel that waits."""
         whole = self._transport.whole
-        missing = int(block[words.MISSING])
+        missing = int(block[control_block.MISSING])
         number = self._transport.number(missing)
         absent = Known(f"{whole.name([number])} to enter the call", (number,), has_come=False)
         deadline.check(whole, [absent])
@@ -428,11 +428,11 @@ class Engine:
     ) -> Array:
         """Describe a call as far as all kinds of calls are alike."""
         block: Array = self._template.copy()
-        block[words.HASH] = digest
-        block[words.SEND] = 0 if send is None else address(send)
-        block[words.OUT] = 0 if out is None else address(out)
+        block[control_block.HASH] = digest
+        block[control_block.SEND] = 0 if send is None else address(send)
+        block[control_block.OUT] = 0 if out is None else address(out)
         if op is not None and send is not None:
-            block[words.WIDTH] = send.itemsize
-            first = words.FILL
+            block[control_block.WIDTH] = send.itemsize
+            first = control_block.FILL
             block[first : first + 4] = loops(send.dtype, op.value, of_two=self.size == 2)
         return block

@@ -1,6 +1,6 @@
 """Memory that the ranks of one node share.
 
-A segment is a file in a folder of its own in `/dev/shm` (`collectives.node.folders`), mode 0600,
+A segment is a file in a folder of its own in `/dev/shm` (`collectives.node.temporary_directories`), mode 0600,
 mapped by all ranks and unlinked as soon as all have mapped it: when the last rank ends, however it
 ends, nothing is left. A rank 0 that is killed before has its folder removed by the next that makes
 one. All pages are allocated at once, so that too little memory is an error here and not a SIGBUS
@@ -17,8 +17,8 @@ import stat
 
 import numpy as np
 
-from collectives.arrays.host import Array
-from collectives.node import folders
+from collectives.arrays.host_arrays import Array
+from collectives.node import temporary_directories
 from collectives.transport.transport import Deadline, Transport
 
 __all__ = ["create", "first_problem", "from_rank_0"]
@@ -51,7 +51,7 @@ def create(
     with contextlib.ExitStack() as stack:
         if transport.rank == 0:
             try:
-                path = f"{stack.enter_context(folders.temporary(directory))}/segment"
+                path = f"{stack.enter_context(temporary_directories.temporary(directory))}/segment"
                 memory = _make(path, nbytes, (0, common + each))
             except OSError as error:
                 path, problem = "", str(error)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.arrays.host import Array, address
+from collectives.arrays.host_arrays import Array, address
 from collectives.node import segment
 from collectives.transport.transport import Deadline, Transport
 

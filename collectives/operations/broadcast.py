@@ -10,17 +10,17 @@ from typing import Any, overload
 
 import numpy as np
 
-from collectives.arrays import host
-from collectives.arrays.host import Array, Borrowed
+from collectives.arrays import host_arrays
+from collectives.arrays.host_arrays import Array, Borrowed
 from collectives.arrays.reduction import MAX
-from collectives.operations import messages, repeats
-from collectives.operations import plan as plans
-from collectives.operations.call import enter
-from collectives.operations.group import Group
-from collectives.operations.messages import Reduction
-from collectives.operations.on_devices import BorrowedOnDevice, OnDevices
-from collectives.operations.ready import LetterPlan, MessagePlan, NodePlan
-from collectives.operations.signatures import A, Detachable, Numbers, Unpack, Waiting
+from collectives.plans import by_messages; from collectives.operations import plan_cache
+from collectives.plans import planner as plans
+from collectives.calls.call import enter
+from collectives.calls.group import Group
+from collectives.plans.by_messages import Reduction
+from collectives.devices.staged import BorrowedOnDevice, OnDevices
+from collectives.plans.prepared_calls import LetterPlan, MessagePlan, NodePlan
+from collectives.calls.overloads import A, Detachable, Numbers, Unpack, Waiting
 
 __all__ = ["barrier", "broadcast"]
 
@@ -73,8 +73,8 @@ def broadcast(
     """
     own = group.rank == root
     key = ("broadcast", root, algorithm)
-    later = repeats.LATER if own and out is None else out
-    if (known := repeats.again(group, key, x, later, timeout)) is not None:  # step 1
+    later = plan_cache.LATER if own and out is None else out
+    if (known := plan_cache.again(group, key, x, later, timeout)) is not None:  # step 1
         return _copied(x, out) if own and known is not x else known
     with enter(group, "broadcast", timeout) as call:  # step 2
         if x is None:  # what users of mpi4py pass on the other ranks
@@ -87,7 +87,7 @@ def broadcast(
         loan: Borrowed | BorrowedOnDevice | None = on_devices.borrow(
             call.operation, x, out, algorithm
         )
-        loan = loan or host.borrow(x, out, operation=call.operation)  # step 3
+        loan = loan or host_arrays.borrow(x, out, operation=call.operation)  # step 3
         array = loan.host if isinstance(loan, Borrowed) else loan
         if not isinstance(loan, Borrowed):
             algorithm = on_devices.chosen(algorithm, loan, None, None, call.operation)
@@ -100,16 +100,16 @@ def broadcast(
             on_devices.broadcast(call, loan, root, algorithm)
             return loan.finish()
         if loan.target is None:
-            buffer = host.flat_copy(loan.host, None, loan.host.dtype)
+            buffer = host_arrays.flat_copy(loan.host, None, loan.host.dtype)
         else:
-            buffer = host.flat(loan.host) if own else host.flat_target(loan.target)
+            buffer = host_arrays.flat(loan.host) if own else host_arrays.flat_target(loan.target)
         plan = plans.broadcast(call, buffer, root, algorithm)  # step 5
         plan.first(call, buffer, buffer)  # step 6
-        repeats.keep(group, key, loan.host, loan.target, plan)  # step 7
+        plan_cache.keep(group, key, loan.host, loan.target, plan)  # step 7
     result = loan.target
     if result is None:
-        result = host.in_order_of(loan.host, buffer.reshape(array.shape))
-    return loan.give_back(host.store(buffer, result))
+        result = host_arrays.in_order_of(loan.host, buffer.reshape(array.shape))
+    return loan.give_back(host_arrays.store(buffer, result))
 
 
 def _copied(x: Any, out: Any) -> Any:
@@ -119,7 +119,7 @@ def _copied(x: Any, out: Any) -> Any:
     if type(x) is np.ndarray and type(out) is np.ndarray:
         np.copyto(out, x)
         return out
-    loan = host.borrow(x, out, operation="broadcast")
+    loan = host_arrays.borrow(x, out, operation="broadcast")
     target = np.empty_like(loan.host) if loan.target is None else loan.target
     np.copyto(target, loan.host)
     return loan.give_back(target)
@@ -146,7 +146,7 @@ def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = No
         elif small := plans.by_letter(call, np.empty(0, np.uint8), Reduction(MAX, algorithm)):
             plan = small
         else:
-            plan = MessagePlan(call, partial(messages.barrier, algorithm=algorithm))
+            plan = MessagePlan(call, partial(by_messages.barrier, algorithm=algorithm))
         if not isinstance(plan, MessagePlan):
             plan.ours -= 1  # it is found without `again`
         plan.first(call)

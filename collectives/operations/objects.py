@@ -9,11 +9,11 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from collectives.arrays.host import Array
-from collectives.operations import compare, joins
-from collectives.operations import plan as plans
-from collectives.operations.call import Call, enter
-from collectives.operations.group import Group
+from collectives.arrays.host_arrays import Array
+from collectives.calls import signature_check; from collectives.operations import gather_moves
+from collectives.plans import planner as plans
+from collectives.calls.call import Call, enter
+from collectives.calls.group import Group
 
 __all__ = [
     "allgather_object",
@@ -27,7 +27,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_HEAD_BYTES = compare.CARRIED_BYTES
+_HEAD_BYTES = signature_check.CARRIED_BYTES
 
 
 def broadcast_object(group: Group, obj: T, root: int = 0, *, timeout: float | None = None) -> T:
@@ -54,7 +54,7 @@ def allgather_object(group: Group, obj: T, *, timeout: float | None = None) -> l
     with enter(group, "allgather_object", timeout) as call:
         data = pickled(obj)
         call.describe()  # step 4 of docs/how-a-call-goes.md
-        joined, lengths, _ = joins.allgather(call, data)
+        joined, lengths, _ = gather_moves.allgather(call, data)
     parts = zip(itertools.accumulate(lengths), lengths, strict=True)
     return [unpickled(joined[end - length : end]) for end, length in parts]
 
@@ -76,7 +76,7 @@ def gather_object(
         data = pickled(obj)
         call.check_root(root)
         call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
-        joined, lengths, _ = joins.gather(call, data, root)  # step 6
+        joined, lengths, _ = gather_moves.gather(call, data, root)  # step 6
     if joined is None:
         return None
     parts = zip(itertools.accumulate(lengths), lengths, strict=True)
@@ -120,7 +120,7 @@ def scatter_object(
         call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
         lengths = from_root(call, [part.size for part in parts], root)  # step 6
         send = np.concatenate(parts) if own else None
-        received = joins.scatter(call, send, lengths, (), np.dtype(np.uint8), root)
+        received = gather_moves.scatter(call, send, lengths, (), np.dtype(np.uint8), root)
     return objs[root] if own and objs is not None else cast(T, unpickled(received))
 
 

@@ -13,27 +13,18 @@ from typing import Any, overload
 
 import numpy as np
 
-from collectives.arrays import detour, host
-from collectives.arrays.host import Array, Borrowed
+from collectives.arrays import lowering, host_arrays
+from collectives.arrays.host_arrays import Array, Borrowed
 from collectives.arrays.reduction import BY_WAY, LOCATING, MEAN, Op
-from collectives.compression import NONE, Compression, chosen
-from collectives.operations import located, messages, repeats, row_counts
-from collectives.operations import plan as plans
-from collectives.operations.call import enter
-from collectives.operations.group import Group
-from collectives.operations.messages import Reduction
-from collectives.operations.on_devices import BorrowedOnDevice, OnDevices
-from collectives.operations.ready import MessagePlan, NodePlan
-from collectives.operations.signatures import (
-    A,
-    Compressing,
-    Detachable,
-    Numbers,
-    Reducing,
-    Sharing,
-    Splits,
-    Unpack,
-)
+from collectives.kernels.compression import NONE, Compression, chosen
+from collectives.operations import minloc, plan_cache; from collectives.plans import by_messages; from collectives.calls import counts as row_counts
+from collectives.plans import planner as plans
+from collectives.calls.call import enter
+from collectives.calls.group import Group
+from collectives.plans.by_messages import Reduction
+from collectives.devices.staged import BorrowedOnDevice, OnDevices
+from collectives.plans.prepared_calls import MessagePlan, NodePlan
+from collectives.calls.overloads import A, Compressing, Detachable, Numbers, Reducing, Sharing, Splits, Unpack
 
 __all__ = ["allreduce", "reduce", "reduce_scatter"]
 
@@ -90,7 +81,7 @@ def allreduce(
         `out`, or a new array of the kind, shape and dtype of `x`, on its device; on the host also
         with the memory order of `x` (`channels_last`, Fortran). The same bits on all ranks (with
         "native" and "nccl" as far as that library does so). With MINLOC and MAXLOC `x`, `out` and
-        the result are pairs (see `collectives.operations.located`).
+        the result are pairs (see `collectives.operations.minloc`).
 
     Raises:
         TypeError: the op is not defined for the dtype, or this is not a compression.
@@ -112,21 +103,21 @@ def allreduce(
     """
     key = ("allreduce", op, algorithm, None if compression is NONE else compression, prescale,
            postscale)  # fmt: skip
-    if (known := repeats.again(group, key, x, out, timeout)) is not None:  # step 1
+    if (known := plan_cache.again(group, key, x, out, timeout)) is not None:  # step 1
         return known
     if type(op) is Op and op in LOCATING:
-        asked = located.How(op, algorithm, prescale, postscale, timeout)
-        return located.allreduce(group, allreduce, x, out, asked)
+        asked = minloc.How(op, algorithm, prescale, postscale, timeout)
+        return minloc.allreduce(group, allreduce, x, out, asked)
     with enter(group, "allreduce", timeout) as call:  # step 2
         compression = chosen(compression, call.operation)
         on_devices = group.kept(OnDevices)
-        scales = detour.scales(prescale, postscale, operation=call.operation)
+        scales = lowering.scales(prescale, postscale, operation=call.operation)
         loan: Borrowed | BorrowedOnDevice | None = None
         if not scales and op not in BY_WAY:
             loan = on_devices.borrow(call.operation, x, out, algorithm)
-        loan = loan or host.borrow(x, out, operation=call.operation)  # step 3
+        loan = loan or host_arrays.borrow(x, out, operation=call.operation)  # step 3
         array = loan.host if isinstance(loan, Borrowed) else loan
-        way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
+        way = lowering.detour(op, array.dtype, group.size, scales, operation=call.operation)
         codec = None
         if way is None or way.dtype == array.dtype:
             codec = compression.codec(array.dtype, op, network=group.num_nodes > 1, name=name)
@@ -143,7 +134,7 @@ def allreduce(
             planned = on_devices.allreduce(call, loan, Reduction(op, algorithm, codec))
             if planned is not None:
                 window, in_window = planned
-                repeats.keep(group, key, window, window, in_window)  # step 7
+                plan_cache.keep(group, key, window, window, in_window)  # step 7
             return loan.finish()
         if way is not None:
             loan, op = way.lend(loan), way.op
@@ -153,8 +144,8 @@ def allreduce(
         plan.first(call, send, flat)  # step 6
         # Not what every call looks at once more: a name, or numbers before they are combined.
         if way is None and (codec is None or codec.residuals is None):
-            repeats.keep(group, key, loan.host, result, plan)  # step 7
-    return loan.give_back(host.store(flat, result))
+            plan_cache.keep(group, key, loan.host, result, plan)  # step 7
+    return loan.give_back(host_arrays.store(flat, result))
 
 
 @overload
@@ -199,19 +190,19 @@ def reduce(
     own = group.rank == root
     key = ("reduce", op, algorithm, root, prescale, postscale)
     # An array of NumPy stands for no result at less cost than `LATER`.
-    to = out if own else (x if type(x) is np.ndarray else repeats.LATER)
-    known = repeats.again(group, key, x, to, timeout)  # step 1
+    to = out if own else (x if type(x) is np.ndarray else plan_cache.LATER)
+    known = plan_cache.again(group, key, x, to, timeout)  # step 1
     if known is not None:
         return known if own else None
     if type(op) is Op and op in LOCATING:
-        asked = located.How(op, algorithm, prescale, postscale, timeout)
-        return located.reduce(group, (allreduce, reduce), x, root, out, asked)
+        asked = minloc.How(op, algorithm, prescale, postscale, timeout)
+        return minloc.reduce(group, (allreduce, reduce), x, root, out, asked)
     with enter(group, "reduce", timeout) as call:  # step 2
-        loan = host.borrow(x, out if own else None, operation=call.operation)  # step 3
+        loan = host_arrays.borrow(x, out if own else None, operation=call.operation)  # step 3
         array = loan.host
         call.check_root(root)
-        scales = detour.scales(prescale, postscale, operation=call.operation)
-        way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
+        scales = lowering.scales(prescale, postscale, operation=call.operation)
+        way = lowering.detour(op, array.dtype, group.size, scales, operation=call.operation)
         call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, root=root, **scales,
             algorithm=algorithm,
@@ -225,11 +216,11 @@ def reduce(
             plan = NodePlan(call, engine.plan_reduce(send, target, op, root, call.digest))
         else:
             how = Reduction(op, algorithm)
-            plan = MessagePlan(call, partial(messages.reduce, how=how, root=root))
+            plan = MessagePlan(call, partial(by_messages.reduce, how=how, root=root))
         plan.first(call, send, target)  # step 6
         if way is None:
-            repeats.keep(group, key, array, result if own else array, plan)  # step 7
-    return None if target is None else loan.give_back(host.store(flat, result))
+            plan_cache.keep(group, key, array, result if own else array, plan)  # step 7
+    return None if target is None else loan.give_back(host_arrays.store(flat, result))
 
 
 @overload
@@ -279,24 +270,24 @@ def reduce_scatter(
 
     Cost: "ring" P - 1 messages and (P - 1)/P S bytes sent per rank.
     """
-    key: repeats.Key = ("reduce_scatter", op, algorithm, prescale, postscale,
+    key: plan_cache.Key = ("reduce_scatter", op, algorithm, prescale, postscale,
                       tuple(counts) if type(counts) is list else counts)  # fmt: skip
-    find = repeats.again if out is None else repeats.into
+    find = plan_cache.again if out is None else plan_cache.into
     if (known := find(group, key, x, out, timeout)) is not None:  # step 1
         return known
     if type(op) is Op and op in LOCATING:
-        asked = located.How(op, algorithm, prescale, postscale, timeout)
-        return located.reduce_scatter(group, (allreduce, reduce_scatter), x, out, counts, asked)
+        asked = minloc.How(op, algorithm, prescale, postscale, timeout)
+        return minloc.reduce_scatter(group, (allreduce, reduce_scatter), x, out, counts, asked)
     with enter(group, "reduce_scatter", timeout) as call:  # step 2
-        loan = host.borrow(x, operation=call.operation)  # step 3
+        loan = host_arrays.borrow(x, operation=call.operation)  # step 3
         array = loan.host
-        scales = detour.scales(prescale, postscale, operation=call.operation)
-        way = detour.detour(op, array.dtype, group.size, scales, operation=call.operation)
+        scales = lowering.scales(prescale, postscale, operation=call.operation)
+        way = lowering.detour(op, array.dtype, group.size, scales, operation=call.operation)
         shares = row_counts.shares(call, array, counts=counts)
         shape = (shares[group.rank], *array.shape[1:])
         target, give_back = None, loan.give_back
         if out is not None:
-            target, give_back = host.borrow_out(out, shape, array.dtype, operation=call.operation)
+            target, give_back = host_arrays.borrow_out(out, shape, array.dtype, operation=call.operation)
         told: dict[str, object] = {}
         if counts is not None:
             told["counts"] = numbers = tuple(shares)
@@ -309,18 +300,18 @@ def reduce_scatter(
             loan, op = way.lend(Borrowed(array, target, give_back)), way.op
             array, target, give_back = loan.host, None, loan.give_back
         bounds = [0, *(n * math.prod(array.shape[1:]) for n in itertools.accumulate(shares))]
-        send = host.flat(array)
+        send = host_arrays.flat(array)
         before = bounds[group.rank] * array.itemsize
-        result, own = host.room(target, shape, array.dtype, send, -before)
+        result, own = host_arrays.room(target, shape, array.dtype, send, -before)
         plan = plans.reduce_scatter(call, send, bounds, Reduction(op, algorithm), shape)  # step 5
         plan.first(call, send, own)  # step 6
         if way is None:
-            repeats.keep(group, key, array, None, plan)  # step 7
-    return give_back(host.store(own, result))
+            plan_cache.keep(group, key, array, None, plan)  # step 7
+    return give_back(host_arrays.store(own, result))
 
 
 def _memory(loan: Borrowed) -> tuple[Array, Array, Array]:
     """Return flat memory of what is sent and of the result, and the result in its own shape."""
     array = loan.host
     result = np.empty_like(array) if loan.target is None else loan.target
-    return host.flat(array), host.flat_target(result, array), result
+    return host_arrays.flat(array), host_arrays.flat_target(result, array), result

@@ -2,7 +2,7 @@
 
 The steps are those of `docs/how-a-call-goes.md`. Ranks of one node show each other their arrays, a
 slice at a time, and combine those before theirs in the order of the ranks ("node"); else
-`collectives.algorithms.prefix`, or what MPI has ("native").
+`collectives.algorithms.scan`, or what MPI has ("native").
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, overload
 import numpy as np
 
 from collectives.algorithms import selection
-from collectives.arrays import device, host, reduction
-from collectives.arrays.host import Array
+from collectives.arrays import device, host_arrays, reduction
+from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
 from collectives.node.engine import Engine
-from collectives.operations.call import Call, enter
-from collectives.operations.group import Group
-from collectives.operations.signatures import A, Detachable, Numbers
+from collectives.calls.call import Call, enter
+from collectives.calls.group import Group
+from collectives.calls.overloads import A, Detachable, Numbers
 
 __all__ = ["exscan", "scan"]
 
@@ -181,13 +181,13 @@ def _scan(
     with enter(group, operation, timeout) as call:  # step 2
         inclusive = operation == "scan"
         has_result = inclusive or group.rank > 0
-        loan = host.borrow(x, out if has_result else None, operation=operation)  # step 3
+        loan = host_arrays.borrow(x, out if has_result else None, operation=operation)  # step 3
         array = loan.host
         reduction.check(op, array.dtype, operation=operation)
         call.describe(
             op=op.value, dtype=array.dtype, shape=array.shape, algorithm=algorithm
         )  # step 4
-        own, work = host.flat(array), reduction.work_dtype(array.dtype)
+        own, work = host_arrays.flat(array), reduction.work_dtype(array.dtype)
         if engine := call.engine_for(algorithm):  # step 6
             total = _in_memory(call, engine, own, work, op)
         else:
@@ -205,7 +205,7 @@ def _scan(
             with reduction.quiet():
                 device.divide(total, count)
         result = np.empty_like(array) if loan.target is None else loan.target
-    return loan.give_back(host.store(total, result))
+    return loan.give_back(host_arrays.store(total, result))
 
 
 def _in_memory(call: Call, engine: Engine, own: Array, work: np.dtype[Any], op: Op) -> Array | None:

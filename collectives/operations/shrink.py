@@ -6,12 +6,12 @@ import math
 from typing import TypeVar
 
 from collectives.arrays.reduction import MIN
-from collectives.errors import LaunchError
+from collectives.core.errors import LaunchError
 from collectives.launch import processes
 from collectives.launch.open_mpi import is_fault_tolerant
-from collectives.operations.group import Group
-from collectives.operations.point_to_point import PointToPoint
-from collectives.operations.progress import background
+from collectives.calls.group import Group
+from collectives.p2p.endpoint import PointToPoint
+from collectives.operations.nonblocking import background
 from collectives.operations.reduce import allreduce
 from collectives.transport.transport import Deadline
 

@@ -7,14 +7,14 @@ from typing import Any, TypedDict, overload
 
 import numpy as np
 
-from collectives.arrays import device, host, reduction
-from collectives.arrays.host import Array
+from collectives.arrays import device, host_arrays, reduction
+from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
-from collectives.operations.call import enter
-from collectives.operations.group import Group
+from collectives.calls.call import enter
+from collectives.calls.group import Group
 from collectives.operations.reduce import allreduce
-from collectives.operations.rows import allgather
-from collectives.operations.signatures import A, Detachable, Numbers, Unpack
+from collectives.operations.gather_scatter import allgather
+from collectives.calls.overloads import A, Detachable, Numbers, Unpack
 
 __all__ = ["Summing", "sparse_allreduce"]
 
@@ -79,9 +79,9 @@ def sparse_allreduce(
     Cost: the rows of all ranks on each rank, or 2 (P - 1)/P bytes of the large array.
     """
     with enter(group, "sparse_allreduce", timeout) as call:  # step 2 of docs/how-a-call-goes.md
-        loan = host.borrow(values, operation=call.operation)  # step 3
+        loan = host_arrays.borrow(values, operation=call.operation)  # step 3
         rows = loan.host
-        where = host.borrow(indices, operation=call.operation).host
+        where = host_arrays.borrow(indices, operation=call.operation).host
         _check(where, rows, op, num_rows, algorithm)
         call.describe(op=op.value, dtype=rows.dtype, row=rows.shape[1:], num_rows=num_rows)
         call.add(algorithm=algorithm)

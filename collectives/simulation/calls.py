@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives import topology
-from collectives.algorithms import doubling, hierarchical, selection, tree
-from collectives.algorithms.letters import HEAD_BYTES
+from collectives.core import topology
+from collectives.algorithms import recursive_doubling, hierarchical, selection, tree
+from collectives.algorithms.eager import HEAD_BYTES
 from collectives.arrays.reduction import SUM
 from collectives.simulation import ranks
 from collectives.simulation.clock import NEVER
@@ -154,7 +154,7 @@ def _comparison(nbytes: int, cluster: Cluster, *, by_nodes: bool) -> Callable[[A
             rank.spend(combining)
 
         def between(network: Transport, letter: Any) -> None:
-            doubling.combine_all(network, letter, combine, deadline)
+            recursive_doubling.combine_all(network, letter, combine, deadline)
 
         if by_nodes:
             assert access.levels is not None

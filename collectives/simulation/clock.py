@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from collectives.errors import CollectiveTimeout, PeerFailure
+from collectives.core.errors import CollectiveTimeout, PeerFailure
 from collectives.simulation.cluster import Cluster
-from collectives.simulation.hosts import Host, Waiting
-from collectives.transport.waiting import Known, Message, named
+from collectives.simulation.cpu_scheduler import Host, Waiting
+from collectives.transport.backoff import Known, Message, named
 
 __all__ = ["NEVER", "Clock", "Rank", "Stopped"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from collectives import topology
-from collectives.algorithms.layout import Layout
-from collectives.links import DEFAULT, Machine
-from collectives.simulation.hosts import Waiting, Waits
+from collectives.core import topology
+from collectives.algorithms.cost_model import Layout
+from collectives.core.links import DEFAULT, Machine
+from collectives.simulation.cpu_scheduler import Waiting, Waits
 
 __all__ = ["Cluster", "check_spread"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.device import Device, DeviceBuffer
-from collectives.arrays.host import Array
+from collectives.arrays.host_arrays import Array
 from collectives.simulation.clock import Rank
 
 __all__ = ["Memory"]

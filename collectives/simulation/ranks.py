@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from collectives.algorithms import hierarchical
 from collectives.algorithms.hierarchical import Levels
-from collectives.errors import CollectiveTimeout
+from collectives.core.errors import CollectiveTimeout
 from collectives.simulation.clock import NEVER, Clock, Rank
 from collectives.simulation.cluster import Cluster
 from collectives.simulation.memory import Memory

@@ -14,12 +14,12 @@ import numpy as np
 
 from collectives.algorithms import hierarchical
 from collectives.algorithms.hierarchical import Levels
-from collectives.algorithms.layout import Layout
+from collectives.algorithms.cost_model import Layout
 from collectives.arrays import reduction
 from collectives.arrays.reduction import Op
 from collectives.simulation.clock import Clock, Rank
 from collectives.transport.transport import Deadline
-from collectives.transport.waiting import Known, named
+from collectives.transport.backoff import Known, named
 
 __all__ = ["Node", "in_node"]
 

@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from collectives.arrays.host import Array
+from collectives.arrays.host_arrays import Array
 from collectives.simulation.cluster import check_spread
 
 __all__ = [

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from collectives.arrays.device import DeviceBuffer
-from collectives.arrays.host import Array, raw_bytes
-from collectives.errors import MismatchError
-from collectives.links import Machine
+from collectives.arrays.host_arrays import Array, raw_bytes
+from collectives.core.errors import MismatchError
+from collectives.core.links import Machine
 from collectives.simulation.clock import NEVER, Clock, Rank
-from collectives.simulation.hosts import Waiting
-from collectives.simulation.lines import Lines
+from collectives.simulation.cpu_scheduler import Waiting
+from collectives.simulation.network import Lines
 from collectives.transport.transport import Deadline, Message, Transport
 
 __all__ = ["EAGER_BYTES", "Network", "SimulatedTransport"]

@@ -32,13 +32,13 @@ from typing import Any
 
 import numpy as np
 
-from collectives import topology, world
+from collectives.core import topology; from collectives import world
 from collectives.algorithms import selection
-from collectives.arrays.host import Array, raw_bytes
+from collectives.arrays.host_arrays import Array, raw_bytes
 from collectives.arrays.reduction import MAX, Op
 from collectives.communicator import Communicator
-from collectives.tools import info, peers, plot, reference, units
-from collectives.tools.peers import PEERS
+from collectives.tools import info, baselines, plot, oracle, byte_sizes
+from collectives.tools.baselines import PEERS
 
 __all__ = ["OPERATIONS", "Options", "bus_factor", "measure", "run"]
 
@@ -81,7 +81,7 @@ class Options:
     """
 
     operation: str = "allreduce"
-    sizes: Sequence[int] = field(default_factory=lambda: units.sizes("8:16M"))
+    sizes: Sequence[int] = field(default_factory=lambda: byte_sizes.sizes("8:16M"))
     dtype: str = "float32"
     peers: Sequence[str] = ("native",)
     algorithm: str = "auto"
@@ -92,7 +92,7 @@ class Options:
         algorithms = ["auto", "node", *selection.ALGORITHMS.get(self.operation, ())]
         for name, value, known in (
             ("operation", self.operation, OPERATIONS),
-            ("dtype", self.dtype, reference.DTYPES),
+            ("dtype", self.dtype, oracle.DTYPES),
             *(("peer", peer, PEERS) for peer in self.peers),
             ("algorithm", self.algorithm, algorithms),
             ("way through", self.through, ("call", "plan", "shared")),
@@ -127,7 +127,7 @@ def run(options: Options, to_json: Path | None = None, to_plot: Path | None = No
         The exit status, the same on all ranks.
     """
     comm = world.init()
-    absent = peers.missing(options.peers)
+    absent = baselines.missing(options.peers)
     if comm.rank == 0 and to_plot is not None and not plot.is_possible():
         absent = "a plot needs matplotlib: pip install matplotlib"
     absent = max(comm.allgather_object(absent))  # any rank's
@@ -139,13 +139,13 @@ def run(options: Options, to_json: Path | None = None, to_plot: Path | None = No
         status = _table(comm, options, to_json, to_plot)
         comm.barrier()
     finally:
-        peers.close()
+        baselines.close()
     return status
 
 
 def _table(comm: Communicator, options: Options, to_json: Path | None, to_plot: Path | None) -> int:
     facts = {**info.gather_facts(comm), "machine": info.machine(comm)}
-    names = {peer: peers.name(peer) for peer in options.peers}
+    names = {peer: baselines.name(peer) for peer in options.peers}
     heads = [*_COLUMNS, *(f"x {name}" for name in names.values()), "error"]
     rows = []
     if comm.rank == 0:
@@ -181,20 +181,20 @@ def bus_factor(operation: str, size: int) -> float:
 
 def measure(comm: Communicator, options: Options, nbytes: int) -> dict[str, Any]:
     """Measure one size; *collective*. Returns the row on all ranks, times in seconds."""
-    dtype = reference.DTYPES[options.dtype]
+    dtype = oracle.DTYPES[options.dtype]
     count = max(1, nbytes // dtype.itemsize)
     joins = options.operation in ("gather", "allgather")
     bounds = topology.chunk_bounds(count, comm.size)
     inputs = [
-        reference.contribution(r, comm.size, bounds[r + 1] - bounds[r] if joins else count, dtype)
+        oracle.contribution(r, comm.size, bounds[r + 1] - bounds[r] if joins else count, dtype)
         for r in range(comm.size)
     ]
-    op = reference.ops(options.operation, dtype)[0]
+    op = oracle.ops(options.operation, dtype)[0]
     ours, result = _ours(comm, options, inputs[comm.rank], op)
     cases = {"ours": ours}
     for peer in options.peers:
         cases[peer] = PEERS[peer](options.operation, inputs[comm.rank], bounds, options.root)
-    right = reference.result(options.operation, op, inputs, comm.rank, options.root)
+    right = oracle.result(options.operation, op, inputs, comm.rank, options.root)
     error = _error(result(), right)
     del inputs
     times = _times(comm, cases)
@@ -233,7 +233,7 @@ def _ours(
             return result
 
         return plan, once
-    how = reference.options(options.operation, op, options.root)
+    how = oracle.options(options.operation, op, options.root)
     how["algorithm"] = options.algorithm
     at_root = options.operation == "reduce" and comm.rank == options.root
     if options.operation in ("allreduce", "broadcast") or at_root:
@@ -273,7 +273,7 @@ def _timed(comm: Communicator, call: _Call, batch: int) -> float:
     return (time.perf_counter() - began) / batch
 
 
-def _error(got: Any, right: reference.Exact | None) -> float:
+def _error(got: Any, right: oracle.Exact | None) -> float:
     """Return the greatest error of this rank's result, relative to its greatest magnitude."""
     if right is None or not right.values.size:
         return 0.0
@@ -290,7 +290,7 @@ def _heading(options: Options, facts: dict[str, Any], heads: Sequence[str]) -> s
 
 
 def _line(row: dict[str, Any], heads: Sequence[str]) -> str:
-    cells = [units.size_text(row["bytes"])]
+    cells = [byte_sizes.size_text(row["bytes"])]
     cells += [f"{1e6 * row[name]:.2f}" for name in ("median", "p99", "max")]
     cells += [f"{row[name] / 1e9:.3f}" for name in ("algbw", "busbw")]
     cells += [f"{ratio:.2f}" for ratio in row["ratios"].values()]

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives import communicator, settings, world
+from collectives import communicator, world; from collectives.core import settings
 from collectives.algorithms import selection
 from collectives.arrays.reduction import Op
 from collectives.communicator import Communicator
-from collectives.errors import CollectiveError, some
+from collectives.core.errors import CollectiveError, some
 from collectives.launch import processes
-from collectives.tools import environment, reference
+from collectives.tools import environment, oracle
 from collectives.tools.environment import Line
 from collectives.transport.mpi import MpiTransport
 
@@ -173,14 +173,14 @@ def _cases(operation: str, size: int) -> Iterator[_Case]:
     if operation == "barrier":
         yield from (_Case(operation, None, "", 0, name) for name in ("auto", *others))
         return
-    for name, dtype in reference.DTYPES.items():
-        ops = reference.ops(operation, dtype)
+    for name, dtype in oracle.DTYPES.items():
+        ops = oracle.ops(operation, dtype)
         for op in ops:
             for count in SMALL_COUNTS:
                 yield _Case(operation, op, name, count, "auto")
         yield _Case(operation, ops[0], name, LARGE_BYTES // dtype.itemsize, "auto")
     for algorithm in others:
-        op = reference.ops(operation, np.dtype(np.float32))[0]
+        op = oracle.ops(operation, np.dtype(np.float32))[0]
         for count in (37, LARGE_BYTES // 4):
             yield _Case(operation, op, "float32", count, algorithm)
 
@@ -190,15 +190,15 @@ def _try(comm: Communicator, case: _Case) -> str | None:
     if case.operation == "barrier":
         comm.barrier(algorithm=case.algorithm)
         return None
-    dtype = reference.DTYPES[case.dtype]
+    dtype = oracle.DTYPES[case.dtype]
     inputs = [
-        reference.contribution(r, comm.size, reference.rows_of(case.operation, r, case.size), dtype)
+        oracle.contribution(r, comm.size, oracle.rows_of(case.operation, r, case.size), dtype)
         for r in range(comm.size)
     ]
     root = comm.size - 1
-    how = reference.options(case.operation, case.op, root)
+    how = oracle.options(case.operation, case.op, root)
     call = getattr(comm, case.operation)
     got = call(inputs[comm.rank], algorithm=case.algorithm, **how)
     if got is not None and got.dtype != dtype:
         return f"dtype {got.dtype} instead of {dtype}"
-    return reference.wrong(got, reference.result(case.operation, case.op, inputs, comm.rank, root))
+    return oracle.wrong(got, oracle.result(case.operation, case.op, inputs, comm.rank, root))

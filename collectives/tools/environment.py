@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives.arrays.reduction import SUM
 from collectives.communicator import Communicator
-from collectives.errors import CollectiveError, some
+from collectives.core.errors import CollectiveError, some
 from collectives.tools import info
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from collectives import links, tuned
+from collectives.core import links, tuning_file
 from collectives.algorithms import selection
-from collectives.algorithms.layout import Layout
-from collectives.node import ways
-from collectives.operations import compare
-from collectives.settings import Settings, Stores
-from collectives.tools import units
+from collectives.algorithms.cost_model import Layout
+from collectives.node import kernel_selection
+from collectives.calls import signature_check
+from collectives.core.settings import Settings, Stores
+from collectives.tools import byte_sizes
 
 __all__ = ["Point", "Question", "curve", "doubled", "drawn", "picked", "rests_on", "table"]
 
@@ -52,7 +52,7 @@ class Question(NamedTuple):
     def __str__(self) -> str:
         if self.operation == "barrier":
             return self.operation
-        return f"{self.operation}, {units.size_text(self.nbytes)} bytes"
+        return f"{self.operation}, {byte_sizes.size_text(self.nbytes)} bytes"
 
 
 def table(question: Question, layout: Layout, known: links.Links, stores: Stores = "auto") -> str:
@@ -81,7 +81,7 @@ def table(question: Question, layout: Layout, known: links.Links, stores: Stores
     if auto == "node":
         rows += [*_handed_over(question, layout.size), _STORED[stores]]
     elif layout.size > 1:
-        compared = 1e3 * compare.seconds(0, layout)
+        compared = 1e3 * signature_check.seconds(0, layout)
         rows.append(f"{'comparison':<14}{compared:12.4f}  of the call, before any of these")
     if auto == "together":
         most = _most_together(question.operation, layout)
@@ -96,17 +96,17 @@ def _handed_over(question: Question, ranks: int) -> list[str]:
     """Say in which kind of call private arrays are reduced for all ranks of a node."""
     if question.operation != "allreduce":
         return []
-    kinds = [ways.way(question.nbytes, ranks, halves=halves) for halves in (False, True)]
+    kinds = [kernel_selection.way(question.nbytes, ranks, halves=halves) for halves in (False, True)]
     said = f"Private arrays go in {_WAYS[kinds[0]]}"
     return [said + ("." if kinds[0] == kinds[1] else f", 16-bit floats in {_WAYS[kinds[1]]}.")]
 
 
 def rests_on(configuration: Settings, known: links.Links) -> str:
     """Say how the links of a file were measured, and that the rest follows from them."""
-    file = tuned.path(configuration)
+    file = tuning_file.path(configuration)
     if file is None or not any(str(file) in source for source in known.sources):
         return "The links are defaults or settings; `tune` measures those of a cluster."
-    facts = tuned.facts(file)
+    facts = tuning_file.facts(file)
     ranks, nodes, when = (facts.get(name, "?") for name in ("ranks", "nodes", "when"))
     return (
         f"The links of the file were measured with {ranks} ranks on {nodes} nodes, {when}; what "
@@ -175,12 +175,12 @@ def picked(question: Question, layout: Layout) -> tuple[str, float]:
     if auto == "node" or layout.size == 1:
         return auto, seconds
     if question.nbytes <= _most_together(question.operation, layout):
-        return "together", compare.seconds(question.nbytes, layout)
-    return auto, compare.seconds(0, layout) + layout.call + seconds
+        return "together", signature_check.seconds(question.nbytes, layout)
+    return auto, signature_check.seconds(0, layout) + layout.call + seconds
 
 
 def _most_together(operation: str, layout: Layout) -> int:
     """Return how many bytes travel with the comparison; -1 where the operation never does."""
     if operation == "allreduce":
-        return compare.most(layout)
-    return compare.CARRIED_BYTES if operation in _TOGETHER else -1
+        return signature_check.most(layout)
+    return signature_check.CARRIED_BYTES if operation in _TOGETHER else -1

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from collectives import links
+from collectives.core import links
 from collectives.communicator import Communicator
 from collectives.launch import open_mpi, processes
-from collectives.operations import settle
-from collectives.settings import Settings
-from collectives.transport.waiting import named
-from collectives.version import __version__
+from collectives.calls import shared_settings
+from collectives.core.settings import Settings
+from collectives.transport.backoff import named
+from collectives.core.version import __version__
 
 __all__ = [
     "gather_facts", "library_name", "machine", "stores", "table", "thread_level", "versions",
@@ -55,7 +55,7 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
         "mpi_library": processes.library(),
         "mpi_standard": ".".join(map(str, MPI.Get_version())),
         "thread_level": thread_level(),
-        "cuda_aware": settle.library_takes_device_memory(),
+        "cuda_aware": shared_settings.library_takes_device_memory(),
         "device_arrays": _route(comm.settings),
         "fault_tolerance": open_mpi.is_fault_tolerant(),
         "mpi_settings": mpi_set,

@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives import topology
-from collectives.algorithms import doubling, letters, ring, selection, tree
+from collectives.core import topology
+from collectives.algorithms import recursive_doubling, eager, ring, selection, tree
 from collectives.arrays import reduction
-from collectives.arrays.host import address
+from collectives.arrays.host_arrays import address
 from collectives.arrays.reduction import MAX
 from collectives.communicator import Communicator
-from collectives.links import Link
-from collectives.node import ways
+from collectives.core.links import Link
+from collectives.node import kernel_selection
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline, Transport
 
@@ -113,7 +113,7 @@ class Clock:
         for _ in range(batch):
             case.call(deadline)
         spent = np.array([(time.perf_counter() - began) / batch / case.steps])
-        doubling.allreduce(self.transport, spent, reduction.MAX, deadline)
+        recursive_doubling.allreduce(self.transport, spent, reduction.MAX, deadline)
         return float(spent[0])
 
 
@@ -193,7 +193,7 @@ def _call(clock: Clock, seconds: float) -> float:
     cases = {
         "whole": Case(lambda deadline: comm.allreduce(data, **how)),
         "comparison": Case(_exchange(transport)),
-        "algorithm": Case(lambda deadline: doubling.allreduce(transport, data, MAX, deadline)),
+        "algorithm": Case(lambda deadline: recursive_doubling.allreduce(transport, data, MAX, deadline)),
     }
     whole, *parts = clock.times(cases, seconds).values()
     return max(0.0, whole - sum(parts))
@@ -229,13 +229,13 @@ def _exchange(ranks: Transport | None) -> Call:
         return _nothing
     data = np.zeros(1)
     if ranks.in_c is None:
-        return lambda deadline: doubling.allreduce(ranks, data, reduction.MAX, deadline)
-    small = letters.Letters(ranks, data.nbytes)
-    block = letters.Block(small, data.dtype, data.size, reduction.MAX, fill=True)
+        return lambda deadline: recursive_doubling.allreduce(ranks, data, reduction.MAX, deadline)
+    small = eager.Letters(ranks, data.nbytes)
+    block = eager.Block(small, data.dtype, data.size, reduction.MAX, fill=True)
 
     def exchange(deadline: Deadline) -> None:
-        block.words[letters.HASH], block.words[letters.INVERSE] = 0, ~0
-        block.words[letters.SEND] = block.words[letters.OUT] = address(data)
+        block.words[eager.HASH], block.words[eager.INVERSE] = 0, ~0
+        block.words[eager.SEND] = block.words[eager.OUT] = address(data)
         small.exchange(block, deadline)
 
     return exchange
@@ -260,7 +260,7 @@ def _shared(clock: Clock, seconds: float) -> Link | None:
     ranks = int(comm.allreduce(comm.local_size, op=MAX))
     per_call, per_byte = Link(1.0, 0.0, 0.0), Link(0.0, 1.0, 1.0)
     factors = [
-        [ways.reduce_seconds(nbytes, ranks, unit) for unit in (per_call, per_byte)]
+        [kernel_selection.reduce_seconds(nbytes, ranks, unit) for unit in (per_call, per_byte)]
         for nbytes in SIZES
     ]
     alpha, beta = fitted(factors, times)

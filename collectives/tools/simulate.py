@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from collectives import links
+from collectives.core import links
 from collectives.algorithms import selection
-from collectives.algorithms.layout import Layout
-from collectives.errors import PeerFailure
-from collectives.operations import compare
+from collectives.algorithms.cost_model import Layout
+from collectives.core.errors import PeerFailure
+from collectives.calls import signature_check
 from collectives.simulation import calls
 from collectives.simulation.clock import Stopped
 from collectives.simulation.cluster import Cluster
@@ -84,8 +84,8 @@ def rows(question: Question, cluster: Cluster, within: float) -> list[Row]:
     auto, _ = explain.picked(question, layout)
     for name, carried in ((_COMPARISON, 0), (_TOGETHER, nbytes)):
         if name in (_COMPARISON, auto):
-            run = partial(calls.together, carried, cluster, by_nodes=compare.by_nodes(layout))
-            found.append(_row(name, compare.seconds(carried, layout), run, within))
+            run = partial(calls.together, carried, cluster, by_nodes=signature_check.by_nodes(layout))
+            found.append(_row(name, signature_check.seconds(carried, layout), run, within))
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collectives import links
+from collectives.core import links
 
 if TYPE_CHECKING:
     from collectives.simulation.cluster import Cluster
@@ -179,9 +179,9 @@ def _cluster(options: argparse.Namespace, known: links.Links) -> Cluster:
 
 def _sizes(option: str, text: str) -> list[int]:
     """Read sizes of arrays of float32."""
-    from collectives.tools import units
+    from collectives.tools import byte_sizes
 
-    found = units.sizes(text)
+    found = byte_sizes.sizes(text)
     for nbytes in found:
         if not 4 <= nbytes <= _MOST_BYTES:
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from collectives.operations import compare
+from collectives.calls import signature_check
 from collectives.simulation import calls, training
 from collectives.simulation.clock import Stopped
 from collectives.simulation.cluster import Cluster
@@ -134,7 +134,7 @@ def _seconds(nbytes: int, cluster: Cluster, within: float) -> tuple[float, bool]
     pick, estimated = explain.picked(explain.Question("allreduce", nbytes), layout)
     if pick == "node":
         return estimated, True
-    together = partial(calls.together, cluster=cluster, by_nodes=compare.by_nodes(layout))
+    together = partial(calls.together, cluster=cluster, by_nodes=signature_check.by_nodes(layout))
     try:
         if pick == "together":
             return together(nbytes, within=within), True

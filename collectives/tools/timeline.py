@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from collectives.operations.watch import KINDS
-from collectives.timeline import FIRST_LINE, LAST_LINE
+from collectives.tracing.timeline_events import KINDS
+from collectives.tracing.timeline import FIRST_LINE, LAST_LINE
 from collectives.tools import plot, timeline_plot
 from collectives.tools.timeline_files import Call, Rank, Ranks, events, read
 

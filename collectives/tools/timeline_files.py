@@ -1,7 +1,7 @@
 """What the timelines of ranks say, read from their files, and by which clock.
 
-The files (`collectives.timeline`) have times of their nodes' clocks, and comparisons of these with
-rank 0's (`collectives.operations.timelines`). One comparison gives what to add, two of them also
+The files (`collectives.tracing.timeline`) have times of their nodes' clocks, and comparisons of these with
+rank 0's (`collectives.operations.timeline_control`). One comparison gives what to add, two of them also
 how fast one clock goes by the other. A job that was killed has only the first. So its last calls
 have to serve: no rank leaves an all-reduce before the last one has entered, and a clock by which
 one did is wrong by as much.
@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from collectives.errors import some
-from collectives.operations.watch import KINDS
-from collectives.timeline import FIRST_LINE, LAST_LINE
+from collectives.core.errors import some
+from collectives.tracing.timeline_events import KINDS
+from collectives.tracing.timeline import FIRST_LINE, LAST_LINE
 
 __all__ = ["Call", "Clock", "Rank", "Ranks", "Stretch", "events", "read", "stretches"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from collectives.operations.watch import KINDS
+from collectives.tracing.timeline_events import KINDS
 from collectives.tools import plot
 from collectives.tools.timeline_files import Ranks, stretches
 

@@ -15,12 +15,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives import communicator, links, settings, tuned
+from collectives import communicator; from collectives.core import links, settings, tuning_file
 from collectives.algorithms import selection
-from collectives.algorithms.layout import Layout
+from collectives.algorithms.cost_model import Layout
 from collectives.communicator import Communicator
-from collectives.launch import processes, uncaught
-from collectives.tools import info, measure, units
+from collectives.launch import processes, abort_hook
+from collectives.tools import info, measure, byte_sizes
 
 __all__ = ["Row", "check", "run", "summary"]
 
@@ -60,11 +60,11 @@ def run(out: Path | None = None, seconds: float = SECONDS) -> int:
     """
     chosen = settings.from_environment()
     world = processes.start_mpi(chosen)
-    uncaught.abort_on_exception(world)
+    abort_hook.abort_on_exception(world)
     # What an old file says does not matter here, and may be what is wrong.
     wait = min(chosen.timeout, _MOST_WAIT)
     comm = communicator.from_mpi(world, replace(chosen, tuned="off", timeout=wait))
-    target = comm.broadcast_object(out or tuned.path(chosen))
+    target = comm.broadcast_object(out or tuning_file.path(chosen))
     problem = comm.broadcast_object(_problem(comm, target))
     if problem is None:
         problem = _tune(comm, target, seconds)
@@ -80,7 +80,7 @@ def _problem(comm: Communicator, target: Path | None) -> str | None:
         return "there is one rank, so nothing to measure, expected mpirun -np 2 or more"
     if comm.rank == 0 and target is not None and target.exists():
         try:
-            tuned.read(target)
+            tuning_file.read(target)
         except (OSError, ValueError) as error:
             return str(error)
     return None
@@ -110,7 +110,7 @@ def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None
     problem = None
     if comm.rank == 0 and target is not None:
         try:
-            kept = tuned.read(target) if target.exists() else {}
+            kept = tuning_file.read(target) if target.exists() else {}
             facts = {
                 "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "where": platform.node(),
@@ -118,7 +118,7 @@ def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None
                 "nodes": comm.num_nodes,
                 **info.versions(),
             }
-            tuned.write(target, {**kept, **measured}, facts)
+            tuning_file.write(target, {**kept, **measured}, facts)
             print(f"kept in {target}", flush=True)
         except (OSError, ValueError) as error:
             problem = f"cannot keep it: {error}"
@@ -187,7 +187,7 @@ _HEADING = (
 
 
 def _line(row: Row, group: Sequence[Row]) -> str:
-    size = units.size_text(row.nbytes)
+    size = byte_sizes.size_text(row.nbytes)
     start = f"{row.operation:<16}{size:>6}  {row.algorithm:<14}"
     if row.predicted is None:
         return f"{start}{'-':>13}{1e3 * row.measured:13.4f}"

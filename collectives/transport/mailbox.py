@@ -10,11 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from collectives.arrays.host import Array
-from collectives.errors import CollectiveError, PeerFailure
+from collectives.arrays.host_arrays import Array
+from collectives.core.errors import CollectiveError, PeerFailure
 from collectives.transport import liveness
-from collectives.transport.messages import Endpoint, MpiMessage, is_death
-from collectives.transport.waiting import Message, Ranks
+from collectives.transport.mpi_messages import Endpoint, MpiMessage, is_death
+from collectives.transport.backoff import Message, Ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from collectives.arrays.host import Array
-from collectives.errors import CollectiveError, LaunchError, MismatchError, PeerFailure
-from collectives.transport import liveness, survivors, waiting, whereabouts
+from collectives.arrays.host_arrays import Array
+from collectives.core.errors import CollectiveError, LaunchError, MismatchError, PeerFailure
+from collectives.transport import liveness, ulfm, backoff, failure_detector
 from collectives.transport.mailbox import MpiMailbox
-from collectives.transport.messages import Endpoint, MpiMessage, is_death
+from collectives.transport.mpi_messages import Endpoint, MpiMessage, is_death
 from collectives.transport.transport import InC, Transport
-from collectives.transport.waiting import Deadline, Message, Wait, this_thread
+from collectives.transport.backoff import Deadline, Message, Wait, this_thread
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -68,7 +68,7 @@ class MpiTransport(Transport):
         self.size = self.mpi.Get_size()
         self.status: MPI.Status | None = MPI.Status()
         # Of the messages by which ranks tell each other where they are.
-        self._key = whereabouts.next_key(lambda own: self._largest(own, parent or self.mpi))
+        self._key = failure_detector.next_key(lambda own: self._largest(own, parent or self.mpi))
         self._tag = _TAG
         self._meetings = 0  # before agreements
         # Whether threads of ours may call MPI while others do.
@@ -166,21 +166,21 @@ class MpiTransport(Transport):
         """Make a transport over MPI for the ranks that live."""
         numbers = self._numbers
         self.revoke()
-        survivors.meet(self, self.mpi, numbers, self._key, deadline)
+        ulfm.meet(self, self.mpi, numbers, self._key, deadline)
         try:
-            return survivors.form(self.mpi, MpiTransport)
+            return ulfm.form(self.mpi, MpiTransport)
         except NotImplementedError as error:
             raise LaunchError(f"{deadline.operation}: this MPI cannot do that: {error}") from error
 
     def agree(self, flag: bool, deadline: Deadline) -> bool:
         """Tell whether all say yes, and none is dead."""
         self._meetings += 1
-        met = survivors.meet(self, self.mpi, self._numbers, self._key, deadline, self._meetings)
-        return met and survivors.agree(self.mpi, flag)
+        met = ulfm.meet(self, self.mpi, self._numbers, self._key, deadline, self._meetings)
+        return met and ulfm.agree(self.mpi, flag)
 
     def revoke(self) -> None:
         """Let all ranks leave their operations, where MPI can do that."""
-        survivors.revoke(self.mpi)
+        ulfm.revoke(self.mpi)
 
     def lane(self, number: int | None = None) -> MpiTransport:
         """Return messages over the same communicator with another tag."""
@@ -229,10 +229,10 @@ class MpiTransport(Transport):
             coming = self.mpi.Iallreduce(MPI.IN_PLACE, largest, MPI.MAX)
             self.endpoint.kept.append((coming, largest))
             while not coming.Test():
-                if wait.pause() and survivors.is_revoked(parent):
+                if wait.pause() and ulfm.is_revoked(parent):
                     raise MPI.Exception(MPI.ERR_REVOKED)
         except MPI.Exception:
-            survivors.revoke(parent)
+            ulfm.revoke(parent)
             raise
         self.endpoint.kept.clear()
         return int(largest[0])
@@ -247,8 +247,8 @@ class MpiTransport(Transport):
             raise self._explain(error, operation) from error
         if dead := self.endpoint.dead():
             raise self._peer_failure(operation, dead)
-        if whereabouts.current is not None:
-            news = whereabouts.current.look(self._key, [self._numbers[rank] for rank in peers])
+        if failure_detector.current is not None:
+            news = failure_detector.current.look(self._key, [self._numbers[rank] for rank in peers])
             if news is not None:
                 raise PeerFailure(
                     f"{operation}: {self._named([news.rank])} {news.text} ({self.where})"
@@ -256,12 +256,12 @@ class MpiTransport(Transport):
 
     def pass_on(self, rank: int, how: str) -> None:
         """Tell those who ask that this rank fails, since another one has left."""
-        if whereabouts.current is not None and self._may_call_mpi:
-            whereabouts.current.fail(self._key, self._numbers[rank], how)
+        if failure_detector.current is not None and self._may_call_mpi:
+            failure_detector.current.fail(self._key, self._numbers[rank], how)
 
     def culprit(self, pending: Sequence[Message]) -> str | None:
         """Follow the ranks that wait for each other to the one that waits for nobody."""
-        asked = whereabouts.current
+        asked = failure_detector.current
         if asked is None or not self._may_call_mpi:
             return None
         due = dict.fromkeys(rank for message in pending for rank in message.peers)
@@ -299,7 +299,7 @@ class MpiTransport(Transport):
             return error
         if is_death(error):
             # The news that somebody died may come before the news who.
-            waiting.until(self._knows_who_died, _NAME_WITHIN, _ASK_EVERY)
+            backoff.until(self._knows_who_died, _NAME_WITHIN, _ASK_EVERY)
             return self._peer_failure(operation, self.endpoint.dead())
         where = f"({self.where})"
         if error.Get_error_class() == MPI.ERR_TRUNCATE:

@@ -15,19 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.arrays import device
-from collectives.arrays.host import Array
-from collectives.errors import LaunchError
+from collectives.arrays.host_arrays import Array
+from collectives.core.errors import LaunchError
 from collectives.transport.mailbox import Mailbox
-from collectives.transport.waiting import (
-    POLLS,
-    Deadline,
-    Known,
-    Message,
-    Ranks,
-    Wait,
-    named,
-    this_thread,
-)
+from collectives.transport.backoff import POLLS, Deadline, Known, Message, Ranks, Wait, named, this_thread
 
 __all__ = ["Deadline", "InC", "Message", "Transport", "named", "this_thread"]
 

@@ -1,4 +1,4 @@
-"""Algorithms step by step, drawn from the schedules that they follow (`collectives.topology`).
+"""Algorithms step by step, drawn from the schedules that they follow (`collectives.core.topology`).
 
 Every rank has a row of chunks, and in each chunk the ranks whose numbers it has added up so far.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from canvas import Canvas
-from collectives import topology
+from collectives.core import topology
 
 _CHUNK, _ROW, _LEFT, _TOP, _GAP = 40, 74, 148, 84, 20  # pixels
 

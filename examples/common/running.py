@@ -17,7 +17,7 @@ def report(
     from mpi4py import MPI
 
     picture = metrics.with_name("loss.png")
-    strategies.training.loss_curve(metrics, picture)
+    strategies.session.loss_curve(metrics, picture)
     library = MPI.Get_library_version().split(",")[0].strip("\0\n ")
     ranks, nodes = _count(comm.size, "rank"), _count(comm.num_nodes, "node")
     print(f"{ranks} on {nodes}, {library}")

@@ -28,7 +28,7 @@ from strategies.errors import (
     InvalidArgumentError,
     OpError,
 )
-from strategies.remote.attempt import Attempt, Waiting
+from strategies.rpc.operation import Attempt, Waiting
 
 __all__ = ["Accumulation", "Apply", "Take"]
 

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from strategies import sparse, sums
-from strategies.arrays import COMPUTE
+from strategies.core import sparse, gradient_sums
+from strategies.core.array_ops import COMPUTE
 from strategies.errors import InvalidArgumentError
-from strategies.remote.wire import Array
-from strategies.sparse import Rows
+from strategies.rpc.wire import Array
+from strategies.core.sparse import Rows
 
 __all__ = ["Gradient", "Part", "Sum", "checked", "form_of"]
 
@@ -86,7 +86,7 @@ class Sum:
     def __init__(self, first: Array | Rows, weight: float = 1) -> None:
         values = first.values if isinstance(first, Rows) else first
         self._dtype = values.dtype.name
-        self._total: Any = sums.add(None, first, weight)
+        self._total: Any = gradient_sums.add(None, first, weight)
         self._counts: Rows | None = None  # the weight of the gradients that have had each row
         if isinstance(first, Rows):
             counts = np.full(len(values), weight, self._total.values.dtype)
@@ -102,17 +102,17 @@ class Sum:
         if isinstance(gradient, Rows):
             self.absorb(Sum(gradient, weight))
         else:
-            self._total = sums.add(self._total, gradient, weight)
+            self._total = gradient_sums.add(self._total, gradient, weight)
 
     def absorb(self, other: Sum) -> None:
         """Add what another sum holds."""
         if self._counts is None or other._counts is None:
-            self._total = sums.add(self._total, other._total)
+            self._total = gradient_sums.add(self._total, other._total)
             return
         # At once, so that what waits for a take is no longer than the variable.
         with np.errstate(over="ignore", invalid="ignore"):
-            self._total = sums.merged([self._total, other._total])
-        self._counts = sums.merged([self._counts, other._counts])
+            self._total = gradient_sums.merged([self._total, other._total])
+        self._counts = gradient_sums.merged([self._counts, other._counts])
 
     def result(self, *, mean: bool, number: float) -> Array | Rows:
         """Return the sum, or the mean of so many, of each row over the gradients that had it.
@@ -126,6 +126,6 @@ class Sum:
             counts = self._counts.values.reshape(-1, *[1] * (total.values.ndim - 1))
             total = Rows(total.indices, total.values / counts)
         elif mean:
-            total = sums.over(total, number)
-        result: Array | Rows = sums.rounded(total, self._dtype)
+            total = gradient_sums.over(total, number)
+        result: Array | Rows = gradient_sums.rounded(total, self._dtype)
         return result

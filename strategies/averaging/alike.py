@@ -22,9 +22,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 import collectives as cc
-from strategies import agreement, arrays
+from strategies.core import agreement, array_ops
 from strategies.optimizers.base import Optimizer
-from strategies.structures import extra_states, is_module, named_leaves, state_of, value_of
+from strategies.core.pytree import extra_states, is_module, named_leaves, state_of, value_of
 
 __all__ = [
     "ON_PURPOSE",
@@ -169,8 +169,8 @@ def fact_of(kind: Kind, name: str, value: Any) -> Fact:
     Raises:
         TypeError: it is none of these.
     """
-    if arrays.is_array(value):
-        form = f"{name}: {arrays.dtype_name(value)}{_OF_SHAPE}{tuple(value.shape)}"
+    if array_ops.is_array(value):
+        form = f"{name}: {array_ops.dtype_name(value)}{_OF_SHAPE}{tuple(value.shape)}"
         return Fact(kind, form, checksum(value))
     if _is_comparable(value):
         return Fact(kind, f"{name}: {type(value).__name__}", repr(value))
@@ -178,7 +178,7 @@ def fact_of(kind: Kind, name: str, value: Any) -> Fact:
 
 
 def _is_comparable(value: Any) -> bool:
-    return arrays.is_array(value) or isinstance(value, (numbers.Number, str))
+    return array_ops.is_array(value) or isinstance(value, (numbers.Number, str))
 
 
 def _bytes_as_array(value: Any) -> Any:
@@ -190,7 +190,7 @@ def checksum(array: Any) -> str:
     from google_crc32c import extend  # 6 to 16 GB/s a core, where zlib's CRC-32 makes 3
 
     crc = 0
-    for part in arrays.bits(array):
+    for part in array_ops.bits(array):
         crc = extend(crc, part)
     return f"{crc:08x}"
 

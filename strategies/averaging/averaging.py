@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies import arrays
-from strategies.agreement import raise_everywhere
+from strategies.core import array_ops
+from strategies.core.agreement import raise_everywhere
 from strategies.averaging import alike
 from strategies.averaging.alike import Fact
 from strategies.averaging.bucketed import Bucketed
@@ -30,7 +30,7 @@ from strategies.averaging.rule import OPERATION, Rule
 from strategies.averaging.settings import BITS, SettingsChecksum
 from strategies.averaging.status import Exchange, Status
 from strategies.optimizers.clipping import clip_by_global_norm
-from strategies.sparse import Rows
+from strategies.core.sparse import Rows
 
 __all__ = ["Averaging"]
 
@@ -245,7 +245,7 @@ class Averaging:
             return
         # Each rank measures its share, and all join the same shares: the same bits everywhere.
         rank, size = self.comm.rank, self.comm.size
-        flat = [arrays.in_memory_order(g) for g in gradients if g is not None]
+        flat = [array_ops.in_memory_order(g) for g in gradients if g is not None]
         shares = [g[len(g) * rank // size : len(g) * (rank + 1) // size] for g in flat]
         _, norm = clip_by_global_norm(shares, limit, self.comm)
         if limit < norm < math.inf:
@@ -333,7 +333,7 @@ class Averaging:
             indices, values = np.empty(0, np.int64), leaf.like[:0]
         else:
             # In the dtype of all ranks: rows of one index that were added up may be wider.
-            values = arrays.astype(gradient.values * scale, arrays.dtype_name(leaf.like))
+            values = array_ops.astype(gradient.values * scale, array_ops.dtype_name(leaf.like))
             indices = gradient.indices
         found, rows = self.comm.sparse_allreduce(
             indices, values, num_rows=leaf.shape[0], op=self._op

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from strategies import arrays
+from strategies.core import array_ops
 from strategies.averaging import alike
 from strategies.averaging.alike import Fact
 
@@ -37,7 +37,7 @@ class Leaf(NamedTuple):
         strides = None
         if hasattr(array, "is_contiguous") and not array.is_contiguous():
             strides = tuple(array.stride())
-        return cls(name, tuple(array.shape), arrays.dtype_name(array), strides, array)
+        return cls(name, tuple(array.shape), array_ops.dtype_name(array), strides, array)
 
     @property
     def spec(self) -> LeafSpec:

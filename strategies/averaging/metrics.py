@@ -8,8 +8,8 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 import collectives as cc
-from strategies import agreement
-from strategies.checks import number
+from strategies.core import agreement
+from strategies.core.validation import number
 
 __all__ = ["metric_average"]
 

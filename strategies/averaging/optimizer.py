@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 import collectives as cc
-from strategies import sums
-from strategies.arrays import is_array
+from strategies.core import gradient_sums
+from strategies.core.array_ops import is_array
 from strategies.averaging.alike import Fact, facts_of_optimizer, settings_of
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.leaf import Leaf
@@ -18,7 +18,7 @@ from strategies.averaging.passes import Passes
 from strategies.averaging.rule import Rule
 from strategies.optimizers.pairs import is_variable, refuse_jax, split
 from strategies.replicas import context
-from strategies.sparse import Rows, fitted
+from strategies.core.sparse import Rows, fitted
 
 __all__ = ["ArrayOptimizer", "AveragingOptimizer", "identity", "like_variables"]
 
@@ -186,7 +186,7 @@ def like_variables(pairs: Iterable[Pair]) -> list[Pair]:
     found = []
     for position, (gradient, variable) in enumerate(pairs):
         leaf = _leaf(variable, position)
-        found.append((sums.rounded(_fitting(gradient, leaf), leaf.dtype), variable))
+        found.append((gradient_sums.rounded(_fitting(gradient, leaf), leaf.dtype), variable))
     return found
 
 

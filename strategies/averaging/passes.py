@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from strategies import sums
+from strategies.core import gradient_sums
 
 __all__ = ["Contribution", "Passes"]
 
@@ -69,10 +69,10 @@ class Passes:
             if not alone and self._error is None:
                 weight = 1 if examples is None else examples
                 known = self._sums or [None] * len(gradients)
-                self._sums = [sums.add(s, g, weight) for s, g in zip(known, gradients, strict=True)]
+                self._sums = [gradient_sums.add(s, g, weight) for s, g in zip(known, gradients, strict=True)]
             self._examples = None if examples is None else (self._examples or 0) + examples
             # Sums over examples would not fit a bucket of 16 bits, means do.
-            means = [sums.over(s, self._examples or 1) for s in self._sums] if complete else []
+            means = [gradient_sums.over(s, self._examples or 1) for s in self._sums] if complete else []
         except Exception as caught:
             self._error = self._error or caught
             means = []
@@ -90,7 +90,7 @@ class Passes:
 
     def _check(self, gradients: Sequence[Any], examples: float | None) -> None:
         """Refuse a pass that differs from those before."""
-        sums.check_examples(examples)
+        gradient_sums.check_examples(examples)
         if self.count and (examples is None) != (self._examples is None):
             raise ValueError("apply_gradients: expected examples for all passes or for none")
         if self._sums and len(self._sums) != len(gradients):

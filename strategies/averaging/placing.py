@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from strategies import arrays
+from strategies.core import array_ops
 
 __all__ = ["host", "hosts", "put"]
 
@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 def host(gradient: Any, view: Array) -> Array:
     """See a gradient in host memory, in the dtype of its place."""
-    return arrays.fetched(gradient).astype(view.dtype, casting="same_kind", copy=False)
+    return array_ops.fetched(gradient).astype(view.dtype, casting="same_kind", copy=False)
 
 
 def hosts(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[Any] | None:
@@ -29,7 +29,7 @@ def hosts(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[
     """
     if any(_is_on_device(view) for view in views):
         return [
-            g if g is None else arrays.astype(_constant(g), arrays.dtype_name(view))
+            g if g is None else array_ops.astype(_constant(g), array_ops.dtype_name(view))
             for g, view in zip(gradients, views, strict=True)
         ]
     seen: list[Any] = []
@@ -42,7 +42,7 @@ def hosts(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[
             seen.append(host(gradient, view))
             idle = False
         else:
-            memory = arrays.host(gradient)
+            memory = array_ops.host(gradient)
             if memory is None or (scale != 1 and memory.itemsize == 2):
                 return None
             seen.append(memory)

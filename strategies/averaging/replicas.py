@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import collectives as cc
-from strategies import arrays, sums
+from strategies.core import array_ops, gradient_sums
 from strategies.averaging.alike import settings_of
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer, like_variables
 from strategies.averaging.rule import Rule
@@ -15,7 +15,7 @@ from strategies.errors import InvalidArgumentError
 from strategies.optimizers.pairs import split
 from strategies.replicas import reductions
 from strategies.replicas.context import ReplicaStrategy
-from strategies.sparse import Rows
+from strategies.core.sparse import Rows
 
 __all__ = ["Gradients", "Optimizers", "combine"]
 
@@ -39,12 +39,12 @@ class Gradients(NamedTuple):
             ValueError: `examples` is negative, infinite or NaN.
             TypeError: something is not a (gradient, variable) pair.
         """
-        sums.check_examples(examples)
+        gradient_sums.check_examples(examples)
         pairs = [split(x, "apply_gradients", i) for i, x in enumerate(grads_and_vars)]
         return cls(pairs, examples)
 
 
-def combine(replicas: Sequence[Gradients], memory: sums.Memory | None = None) -> Gradients:
+def combine(replicas: Sequence[Gradients], memory: gradient_sums.Memory | None = None) -> Gradients:
     """Average the gradients of this process's replicas, weighted by their examples.
 
     A gradient of None counts as zero, unless all replicas have None.
@@ -64,7 +64,7 @@ def combine(replicas: Sequence[Gradients], memory: sums.Memory | None = None) ->
             "apply_gradients: the replicas have different variables, or in another order, got "
             + " and ".join(str([_name(v) for _, v in replica.pairs]) for replica in replicas)
         )
-    weights = sums.weights([replica.examples for replica in replicas], "replicas")
+    weights = gradient_sums.weights([replica.examples for replica in replicas], "replicas")
     pairs = []
     for place, (_, variable) in enumerate(replicas[0].pairs):
         column = [replica.pairs[place][0] for replica in replicas]
@@ -79,7 +79,7 @@ class Optimizers:
         self._strategy = strategy
         # By its id, each with what averages over the ranks before it.
         self._averaging: dict[int, AveragingOptimizer] = {}
-        self._memory = sums.Memory()
+        self._memory = gradient_sums.Memory()
 
     def apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
         """Update the variables once; *collective*, in the cross-replica context."""
@@ -161,7 +161,7 @@ def _check_owner(strategy: ReplicaStrategy, pairs: Sequence[tuple[Any, Any]]) ->
             )
 
 
-def _mean(column: list[Any], weights: list[float], name: str, memory: sums.Memory | None) -> Any:
+def _mean(column: list[Any], weights: list[float], name: str, memory: gradient_sums.Memory | None) -> Any:
     """Average the gradients of one variable."""
     given = [
         g if isinstance(g, Rows) else reductions.as_array(g, "apply_gradients")
@@ -179,11 +179,11 @@ def _mean(column: list[Any], weights: list[float], name: str, memory: sums.Memor
             f"apply_gradients: the replicas' gradients have different shapes, got "
             f"{', '.join(map(str, shapes))} (variable: {name})"
         )
-    dtypes = [arrays.dtype_name(g.values if isinstance(g, Rows) else g) for g in given]
+    dtypes = [array_ops.dtype_name(g.values if isinstance(g, Rows) else g) for g in given]
     given = [_beside(given[0], gradient) for gradient in given]
     counted = [weight for g, weight in zip(column, weights, strict=True) if g is not None]
     out = memory.like(name, given[0]) if memory is not None and shapes else None
-    return sums.mean(
+    return gradient_sums.mean(
         zip(given, counted, strict=True), sum(weights), dtypes[0] if given else "", out
     )
 
@@ -191,8 +191,8 @@ def _mean(column: list[Any], weights: list[float], name: str, memory: sums.Memor
 def _beside(first: Any, gradient: Any) -> Any:
     """Bring a gradient to the device of another one."""
     if isinstance(gradient, Rows):
-        return Rows(gradient.indices, arrays.near(first.values, gradient.values))
-    return arrays.near(first, gradient)
+        return Rows(gradient.indices, array_ops.near(first.values, gradient.values))
+    return array_ops.near(first, gradient)
 
 
 def _name(variable: Any) -> str:

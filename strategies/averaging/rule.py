@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 
 import collectives as cc
 from strategies.averaging.alike import Compare
-from strategies.checks import choice, integer
+from strategies.core.validation import choice, integer
 
 __all__ = ["OPERATION", "Early", "Rule"]
 

@@ -12,7 +12,7 @@ import collectives as cc
 from strategies.averaging.passes import Contribution
 from strategies.averaging.rule import Rule
 from strategies.averaging.settings import BITS
-from strategies.sparse import Rows
+from strategies.core.sparse import Rows
 
 __all__ = ["Exchange", "Status"]
 

@@ -18,13 +18,7 @@ from strategies.cluster.resolvers import (
     UnionResolver,
 )
 from strategies.cluster.scopes import current_device, device
-from strategies.cluster.setter import (
-    GreedyLoadBalancing,
-    RandomChoice,
-    RoundRobin,
-    byte_size,
-    replica_device_setter,
-)
+from strategies.cluster.device_setter import GreedyLoadBalancing, RandomChoice, RoundRobin, byte_size, replica_device_setter
 from strategies.cluster.slurm import SlurmClusterResolver
 from strategies.cluster.spec import ClusterSpec
 

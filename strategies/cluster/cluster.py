@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import collectives as cc
-from strategies import agreement
-from strategies.checks import integer
+from strategies.core import agreement
+from strategies.core.validation import integer
 from strategies.cluster import gpus, resolvers
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.placement import Placer, devices_of
 from strategies.cluster.resolvers import ClusterResolver, TPUClusterResolver
 from strategies.cluster.scopes import Placeable
 from strategies.cluster.spec import ClusterSpec
-from strategies.ranks import Ranks
+from strategies.core.process_group import Ranks
 
 __all__ = ["Cluster"]
 

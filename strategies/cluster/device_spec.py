@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from strategies.checks import integer
+from strategies.core.validation import integer
 
 __all__ = ["DeviceSpec"]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from strategies.arrays import on_several_devices, shards
+from strategies.core.array_ops import on_several_devices, shards
 from strategies.cluster.device_spec import DeviceSpec
 
 __all__ = ["CPU", "devices", "finish", "of_jax", "parse_devices", "put", "put_jax", "selected"]

@@ -16,7 +16,7 @@ import collectives as cc
 from strategies.cluster import gpus
 from strategies.cluster.resolvers import ClusterResolver, with_scheme
 from strategies.cluster.spec import ClusterSpec
-from strategies.ranks import Ranks
+from strategies.core.process_group import Ranks
 
 __all__ = ["SlurmClusterResolver", "expand_hostlist", "expand_tasks_per_node"]
 

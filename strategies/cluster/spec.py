@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import collectives as cc
-from strategies.checks import integer
+from strategies.core.validation import integer
 
 __all__ = ["ClusterSpec"]
 

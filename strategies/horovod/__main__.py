@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 
-from strategies import programs
+from strategies.core import run_program
 from strategies.horovod import aliases
 
 if __name__ == "__main__":
-    sys.exit(programs.run(sys.argv[1:], __doc__, aliases.install))
+    sys.exit(run_program.run(sys.argv[1:], __doc__, aliases.install))

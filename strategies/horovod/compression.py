@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import collectives as cc
-from strategies import arrays
+from strategies.core import array_ops
 
 __all__ = ["Compression", "Compressor"]
 
@@ -24,14 +24,14 @@ class Compressor:
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Return what travels, and what `decompress` needs; integers as they are."""
-        own = arrays.dtype_name(tensor)
-        if self._dtype is None or own not in arrays.COMPUTE:
+        own = array_ops.dtype_name(tensor)
+        if self._dtype is None or own not in array_ops.COMPUTE:
             return tensor, None
-        return arrays.astype(tensor, self._dtype), own
+        return array_ops.astype(tensor, self._dtype), own
 
     def decompress(self, tensor: Any, context: Any) -> Any:
         """Return the result in the dtype that was given."""
-        return tensor if context is None else arrays.astype(tensor, context)
+        return tensor if context is None else array_ops.astype(tensor, context)
 
 
 class Compression:

@@ -1,6 +1,6 @@
 """Horovod's names for jobs whose ranks may die: `hvd.elastic.run`, states and a sampler.
 
-They stand on `strategies.training.run_elastic` and `State`, and work where these do: in a job that
+They stand on `strategies.elastic.run_elastic` and `State`, and work where these do: in a job that
 outlives its ranks, Open MPI >= 5 under `mpirun --with-ft ulfm`. No rank comes in from outside, so
 that nothing asks hosts; ranks above `max_np` are spare, and train in the place of dead ones. In
 any other job a rank that dies ends it, and `run` is only a call.
@@ -18,12 +18,12 @@ import numpy as np
 
 import collectives as cc
 from strategies import training
-from strategies.agreement import first_difference
-from strategies.checks import integer
+from strategies.core.agreement import first_difference
+from strategies.core.validation import integer
 from strategies.errors import InvalidArgumentError
 from strategies.horovod import objects, sessions
 from strategies.horovod.process_sets import global_process_set
-from strategies.structures import is_module
+from strategies.core.pytree import is_module
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
@@ -44,7 +44,7 @@ class State:
     after `init`.
 
     Args:
-        things: by name; what `strategies.training.State` takes.
+        things: by name; what `strategies.elastic.State` takes.
     """
 
     def __init__(self, **things: Any) -> None:

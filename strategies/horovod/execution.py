@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import collectives as cc
-from strategies import arrays
+from strategies.core import array_ops
 from strategies.horovod.words import Description, Key
 
 __all__ = ["WITHOUT_JOINED", "Pending", "Work", "carry_out"]
@@ -223,9 +223,9 @@ def _is_integer(dtype: str) -> bool:
 
 def _summable(x: Any, description: Description) -> Any:
     """Widen integers of which a mean is asked for, so that their sum fits."""
-    if description.op != "MEAN" or not _is_integer(arrays.dtype_name(x)):
+    if description.op != "MEAN" or not _is_integer(array_ops.dtype_name(x)):
         return x
-    host = arrays.host(x)
+    host = array_ops.host(x)
     whole = np.asarray(x.cpu() if host is None else host)
     return whole if whole.dtype.itemsize == 8 else whole.astype(np.int64)
 
@@ -239,7 +239,7 @@ def _mean(result: Any, work: Work, index: int) -> Any:
     if _is_integer(dtype):
         rounded = np.sign(result) * (np.abs(result) // present)  # towards zero
         own = work.arrays()[index]
-        return arrays.beside(own, np.asarray(rounded, dtype))
+        return array_ops.beside(own, np.asarray(rounded, dtype))
     return result if not work.absent else result * (work.comm.size / present)
 
 

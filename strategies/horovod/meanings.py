@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import collectives as cc
-from strategies import arrays
+from strategies.core import array_ops
 from strategies.horovod.compression import Compression, Compressor
 from strategies.horovod.process_sets import Bound
 from strategies.horovod.words import Description
@@ -62,21 +62,21 @@ _DTYPES = frozenset(
 
 def _array(x: Any) -> Any:
     """Return what `arrays` knows: numbers and lists become NumPy arrays, tensors lose autograd."""
-    if not arrays.is_array(x):
+    if not array_ops.is_array(x):
         x = np.asarray(x)
-    if arrays.dtype_name(x) not in _DTYPES:
-        raise TypeError(f"expected an array of numbers, got one of {arrays.dtype_name(x)}")
+    if array_ops.dtype_name(x) not in _DTYPES:
+        raise TypeError(f"expected an array of numbers, got one of {array_ops.dtype_name(x)}")
     if getattr(x, "is_sparse", False):
         raise TypeError("expected a dense tensor, got a sparse one; see sparse_allreduce_async")
     return x.detach() if hasattr(x, "detach") else x
 
 
 def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
-    return arrays.dtype_name(x), tuple(x.shape)
+    return array_ops.dtype_name(x), tuple(x.shape)
 
 
 def _row(x: Any) -> tuple[str, tuple[int, ...]]:
-    return arrays.dtype_name(x), tuple(x.shape[1:])
+    return array_ops.dtype_name(x), tuple(x.shape[1:])
 
 
 def reduction(
@@ -141,12 +141,12 @@ def _reducing(operation: str, op: Any, sent: _Sent) -> Call:
             f"{operation}: Adasum is not supported, expected Average, Sum, Min, Max or Product"
         )
     if sent.in_place and any(
-        not arrays.is_array(x) or hasattr(x, "at") for x in sent.tensors
+        not array_ops.is_array(x) or hasattr(x, "at") for x in sent.tensors
     ):  # numbers, or arrays of JAX
         raise TypeError(f"{operation}: expected arrays that can be changed in place")
     given = [_array(x) for x in sent.tensors]
     for x in given:
-        _check(operation, op, arrays.dtype_name(x))
+        _check(operation, op, array_ops.dtype_name(x))
     pairs = [sent.compression.compress(x) for x in given]
     before, after = (float(factor) for factor in sent.factors)
     small = [scaled(x, before) for x, _ in pairs]
@@ -181,14 +181,14 @@ def _check(operation: str, op: Any, dtype: str) -> None:
 
 def scaled(x: Any, factor: float) -> Any:
     """Multiply an array: integers rounded towards zero, 16-bit floats once at the end."""
-    dtype = arrays.dtype_name(x)
+    dtype = array_ops.dtype_name(x)
     if factor == 1:
         return x
     if "int" in dtype or dtype == "bool":
-        host = arrays.host(x)
+        host = array_ops.host(x)
         whole = np.asarray(x.cpu() if host is None else host).astype(np.float64) * factor
-        return arrays.beside(x, np.trunc(whole).astype(dtype))
-    return arrays.astype(arrays.wide(x) * factor, dtype)
+        return array_ops.beside(x, np.trunc(whole).astype(dtype))
+    return array_ops.astype(array_ops.wide(x) * factor, dtype)
 
 
 def joining(tensors: Sequence[Any], *, one: bool = False) -> Callable[[Bound], Call]:
@@ -211,7 +211,7 @@ def sending(tensor: Any, root: int, *, in_place: bool = False) -> Callable[[Boun
             raise ValueError(
                 f"broadcast: no such root_rank, expected one of {bound.ranks}, got {root}"
             )
-        if in_place and (not arrays.is_array(tensor) or hasattr(tensor, "at")):
+        if in_place and (not array_ops.is_array(tensor) or hasattr(tensor, "at")):
             raise TypeError(
                 f"broadcast: expected an array to change in place, got {type(tensor).__name__}"
             )
@@ -246,7 +246,7 @@ def exchange(tensor: Any, splits: Any) -> Callable[[Bound], Call]:
                 )
 
         def finish(results: Sequence[Any]) -> Any:
-            received = arrays.beside(given, np.asarray(results[1], np.int32))
+            received = array_ops.beside(given, np.asarray(results[1], np.int32))
             return results[0] if splits is None else (results[0], received)
 
         return Call(Description("alltoall", (_row(given),)), [given], finish, splits=shares)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from strategies import distributed_optimizer
-from strategies.checks import integer
+from strategies.core.validation import integer
 from strategies.horovod.compression import Compression, Compressor
 from strategies.horovod.operations import Adasum, Average
 from strategies.horovod.process_sets import ProcessSet, global_process_set

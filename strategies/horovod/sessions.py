@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import collectives as cc
-from strategies import agreement
+from strategies.core import agreement
 from strategies.horovod.engine import Engine
 from strategies.horovod.process_sets import (
     NOT_INITIALIZED,

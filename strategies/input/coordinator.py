@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from strategies.errors import OutOfRangeError
-from strategies.remote.limits import chosen
+from strategies.rpc.wait_limits import chosen
 
 __all__ = ["Coordinator", "LooperThread"]
 

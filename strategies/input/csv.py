@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from strategies.checks import choice
+from strategies.core.validation import choice
 from strategies.errors import InvalidArgumentError
 from strategies.input.csv_exact import CONVERTERS, Column, Format, Misfit, decode
 from strategies.input.reader import Damage

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import IO, Any, Literal, NamedTuple, TypeAlias, cast
 
 from strategies.errors import DataLossError, InvalidArgumentError, NotFoundError, UnknownError
-from strategies.urls import fsspec, is_url
+from strategies.core.urls import fsspec, is_url
 
 __all__ = [
     "Compression",

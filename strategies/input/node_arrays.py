@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import collectives as cc
-from strategies.ranks import Ranks
-from strategies.remote.wire import is_numeric
-from strategies.structures import leaves, map_leaves
+from strategies.core.process_group import Ranks
+from strategies.rpc.wire import is_numeric
+from strategies.core.pytree import leaves, map_leaves
 
 __all__ = ["once_per_node"]
 

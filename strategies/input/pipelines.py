@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypedDict
 import numpy as np
 
 import collectives as cc
-from strategies.checks import integer
+from strategies.core.validation import integer
 from strategies.errors import FailedPreconditionError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
 from strategies.input.resuming import Counted, ShardedRows, batches_of_rank

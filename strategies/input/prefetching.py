@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from strategies.checks import integer
+from strategies.core.validation import integer
 
 __all__ = ["Prefetch", "prefetch"]
 

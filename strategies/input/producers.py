@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 import numpy as np
 
 import collectives as cc
-from strategies.checks import integer
+from strategies.core.validation import integer
 from strategies.errors import OutOfRangeError
 from strategies.input.node_arrays import once_per_node
 from strategies.input.runners import QueueRunner
@@ -22,8 +22,8 @@ from strategies.queues.files import shared_range
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.store import Array
 from strategies.queues.values import dtype_of
-from strategies.ranks import Ranks
-from strategies.remote.service import Service
+from strategies.core.process_group import Ranks
+from strategies.rpc.service import Service
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

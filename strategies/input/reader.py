@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
-from strategies.checks import choice
+from strategies.core.validation import choice
 from strategies.errors import DataLossError, InvalidArgumentError, OpError
 from strategies.queues.queue import Queue
 

@@ -12,7 +12,7 @@ from strategies.errors import OpError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
 from strategies.queues.kinds import Queue
 from strategies.queues.queue import RunnerStatus
-from strategies.remote.limits import chosen, unlimited
+from strategies.rpc.wait_limits import chosen, unlimited
 
 __all__ = ["QueueRunner", "start_queue_runners"]
 

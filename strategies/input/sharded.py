@@ -29,8 +29,8 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 
 import collectives as cc
-from strategies import agreement
-from strategies.checks import choice, integer
+from strategies.core import agreement
+from strategies.core.validation import choice, integer
 from strategies.errors import InvalidArgumentError
 
 __all__ = ["Policy", "ShardedInput", "merge_positions", "state_fact"]

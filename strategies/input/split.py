@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from strategies.structures import leaves, map_leaves
+from strategies.core.pytree import leaves, map_leaves
 
 __all__ = ["cut", "cycle_sizes", "even_sizes", "has_rows", "is_column", "rows_of"]
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from strategies.checks import integer
+from strategies.core.validation import integer
 from strategies.errors import CancelledError, OutOfRangeError
 
 if TYPE_CHECKING:

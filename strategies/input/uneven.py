@@ -17,11 +17,11 @@ import array_api_compat
 import numpy as np
 
 import collectives as cc
-from strategies import arrays
-from strategies.agreement import compare, raise_everywhere
-from strategies.checks import choice
+from strategies.core import array_ops
+from strategies.core.agreement import compare, raise_everywhere
+from strategies.core.validation import choice
 from strategies.input.split import has_rows, is_column
-from strategies.structures import map_leaves
+from strategies.core.pytree import map_leaves
 
 __all__ = ["Form", "Uneven", "form_of", "in_step", "like"]
 
@@ -184,7 +184,7 @@ def form_of(array: Any) -> Form:
     shape = tuple(array.shape[1:])
     for library, belongs in _LIBRARIES.items():
         if belongs(array):
-            return Form(library, arrays.dtype_name(array), shape, _device(array, library))
+            return Form(library, array_ops.dtype_name(array), shape, _device(array, library))
     return Form("numpy", np.asarray(array).dtype, shape, "cpu")
 
 

@@ -18,7 +18,7 @@ import optax
 from jax.experimental import io_callback
 
 import collectives as cc
-from strategies.arrays import COMPUTE
+from strategies.core.array_ops import COMPUTE
 from strategies.averaging import alike
 from strategies.averaging.alike import Kind, fact_of
 from strategies.averaging.averaging import Averaging
@@ -26,8 +26,8 @@ from strategies.averaging.leaf import Leaf
 from strategies.averaging.passes import Passes
 from strategies.averaging.rule import OPERATION, Rule
 from strategies.replicas.context import require_one_replica
-from strategies.sparse import Rows
-from strategies.structures import WHOLE
+from strategies.core.sparse import Rows
+from strategies.core.pytree import WHOLE
 
 __all__ = ["AveragingTransformation", "PassesState", "wrap"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from strategies.checks import number
+from strategies.core.validation import number
 from strategies.optimizers import rules
 from strategies.optimizers.base import LearningRate, Optimizer
 from strategies.optimizers.pairs import Pair

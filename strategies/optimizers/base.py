@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import array_api_compat
 import numpy as np
 
-from strategies import arrays
-from strategies.arrays import COMPUTE
-from strategies.checks import number
+from strategies.core import array_ops
+from strategies.core.array_ops import COMPUTE
+from strategies.core.validation import number
 from strategies.optimizers import pairs as gradients
 from strategies.optimizers import state
 from strategies.optimizers.pairs import Pair
@@ -120,7 +120,7 @@ class Optimizer(abc.ABC):
             updates = 0
             if self._updates is not None:
                 updates = self._updates[pair.key] = self._updates.get(pair.key, 0) + 1
-            with arrays.at(pair.value):
+            with array_ops.at(pair.value):
                 numbers = self._numbers(rate, pair, updates)
                 if pair.rows is None and array_api_compat.is_jax_array(pair.value):
                     later.append((pair, slots, numbers))
@@ -157,7 +157,7 @@ class Optimizer(abc.ABC):
         """
         counts = {f"{state.UPDATES}/{key}": n for key, n in (self._updates or {}).items()}
         slots = {
-            f"{kind}/{key}": arrays.copy(slot)
+            f"{kind}/{key}": array_ops.copy(slot)
             for key, slots in self._slots.items()
             for kind, slot in zip(self._kinds, slots, strict=True)
         }
@@ -189,9 +189,9 @@ class Optimizer(abc.ABC):
         value = pair.value
         if pair.key in self._slots:
             slots = self._slots[pair.key]
-            return [arrays.beside(value, slot) for slot in slots]
-        dtype = COMPUTE[arrays.dtype_name(value)]
-        return [arrays.full(value, initial, dtype) for initial in self._kinds.values()]
+            return [array_ops.beside(value, slot) for slot in slots]
+        dtype = COMPUTE[array_ops.dtype_name(value)]
+        return [array_ops.full(value, initial, dtype) for initial in self._kinds.values()]
 
 
 def _change_together(rule: Rule, changes: list[tuple[Pair, list[Any], Sequence[float]]]) -> None:
@@ -210,21 +210,21 @@ def _change(rule: Rule, pair: Pair, slots: list[Any], numbers: Sequence[float]) 
     changed = [pair.value, *slots]
     parts = changed
     if pair.rows is not None:
-        parts = [arrays.take(array, pair.rows) for array in changed]
+        parts = [array_ops.take(array, pair.rows) for array in changed]
     if isinstance(pair.value, np.ndarray):
         from strategies.optimizers import fused
 
         fused.apply(rule, parts[0], pair.gradient, parts[1:], numbers)
     else:
         value, *others = parts
-        results = rule(arrays.wide(value), arrays.wide(pair.gradient), *others, tuple(numbers))
+        results = rule(array_ops.wide(value), array_ops.wide(pair.gradient), *others, tuple(numbers))
         parts = [
-            arrays.overwrite(part, arrays.astype(result, arrays.dtype_name(part)))
+            array_ops.overwrite(part, array_ops.astype(result, array_ops.dtype_name(part)))
             for part, result in zip(parts, results, strict=True)
         ]
     if pair.rows is not None:
         rows = pair.rows
-        parts = [arrays.put(array, rows, part) for array, part in zip(changed, parts, strict=True)]
+        parts = [array_ops.put(array, rows, part) for array, part in zip(changed, parts, strict=True)]
     slots[:] = parts[1:]
     if pair.settle is not None:
         pair.settle(parts[0])

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies import arrays
-from strategies.agreement import raise_everywhere
-from strategies.checks import number
+from strategies.core import array_ops
+from strategies.core.agreement import raise_everywhere
+from strategies.core.validation import number
 from strategies.optimizers.norms import Squares, combined, norm, squares
 from strategies.optimizers.pairs import floats
-from strategies.sparse import Rows, in_order
+from strategies.core.sparse import Rows, in_order
 
 __all__ = ["clip_by_global_norm", "clip_by_norm", "clip_by_value"]
 
@@ -60,7 +60,7 @@ def clip_by_value(gradients: Iterable[Any], limit: float) -> list[Any]:
     limit = number("clip_by_value", "limit", limit)
 
     def clip(array: Any) -> Any:
-        most = limit if arrays.dtype_name(array) == "float64" else min(limit, _FLOAT32_MAX)
+        most = limit if array_ops.dtype_name(array) == "float64" else min(limit, _FLOAT32_MAX)
         return array_api_compat.array_namespace(array).clip(array, -most, most)
 
     return [_mapped(gradient, clip) for gradient in _looked_at(gradients, "clip_by_value")]
@@ -187,6 +187,6 @@ def _mapped(gradient: _Gradient | None, function: Callable[[Any], Any]) -> Any:
         return None
     if gradient.rows is None:
         given = gradient.given
-        return arrays.astype(function(arrays.wide(given)), arrays.dtype_name(given))
-    name = arrays.dtype_name(gradient.given.values)
-    return Rows(gradient.rows, arrays.astype(function(arrays.wide(gradient.array)), name))
+        return array_ops.astype(function(array_ops.wide(given)), array_ops.dtype_name(given))
+    name = array_ops.dtype_name(gradient.given.values)
+    return Rows(gradient.rows, array_ops.astype(function(array_ops.wide(gradient.array)), name))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies import arrays
+from strategies.core import array_ops
 from strategies.optimizers.rules import Rule
 
 __all__ = ["Change", "apply", "gradients_to_spare"]
@@ -77,9 +77,9 @@ def _compiled(rule: Rule, to_spare: tuple[int, ...]) -> Any:
         made = []
         changes = zip(slots_of, gradients, values, numbers, strict=True)
         for slots, gradient, value, row in changes:
-            wide = arrays.wide(value)
+            wide = array_ops.wide(value)
             own = tuple(number.astype(wide.dtype) for number in row)
-            results = rule(wide, arrays.wide(gradient), *slots, own)
+            results = rule(wide, array_ops.wide(gradient), *slots, own)
             kept = zip([value, *slots], results, strict=True)
             made.append([new.astype(old.dtype) for old, new in kept])
         return made

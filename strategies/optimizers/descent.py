@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strategies.checks import number
+from strategies.core.validation import number
 from strategies.optimizers import rules
 from strategies.optimizers.base import LearningRate, Optimizer
 from strategies.optimizers.norms import norm, squares

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from strategies.checks import number
+from strategies.core.validation import number
 from strategies.optimizers.adaptive import Adagrad, Adam, AdamW, RMSProp
 from strategies.optimizers.base import LearningRate, Optimizer
 from strategies.optimizers.descent import SGD, Momentum

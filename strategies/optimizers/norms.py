@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import array_api_compat
 import numpy as np
 
-from strategies import arrays
+from strategies.core import array_ops
 
 __all__ = ["Squares", "combined", "norm", "squares"]
 
@@ -32,7 +32,7 @@ def squares(array: Any) -> Squares:
 
     Cost: one reading in host memory. On a device, an array of its size, and two waits for it.
     """
-    view = arrays.host(array)
+    view = array_ops.host(array)
     if view is None:
         return _squares_elsewhere(array)
     from strategies.optimizers import fused
@@ -48,7 +48,7 @@ def squares(array: Any) -> Squares:
 
 def _squares_elsewhere(array: Any) -> Squares:
     xp = array_api_compat.array_namespace(array)
-    array = arrays.wide(array)
+    array = array_ops.wide(array)
     scale = float(xp.max(xp.abs(array))) if math.prod(array.shape) else 0.0
     if scale == 0 or not math.isfinite(scale):
         return Squares(1.0, scale)

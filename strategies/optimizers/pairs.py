@@ -9,9 +9,9 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from strategies import arrays
-from strategies.arrays import COMPUTE
-from strategies.sparse import Rows, as_rows, fitted
+from strategies.core import array_ops
+from strategies.core.array_ops import COMPUTE
+from strategies.core.sparse import Rows, as_rows, fitted
 
 __all__ = ["Pair", "check_slots", "floats", "is_variable", "refuse_jax", "resolve", "split"]
 
@@ -118,15 +118,15 @@ def floats(what: str, array: Any, operation: str, where: str, *, seen: bool = Tr
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         kind = type(array).__name__
         raise TypeError(f"{operation}: {what} is not an array, got {kind} ({where})")
-    if arrays.dtype_name(array) not in COMPUTE:
+    if array_ops.dtype_name(array) not in COMPUTE:
         raise ValueError(
             f"{operation}: unsupported dtype, expected {', '.join(COMPUTE)}, "
-            f"got {arrays.dtype_name(array)} ({where})"
+            f"got {array_ops.dtype_name(array)} ({where})"
         )
     if not seen and array_api_compat.is_jax_array(array):
         return array
     try:
-        view = arrays.host(array)
+        view = array_ops.host(array)
     except (TypeError, RuntimeError) as error:  # a sparse tensor, say
         raise TypeError(f"{operation}: {what} cannot be read: {error} ({where})") from error
     return array if view is None else view
@@ -167,15 +167,15 @@ def _paired(key: str, where: str, value: Any, gradient: Any, operation: str) -> 
     jax = array_api_compat.is_jax_array(value)
     array = floats("gradient", array, operation, where, seen=not jax)
     if jax:
-        array = arrays.near(value, array)
+        array = array_ops.near(value, array)
     both_host = isinstance(array, np.ndarray) and isinstance(value, np.ndarray)
-    if not both_host and arrays.place(array) != arrays.place(value):
+    if not both_host and array_ops.place(array) != array_ops.place(value):
         raise TypeError(
             f"{operation}: gradient is in another memory than the variable, expected "
             f"{_describe(value)}, got {_describe(array)} ({where})"
         )
     given = Rows(gradient.indices, array) if sparse else array
-    given = fitted(given, tuple(value.shape), arrays.dtype_name(value), operation, where)
+    given = fitted(given, tuple(value.shape), array_ops.dtype_name(value), operation, where)
     array, rows = (given.values, given.indices) if sparse else (given, None)
     return Pair(key, where, value, array, rows)
 
@@ -207,10 +207,10 @@ def check_slots(
                 f"{operation}: loaded state belongs to other variables, "
                 f"got slots for {', '.join(unused)} and none for this one ({pair.where})"
             )
-        shape, dtype = tuple(pair.value.shape), COMPUTE[arrays.dtype_name(pair.value)]
+        shape, dtype = tuple(pair.value.shape), COMPUTE[array_ops.dtype_name(pair.value)]
         for slot in slots.get(pair.key, ()):
-            if (tuple(slot.shape), arrays.dtype_name(slot)) != (shape, dtype):
+            if (tuple(slot.shape), array_ops.dtype_name(slot)) != (shape, dtype):
                 raise ValueError(
                     f"{operation}: slot does not fit, expected {dtype} of shape {shape}, got "
-                    f"{arrays.dtype_name(slot)} of shape {tuple(slot.shape)} ({pair.where})"
+                    f"{array_ops.dtype_name(slot)} of shape {tuple(slot.shape)} ({pair.where})"
                 )

@@ -16,7 +16,7 @@ import bisect
 import math
 from collections.abc import Callable, Mapping
 
-from strategies.checks import integer, number
+from strategies.core.validation import integer, number
 
 __all__ = [
     "Schedule",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from strategies import arrays
-from strategies.checks import integer
+from strategies.core import array_ops
+from strategies.core.validation import integer
 
 __all__ = ["UPDATES", "VARIABLES", "State", "parse"]
 
@@ -81,10 +81,10 @@ def _count(value: Any, name: str, operation: str) -> int:
 
 
 def _slot(value: Any, name: str, operation: str) -> Any:
-    if not hasattr(value, "shape") or arrays.dtype_name(value) not in arrays.COMPUTE.values():
+    if not hasattr(value, "shape") or array_ops.dtype_name(value) not in array_ops.COMPUTE.values():
         got = value.dtype if hasattr(value, "dtype") else type(value).__name__
         raise ValueError(
             f"{operation}: bad slot, expected a float32 or float64 array, got {got} (key: {name!r})"
         )
-    view = arrays.host(value)
-    return arrays.copy(value if view is None else view)
+    view = array_ops.host(value)
+    return array_ops.copy(value if view is None else view)

@@ -9,7 +9,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from strategies.checks import integer
+from strategies.core.validation import integer
 from strategies.optimizers import pairs as gradients
 from strategies.optimizers.pairs import Pair
 

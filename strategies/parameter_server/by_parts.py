@@ -11,8 +11,8 @@ from strategies.cluster.cluster import Cluster
 from strategies.parameter_server import saved
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import Shard
-from strategies.ranks import Ranks
-from strategies.training.slices import Box, Slice
+from strategies.core.process_group import Ranks
+from strategies.checkpoint.boxes import Box, Slice
 
 __all__ = ["ByParts"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.checks import number
+from strategies.core.validation import number
 from strategies.cluster.cluster import Cluster
 from strategies.errors import FailedPreconditionError, UnavailableError
 from strategies.parameter_server import saved
@@ -18,11 +18,11 @@ from strategies.parameter_server.saved import State
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Record
-from strategies.remote.asking import Question
-from strategies.remote.containers import Address
-from strategies.remote.outgoing import Answer
-from strategies.remote.service import Service
-from strategies.sparse import Gradient, Rows
+from strategies.rpc.multi_request import Question
+from strategies.rpc.registry import Address
+from strategies.rpc.client import Answer
+from strategies.rpc.service import Service
+from strategies.core.sparse import Gradient, Rows
 from strategies.variables import partition
 from strategies.variables.actions import compressed, widened
 from strategies.variables.items import packing

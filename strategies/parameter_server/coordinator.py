@@ -25,11 +25,11 @@ from typing import Any
 from strategies.errors import FailedPreconditionError, OutOfRangeError, UnavailableError
 from strategies.parameter_server.closures import Closure, ClosureQueue, RemoteValue
 from strategies.parameter_server.strategy import ParameterServerStrategy
-from strategies.ranks import Ranks
-from strategies.remote.functions import RemoteTraceback, Task
-from strategies.remote.names import function_named, name_of
+from strategies.core.process_group import Ranks
+from strategies.rpc.functions import RemoteTraceback, Task
+from strategies.rpc.function_names import function_named, name_of
 from strategies.replicas.datasets import InputContext
-from strategies.structures import leaves, map_leaves
+from strategies.core.pytree import leaves, map_leaves
 
 __all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator"]
 

@@ -28,7 +28,7 @@ from strategies.parameter_server.served_variable import (
     parts_of,
 )
 from strategies.parameter_server.shard import Shard
-from strategies.ranks import Ranks
+from strategies.core.process_group import Ranks
 from strategies.replicas.copies import Seen, fetched
 from strategies.variables import partition
 from strategies.variables.given import owned

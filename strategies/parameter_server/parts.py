@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from strategies import sums
-from strategies.arrays import COMPUTE, dtype_name
+from strategies.core import gradient_sums
+from strategies.core.array_ops import COMPUTE, dtype_name
 from strategies.errors import InvalidArgumentError
 from strategies.optimizers import Optimizer
 from strategies.parameter_server import saved
 from strategies.parameter_server.changes import Changes
 from strategies.parameter_server.saved import State
-from strategies.sparse import Gradient, Rows, fitted
+from strategies.core.sparse import Gradient, Rows, fitted
 from strategies.variables.actions import rounded, widened
 from strategies.variables.store import Stored
 
@@ -106,7 +106,7 @@ class Parts:
             for i, gradient in gradients.items():
                 columns.setdefault(i, []).append((gradient, weight / total))
         dtypes = {i: dtype_name(self._parts[i].held) for i in columns}
-        return {i: sums.mean(column, 1, dtypes[i]) for i, column in columns.items()}
+        return {i: gradient_sums.mean(column, 1, dtypes[i]) for i, column in columns.items()}
 
     def update(
         self,

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies.parameter_server.served_variable import ServedVariable
-from strategies.training.slices import Slice
+from strategies.checkpoint.boxes import Slice
 from strategies.variables.store import Stored
 
 __all__ = ["State", "divided", "is_large", "joined", "load", "own_states", "slices", "state_of"]

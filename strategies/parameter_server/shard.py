@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from strategies import sums
+from strategies.core import gradient_sums
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -38,9 +38,9 @@ from strategies.optimizers import Optimizer
 from strategies.parameter_server.parts import Parts
 from strategies.parameter_server.saved import State
 from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
-from strategies.remote.containers import ResourceKind, register
-from strategies.remote.incoming import Work
-from strategies.sparse import Gradient
+from strategies.rpc.registry import ResourceKind, register
+from strategies.rpc.server_requests import Work
+from strategies.core.sparse import Gradient
 
 __all__ = ["PARAMETERS", "Rules", "Shard"]
 
@@ -273,7 +273,7 @@ class Shard:
 
     def _update_together(self, pushes: Sequence[_Push]) -> None:
         """Update by the mean of all workers' gradients, and answer all of them."""
-        weights = sums.weights([push.examples for push in pushes], "workers")
+        weights = gradient_sums.weights([push.examples for push in pushes], "workers")
         useful = [(p, w) for p, w in zip(pushes, weights, strict=True) if w]
         decisions = {p.worker: self._ledger.judge(p.worker, p.version) for p, _ in useful}
         useful = [(p, w) for p, w in useful if decisions[p.worker].weight]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from strategies.checks import integer
+from strategies.core.validation import integer
 
 __all__ = ["Decision", "Drop", "Ledger", "Record", "Scale", "StalenessRule", "weight"]
 

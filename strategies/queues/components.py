@@ -17,7 +17,7 @@ from strategies.queues.values import (
     padded_rows,
     scalar_types,
 )
-from strategies.sparse import fits
+from strategies.core.sparse import fits
 
 __all__ = ["Components", "Shape"]
 

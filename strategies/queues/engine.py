@@ -21,7 +21,7 @@ from typing import Any
 from strategies.errors import CancelledError, OpError, OutOfRangeError
 from strategies.queues.components import Components
 from strategies.queues.store import Columns, RowStore
-from strategies.remote.attempt import Attempt, Waiting
+from strategies.rpc.operation import Attempt, Waiting
 
 __all__ = ["Close", "Dequeue", "Engine", "Enqueue"]
 

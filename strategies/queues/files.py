@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from strategies.checks import integer
+from strategies.core.validation import integer
 from strategies.queues.engine import Close, Enqueue
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import OPERATIONS, RemoteEngine
-from strategies.remote.containers import Handler, ResourceKind, register
-from strategies.remote.service import Service
+from strategies.rpc.registry import Handler, ResourceKind, register
+from strategies.rpc.service import Service
 
 __all__ = ["shared_files", "shared_range"]
 

@@ -9,8 +9,8 @@ from strategies.errors import InvalidArgumentError
 from strategies.queues.components import Components
 from strategies.queues.engine import Close, Dequeue, Engine, Enqueue
 from strategies.queues.store import RowStore
-from strategies.remote.attempt import perform
-from strategies.remote.limits import is_unlimited
+from strategies.rpc.operation import perform
+from strategies.rpc.wait_limits import is_unlimited
 
 __all__ = ["Queue", "RunnerStatus"]
 

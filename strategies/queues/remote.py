@@ -24,12 +24,12 @@ from strategies.queues.kinds import (
     RandomShuffleQueue,
 )
 from strategies.queues.values import as_dtype
-from strategies.remote.attempt import Attempt, RemoteAttempts, serve
-from strategies.remote.containers import Handler, ResourceKind, register
-from strategies.remote.incoming import Work
-from strategies.remote.outgoing import Answer
-from strategies.remote.service import Service
-from strategies.remote.wire import dtype_named
+from strategies.rpc.operation import Attempt, RemoteAttempts, serve
+from strategies.rpc.registry import Handler, ResourceKind, register
+from strategies.rpc.server_requests import Work
+from strategies.rpc.client import Answer
+from strategies.rpc.service import Service
+from strategies.rpc.wire import dtype_named
 
 __all__ = ["OPERATIONS", "RemoteEngine", "shared_queue"]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from strategies.errors import InvalidArgumentError
 from strategies.queues.store import Array
-from strategies.remote.wire import is_numeric
+from strategies.rpc.wire import is_numeric
 
 __all__ = ["DType", "as_array", "as_dtype", "boxed_rows", "dtype_of", "padded_rows", "scalar_types"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from strategies import arrays
+from strategies.core import array_ops
 
 __all__ = [
     "copied",
@@ -23,19 +23,19 @@ __all__ = [
 
 def is_foreign(value: Any) -> bool:
     """Whether this is an array of another library than NumPy."""
-    if isinstance(value, (np.ndarray, np.generic)) or not arrays.is_array(value):
+    if isinstance(value, (np.ndarray, np.generic)) or not array_ops.is_array(value):
         return False
     return bool(array_api_compat.is_array_api_obj(value))
 
 
 def is_whole(value: Any) -> bool:
     """Whether the numbers are integers."""
-    return arrays.dtype_name(value).startswith(("bool", "int", "uint"))
+    return array_ops.dtype_name(value).startswith(("bool", "int", "uint"))
 
 
 def numpy_dtype(array: Any) -> np.dtype[Any]:
     """Return NumPy's dtype of the same numbers."""
-    return array.dtype if isinstance(array, np.ndarray) else np.dtype(arrays.dtype_name(array))
+    return array.dtype if isinstance(array, np.ndarray) else np.dtype(array_ops.dtype_name(array))
 
 
 def detached(array: Any) -> Any:
@@ -50,8 +50,8 @@ def copied(value: Any, dtype: Any) -> Any:
     array = detached(value)
     if dtype is not None:
         name = str(dtype) if str(dtype).startswith("torch.") else np.dtype(dtype).name
-        array = arrays.astype(array, name.removeprefix("torch."))
-    return array if array_api_compat.is_jax_array(array) else arrays.copy(array)
+        array = array_ops.astype(array, name.removeprefix("torch."))
+    return array if array_api_compat.is_jax_array(array) else array_ops.copy(array)
 
 
 def differentiated(component: Any, initial_value: Any) -> Any:
@@ -76,6 +76,6 @@ def increased(array: Any, delta: Any) -> Any:
     """Add to an array where it is; JAX's is replaced."""
     if array_api_compat.is_jax_array(array):
         return array + delta
-    with arrays.at(array):
+    with array_ops.at(array):
         array[...] += delta
     return array

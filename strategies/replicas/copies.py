@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from strategies import arrays
+from strategies.core import array_ops
 from strategies.cluster import local_devices as devices
 from strategies.replicas import context
 from strategies.replicas.context import ReplicaStrategy
@@ -27,8 +27,8 @@ class Seen:
     """
 
     def __init__(self, like: Any) -> None:
-        plain = isinstance(like, (np.ndarray, np.generic)) or not arrays.is_array(like)
-        self._place = None if plain else arrays.place(like)
+        plain = isinstance(like, (np.ndarray, np.generic)) or not array_ops.is_array(like)
+        self._place = None if plain else array_ops.place(like)
         self._differentiated = bool(getattr(like, "requires_grad", False))
         self._known: dict[int, tuple[Array, Any]] = {}  # replica -> what was shown, and how
 
@@ -52,9 +52,9 @@ class Seen:
             shown.flags.writeable = False
         else:
             xp, device = self._place
-            if arrays.dtype_name(own) == "bfloat16":  # which not every library takes from NumPy
+            if array_ops.dtype_name(own) == "bfloat16":  # which not every library takes from NumPy
                 shown = xp.asarray(own.astype(np.float32), device=device)
-                shown = arrays.astype(shown, "bfloat16")
+                shown = array_ops.astype(shown, "bfloat16")
             else:
                 # JAX may go on reading the memory that it is given; PyTorch wants to write.
                 as_is = hasattr(xp, "from_numpy") and own.flags.writeable
@@ -66,7 +66,7 @@ class Seen:
 
 def fetched(value: Any) -> Array:
     """Return an array of any library, or what NumPy takes, in host memory."""
-    return arrays.fetched(value) if arrays.is_array(value) else np.asarray(value)
+    return array_ops.fetched(value) if array_ops.is_array(value) else np.asarray(value)
 
 
 def _replica(strategy: ReplicaStrategy) -> int:

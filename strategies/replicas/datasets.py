@@ -11,16 +11,16 @@ from typing import Any, Literal
 import numpy as np
 
 import collectives as cc
-from strategies import arrays
-from strategies.agreement import compare
-from strategies.checks import choice
+from strategies.core import array_ops
+from strategies.core.agreement import compare
+from strategies.core.validation import choice
 from strategies.errors import NotFoundError
 from strategies.input import split, uneven
 from strategies.input.file_batches import FileBatches
 from strategies.input.split import is_column
-from strategies.ranks import Ranks
+from strategies.core.process_group import Ranks
 from strategies.replicas.per_replica import PerReplica
-from strategies.structures import leaves, map_leaves, zip_leaves
+from strategies.core.pytree import leaves, map_leaves, zip_leaves
 
 __all__ = [
     "InputContext",
@@ -157,12 +157,12 @@ def _compare_first_batches(batches: Iterable[Any], comm: cc.Communicator) -> Ite
 
 def _fingerprint(leaf: Any) -> tuple[str, bool]:
     """Return a checksum of an array or column, and whether its rows differ from each other."""
-    array = leaf if arrays.is_array(leaf) or is_column(leaf) else np.asarray(leaf)
+    array = leaf if array_ops.is_array(leaf) or is_column(leaf) else np.asarray(leaf)
     if is_column(array) or getattr(array.dtype, "hasobject", False):
         objects = array if is_column(array) else array.reshape(-1).tolist()
         rows = [x if isinstance(x, (str, bytes, int, float)) else type(x) for x in objects]
         return f"{zlib.crc32(repr(rows).encode()):08x}", len(set(rows)) > 1
-    flat = np.concatenate([np.empty(0, np.uint8), *arrays.bits(array)])
+    flat = np.concatenate([np.empty(0, np.uint8), *array_ops.bits(array)])
     size, rest = divmod(flat.size, max(1, len(array)))
     varied = not rest and size > 0 and bool((flat.reshape(-1, size) != flat[:size]).any())
     return f"{zlib.crc32(flat.data):08x}", varied

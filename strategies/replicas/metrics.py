@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from strategies import arrays
-from strategies.checks import number
+from strategies.core import array_ops
+from strategies.core.validation import number
 from strategies.replicas import context
 from strategies.replicas.variable import Variable
 
@@ -69,7 +69,7 @@ class MeanMetric:
         ValueError: as `SumMetric`.
 
     Example:
-        >>> from strategies.synchronous import MirroredStrategy
+        >>> from strategies.strategy.synchronous_strategies import MirroredStrategy
         >>> strategy = MirroredStrategy(["/cpu:0", "/cpu:1"])
         >>> loss = MeanMetric(strategy, "loss")
         >>> for rows in strategy.distribute_dataset([np.array([1.0, 2.0, 6.0])]):
@@ -125,9 +125,9 @@ def _sum(strategy: _Strategy, name: str) -> Variable:
 def _added(values: Any) -> Any:
     """Return the sum of an array's elements: a float, or traced where a program is compiled."""
     top = context.current()
-    array = values if arrays.is_array(values) else np.asarray(values)
+    array = values if array_ops.is_array(values) else np.asarray(values)
     if hasattr(array, "detach"):  # a tensor: no gradient goes through here
         array = array.detach()
-    total = arrays.wide(array).sum()
+    total = array_ops.wide(array).sum()
     traced = top is not None and top.replica is not None and top.replica.is_traced
     return total if traced else float(total)

@@ -6,7 +6,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.structures import map_leaves, zip_leaves
+from strategies.core.pytree import map_leaves, zip_leaves
 
 __all__ = ["PerReplica", "differs", "regroup", "select"]
 

@@ -12,11 +12,11 @@ import numpy as np
 from array_api_compat import array_namespace
 
 import collectives as cc
-from strategies import arrays
+from strategies.core import array_ops
 from strategies.errors import InvalidArgumentError
-from strategies.ranks import Ranks
+from strategies.core.process_group import Ranks
 from strategies.replicas.per_replica import regroup
-from strategies.structures import leaves, map_leaves, zip_leaves
+from strategies.core.pytree import leaves, map_leaves, zip_leaves
 
 __all__ = [
     "Axis",
@@ -103,7 +103,7 @@ def as_array(leaf: Any, operation: str) -> Any:
         return leaf
     else:
         array = np.asarray(leaf)
-    if array.dtype.kind not in "biufc" and arrays.dtype_name(array) not in arrays.COMPUTE:
+    if array.dtype.kind not in "biufc" and array_ops.dtype_name(array) not in array_ops.COMPUTE:
         raise TypeError(
             f"{operation}: expected an array of numbers or a number, got {type(leaf).__name__} "
             f"(dtype: {array.dtype})"
@@ -126,7 +126,7 @@ def shared(result: Any, values: list[Any]) -> list[Any]:
         leaf, value = pair
         if isinstance(leaf, np.ndarray):
             return leaf
-        there = arrays.near(value, leaf)
+        there = array_ops.near(value, leaf)
         return copy.deepcopy(leaf) if there is leaf else there
 
     return [result, *(zip_leaves(own, [result, value], "run") for value in values[1:])]
@@ -146,12 +146,12 @@ def _columns(values: list[Any], operation: str) -> list[list[Any]]:
     for column in columns:
         _check_alike(operation, [array.dtype for array in column], "dtype")
     # Those of a process are combined on the device of its first replica.
-    return [[column[0], *(arrays.near(column[0], x) for x in column[1:])] for column in columns]
+    return [[column[0], *(array_ops.near(column[0], x) for x in column[1:])] for column in columns]
 
 
 def _at(columns: list[list[Any]]) -> AbstractContextManager[Any]:
     """Compute where the arrays of the first replica are."""
-    return arrays.at(columns[0][0]) if columns else nullcontext()
+    return array_ops.at(columns[0][0]) if columns else nullcontext()
 
 
 def _filled(structure: Any, found: list[Any]) -> Any:
@@ -163,10 +163,10 @@ def _combined(op: ReduceOp, column: list[Any]) -> Any:
     """Combine the arrays of this process's replicas element by element."""
     _check_alike("reduce", [tuple(array.shape) for array in column], "shape")
     work, final = _dtypes(column[0], op)
-    total = _added([arrays.astype(array, work) for array in column])
+    total = _added([array_ops.astype(array, work) for array in column])
     if op == "mean" and len(column) > 1:
         total = total / len(column)
-    return arrays.astype(total, final)
+    return array_ops.astype(total, final)
 
 
 def _added(parts: Sequence[Any]) -> Any:
@@ -190,13 +190,13 @@ def _along(op: ReduceOp, column: list[Any], axis: Axis) -> tuple[Any, int]:
         partial.append(xp.sum(array, axis=axes, dtype=getattr(xp, work)))
     _check_alike("reduce", [tuple(array.shape) for array in partial], "shape without the axes")
     # A mean is rounded once, after the division.
-    return arrays.astype(_added(partial), work if op == "mean" else final), count
+    return array_ops.astype(_added(partial), work if op == "mean" else final), count
 
 
 def _mean(total: Any, count: int, like: Any) -> Any:
     with np.errstate(invalid="ignore", divide="ignore"):  # a mean over nothing is NaN
         mean = total / (count if count else math.nan)
-    return arrays.astype(mean, _dtypes(like, "mean")[1])
+    return array_ops.astype(mean, _dtypes(like, "mean")[1])
 
 
 def _axes(axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -248,9 +248,9 @@ def _dtypes(array: Any, op: ReduceOp) -> tuple[str, str]:
 
     16-bit floats are added in float32, bool is counted, and the mean of integers is a float64.
     """
-    name = arrays.dtype_name(array)
+    name = array_ops.dtype_name(array)
     if op == "mean" and name.startswith(("bool", "int", "uint")):
         return "float64", "float64"
     if name == "bool":
         return "int64", "int64"
-    return arrays.COMPUTE.get(name, name), name
+    return array_ops.COMPUTE.get(name, name), name

@@ -9,8 +9,8 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from strategies import arrays
-from strategies.checks import choice
+from strategies.core import array_ops
+from strategies.core.validation import choice
 from strategies.replicas import component, context, reductions
 from strategies.replicas.context import Meeting, ReplicaStrategy
 from strategies.variables.partition import check_shape
@@ -70,7 +70,7 @@ class Variable:
         if self.aggregation == "mean" and component.is_whole(value):
             raise ValueError(
                 f"variable: integers have no mean of their dtype, expected another aggregation or "
-                f"a float dtype, got {arrays.dtype_name(value)} (variable: {name})"
+                f"a float dtype, got {array_ops.dtype_name(value)} (variable: {name})"
             )
         self._components: list[Any] = []
         self._place: list[int] = []  # replica of this process -> its array
@@ -84,20 +84,20 @@ class Variable:
 
     def _add_replica(self, array: Any) -> None:
         """Find the array of the next replica: one of its own, or one that is on its device."""
-        place = arrays.place(array)
-        found = [i for i, c in enumerate(self._components) if arrays.place(c) == place]
+        place = array_ops.place(array)
+        found = [i for i, c in enumerate(self._components) if array_ops.place(c) == place]
         if self.synchronization == "on_read" or not found:
             self._place.append(len(self._components))
-            self._components.append(arrays.copy(array) if found else array)
+            self._components.append(array_ops.copy(array) if found else array)
         else:
             self._place.append(found[0])
 
     def __repr__(self) -> str:
-        dtype = arrays.dtype_name(self._components[0])
+        dtype = array_ops.dtype_name(self._components[0])
         return f"Variable(name={self.name!r}, shape={self.shape}, dtype={dtype})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        value = arrays.fetched(self.value)
+        value = array_ops.fetched(self.value)
         if copy is None:  # which NumPy 1 does not know
             return np.asarray(value, dtype=dtype)
         return np.array(value, dtype=dtype, copy=copy)
@@ -160,7 +160,7 @@ class Variable:
         if self._summed_from_outside:
             self._assign_shares(array)
         else:
-            self._write("assign", array, arrays.overwrite)
+            self._write("assign", array, array_ops.overwrite)
 
     def assign_add(self, delta: Any) -> None:
         """Add `delta`, of the variable's shape; otherwise as `assign`.
@@ -174,7 +174,7 @@ class Variable:
     def assign_sub(self, delta: Any) -> None:
         """Subtract `delta`; otherwise as `assign_add`."""
         array = self._checked(delta, "assign_sub")
-        with arrays.at(array):
+        with array_ops.at(array):
             self._add("assign_sub", -array)
 
     def settle(self, value: Any) -> None:
@@ -194,17 +194,17 @@ class Variable:
         if array_api_compat.is_jax_array(value):
             self._components[0] = value
         for i in range(1, len(self._components)):
-            self._change(i, arrays.overwrite, self._components[0])
+            self._change(i, array_ops.overwrite, self._components[0])
 
     def fill(self, value: Any) -> None:
         """Copy `value`, an array of this kind, into all arrays of this process."""
         for i in range(len(self._components)):
-            self._change(i, arrays.overwrite, value)
+            self._change(i, array_ops.overwrite, value)
 
     def _change(self, i: int, change: Change, new: Any) -> None:
         """Change one of the arrays."""
         old = self._components[i]
-        made = change(component.detached(old), component.detached(arrays.near(old, new)))
+        made = change(component.detached(old), component.detached(array_ops.near(old, new)))
         if array_api_compat.is_jax_array(old):
             self._components[i] = made
 
@@ -237,18 +237,18 @@ class Variable:
         mine = self._components[0 if replica is None else self._place[replica.local_id]]
         array = component.detached(value) if component.is_foreign(value) else np.asarray(value)
         if component.is_foreign(array) and not component.is_foreign(mine):
-            array = arrays.fetched(array)
+            array = array_ops.fetched(array)
         check_shape(operation, array, self.shape, self.name)
-        wanted = arrays.dtype_name(mine)
+        wanted = array_ops.dtype_name(mine)
         if not np.can_cast(component.numpy_dtype(array), component.numpy_dtype(mine), "same_kind"):
             raise TypeError(
                 f"{operation}: the value has the wrong dtype, expected {wanted}, got "
-                f"{arrays.dtype_name(array)} (variable: {self.name})"
+                f"{array_ops.dtype_name(array)} (variable: {self.name})"
             )
-        array = arrays.astype(array, wanted)
+        array = array_ops.astype(array, wanted)
         if replica is not None and replica.is_traced:  # which is on no device yet
             return array
-        return arrays.near(mine, array)
+        return array_ops.near(mine, array)
 
     def _write(self, operation: str, new: Any, change: Change) -> None:
         replica = self._replica()
@@ -306,7 +306,7 @@ class Variable:
                 f"{self.name})"
             )
         combined = self._aggregated([component.detached(c) for c in self._components])
-        return arrays.copy(combined) if combined is self._components[0] else combined
+        return array_ops.copy(combined) if combined is self._components[0] else combined
 
     def _aggregated(self, values: list[Any]) -> Any:
         assert self.strategy is not None
@@ -320,7 +320,7 @@ class Variable:
         """Give every replica a share, so that the sum over all is `total`."""
         assert self.strategy is not None
         count = self.strategy.num_replicas_in_sync
-        with arrays.at(total):
+        with array_ops.at(total):
             share = total // count if component.is_whole(total) else total / count
             rest = total - share * count if component.is_whole(total) else None
         self.fill(share)

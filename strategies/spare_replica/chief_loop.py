@@ -10,8 +10,8 @@ from typing import Any
 from strategies.accumulators.engine import Take
 from strategies.accumulators.remote import Engine
 from strategies.errors import OpError
-from strategies.remote import attempt, message
-from strategies.remote.wire import Array
+from strategies.rpc import operation, message
+from strategies.rpc.wire import Array
 from strategies.spare_replica.turns import Rounds
 
 __all__ = ["ChiefLoop"]
@@ -105,4 +105,4 @@ class ChiefLoop:
                     "not delivered any",
                     *facts,
                 )
-        attempt.finish(engine, take, "take_grad")
+        operation.finish(engine, take, "take_grad")

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from strategies import arrays
+from strategies.core import array_ops
 from strategies.accumulators.engine import Apply
 from strategies.accumulators.remote import Engine, open_accumulation
 from strategies.accumulators.sums import Gradient, Part
 from strategies.averaging.optimizer import ArrayOptimizer
 from strategies.errors import OpError, UnavailableError
 from strategies.optimizers.pairs import Pair
-from strategies.remote.attempt import Attempt, Waiting, finish, perform
-from strategies.remote.service import Service
-from strategies.remote.wire import Array
+from strategies.rpc.operation import Attempt, Waiting, finish, perform
+from strategies.rpc.service import Service
+from strategies.rpc.wire import Array
 from strategies.spare_replica.chief_loop import ChiefLoop
 from strategies.spare_replica.turns import Leave, Rounds, Stay, Turn, open_rounds
-from strategies.sparse import Rows
+from strategies.core.sparse import Rows
 
 __all__ = ["SpareSteps", "StepReport"]
 
@@ -108,7 +108,7 @@ class SpareSteps:
             pairs: of all variables, which have their first values.
         """
         parts = [
-            Part(pair.where, arrays.dtype_name(pair.value), tuple(pair.value.shape))
+            Part(pair.where, array_ops.dtype_name(pair.value), tuple(pair.value.shape))
             for pair in pairs
         ]
         assigned = _balanced([pair.value.nbytes for pair in pairs], len(self._tasks))
@@ -129,7 +129,7 @@ class SpareSteps:
         pairs_of_tasks = zip(self._tasks, assigned, strict=True)
         self._shards = [shard(task, positions) for task, positions in pairs_of_tasks if positions]
         if isinstance(self._rounds, Rounds):
-            masters = [_Master(pair.key, np.array(arrays.fetched(pair.value))) for pair in pairs]
+            masters = [_Master(pair.key, np.array(array_ops.fetched(pair.value))) for pair in pairs]
             engines = [shard.engine for shard in self._shards]
             self._loop = ChiefLoop(self._rounds, engines, self._updating(optimizer, masters))
             self._rounds.on_failure = self._loop.stop
@@ -212,7 +212,7 @@ class SpareSteps:
 
 def _on_host(pair: Pair) -> Any:
     """Return the gradient of a variable as messages carry it."""
-    gradient = None if pair.gradient is None else arrays.fetched(pair.gradient)
+    gradient = None if pair.gradient is None else array_ops.fetched(pair.gradient)
     return gradient if pair.rows is None else Rows(pair.rows, gradient)
 
 
@@ -221,7 +221,7 @@ def _take(pair: Pair, value: Array) -> None:
     if isinstance(pair.value, np.ndarray):
         pair.value[...] = value
         return
-    new = arrays.overwrite(pair.value, arrays.beside(pair.value, value))
+    new = array_ops.overwrite(pair.value, array_ops.beside(pair.value, value))
     if pair.settle is not None:
         pair.settle(new)
 

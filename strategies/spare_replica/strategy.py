@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import collectives as cc
-from strategies import sums
-from strategies.checks import integer
+from strategies.core import gradient_sums
+from strategies.core.validation import integer
 from strategies.optimizers.pairs import Pair, resolve
-from strategies.ranks import Ranks
-from strategies.remote.service import Service
+from strategies.core.process_group import Ranks
+from strategies.rpc.service import Service
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.spare_replica.optimizer_of_each import OptimizerOfEach
 from strategies.spare_replica.steps import SpareSteps, StepReport
-from strategies.strategy import Strategy
+from strategies.strategy.base.base import Strategy
 from strategies.wrapping.hosting import Hosted, Parameter, refuse_others
 
 __all__ = ["SpareReplicaStrategy"]
@@ -243,7 +243,7 @@ class SpareReplicaStrategy(Strategy):
         top = context.current()
         if top is None or top.replica is None:
             require_cross_replica(self, "apply_gradients")
-        sums.check_examples(examples)
+        gradient_sums.check_examples(examples)
         pairs = resolve(grads_and_vars, "apply_gradients")
         keys = [pair.key for pair in pairs]
         if not keys or (self._keys and keys != self._keys):

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from strategies.errors import CancelledError, OpError, OutOfRangeError, UnavailableError
-from strategies.remote.attempt import Attempt, RemoteAttempts, serve
-from strategies.remote.containers import ResourceKind, register
-from strategies.remote.incoming import Work
-from strategies.remote.outgoing import Answer
-from strategies.remote.service import Service
-from strategies.remote.wire import Array
+from strategies.rpc.operation import Attempt, RemoteAttempts, serve
+from strategies.rpc.registry import ResourceKind, register
+from strategies.rpc.server_requests import Work
+from strategies.rpc.client import Answer
+from strategies.rpc.service import Service
+from strategies.rpc.wire import Array
 
 __all__ = ["Leave", "RemoteRounds", "Rounds", "Stay", "Turn", "open_rounds"]
 

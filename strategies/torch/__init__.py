@@ -11,7 +11,7 @@ import torch  # noqa: F401  (before it is told of the backend)
 
 import unisono_torch
 from strategies.averaging.metrics import metric_average
-from strategies.memory import keep_memory
+from strategies.core.malloc import keep_memory
 from strategies.torch.ddp import DdpOptions, ddp_hook, recover
 from strategies.torch.sampler import ShardedSampler
 from strategies.torch.sync_batch_norm import SyncBatchNorm

@@ -15,7 +15,7 @@ import sys
 
 import collectives as cc
 import unisono_torch
-from strategies import programs
+from strategies.core import run_program
 from strategies.torch.rendezvous import addresses
 
 # Bound but not listening until the process exits: this reserves the port, because the kernel gives
@@ -46,4 +46,4 @@ def tell() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(programs.run(sys.argv[1:], __doc__, tell))
+    sys.exit(run_program.run(sys.argv[1:], __doc__, tell))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import collectives as cc
-from strategies import agreement
-from strategies.checks import integer
+from strategies.core import agreement
+from strategies.core.validation import integer
 from strategies.input.sharded import ShardedInput, merge_positions, state_fact
 
 __all__ = ["ShardedSampler"]

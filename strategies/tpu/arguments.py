@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from strategies import arrays
+from strategies.core import array_ops
 from strategies.cluster import local_devices as devices
 from strategies.replicas.per_replica import PerReplica
 from strategies.replicas.variable import Variable
-from strategies.structures import leaves, map_leaves
+from strategies.core.pytree import leaves, map_leaves
 from strategies.tpu.replica import AXIS, Untraceable
 
 __all__ = ["Arguments", "Joined", "Mesh", "Stacked", "is_array"]
@@ -71,7 +71,7 @@ class Stacked(PerReplica):
     @cached_property
     def values(self) -> tuple[Any, ...]:
         """The value of each replica, on its device."""
-        return tuple(shard.data[0] for shard in arrays.shards(self.array))
+        return tuple(shard.data[0] for shard in array_ops.shards(self.array))
 
 
 class Joined(PerReplica):
@@ -143,7 +143,7 @@ class Arguments(NamedTuple):
                 split.append(mesh.joined(leaf.values))
                 return kind
             number = isinstance(leaf, (bool, int, float, complex))
-            if isinstance(leaf, Variable) or not (number or arrays.is_array(leaf)):
+            if isinstance(leaf, Variable) or not (number or array_ops.is_array(leaf)):
                 return leaf
             same.append(mesh.everywhere(np.asarray(leaf) if np.isscalar(leaf) else leaf))
             return _Kind.SAME
@@ -174,7 +174,7 @@ def _kind(leaf: PerReplica) -> _Kind:
     if len(facts) > 1:
         raise Untraceable("the replicas have arrays of different shapes, as in a last batch")
     if not all(
-        isinstance(x, (bool, int, float, complex)) or arrays.is_array(x) for x in leaf.values
+        isinstance(x, (bool, int, float, complex)) or array_ops.is_array(x) for x in leaf.values
     ):
         raise Untraceable(f"the replicas have values of type {type(leaf.values[0]).__name__}")
     return _Kind.ROWS if np.ndim(leaf.values[0]) else _Kind.ONE_ROW

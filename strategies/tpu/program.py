@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from strategies.arrays import shards
+from strategies.core.array_ops import shards
 from strategies.replicas import context, per_replica
 from strategies.replicas.variable import Variable
-from strategies.structures import leaves, map_leaves
+from strategies.core.pytree import leaves, map_leaves
 from strategies.tpu.arguments import Arguments, Mesh, Stacked, is_array
 from strategies.tpu.replica import AXIS, Meet, Trace, TracedReplica
 

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies import arrays
-from strategies.options import CommunicationOptions
+from strategies.core import array_ops
+from strategies.core.communication_options import CommunicationOptions
 from strategies.replicas import reductions
 from strategies.replicas.context import ReplicaContext, ReplicaStrategy
 from strategies.replicas.variable import Variable
-from strategies.sparse import Rows
-from strategies.structures import leaves, map_leaves
+from strategies.core.sparse import Rows
+from strategies.core.pytree import leaves, map_leaves
 
 __all__ = ["AXIS", "Effect", "Meet", "Trace", "TracedReplica", "Untraceable"]
 
@@ -102,7 +102,7 @@ class TracedReplica(ReplicaContext):
         chosen = reductions.parse_op(op, "all_reduce")
         reduce = jax.lax.psum if chosen == "sum" else jax.lax.pmean
         found = [jnp.asarray(leaf) for leaf in leaves(value)]
-        wide = [arrays.wide(leaf) for leaf in found]
+        wide = [array_ops.wide(leaf) for leaf in found]
         partial = [reduce(leaf, AXIS) for leaf in wide]
 
         def over_ranks(strategy: Any, payload: list[Any]) -> list[Any]:
@@ -234,7 +234,7 @@ def _averaged(gradients: Sequence[Any], examples: Any) -> tuple[Any, list[Any]]:
 
 def _wide(gradient: Any, weight: Any) -> Any:
     """Return a gradient as sums take it; a mean over no rows may be NaN."""
-    return jnp.where(weight == 0, 0, arrays.wide(gradient))
+    return jnp.where(weight == 0, 0, array_ops.wide(gradient))
 
 
 def _packed_sums(parts: Sequence[Any]) -> list[Any]:

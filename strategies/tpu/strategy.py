@@ -20,11 +20,11 @@ from strategies.averaging.replicas import Gradients
 from strategies.cluster.local_devices import of_jax, put_jax
 from strategies.cluster.resolvers import TPUClusterResolver
 from strategies.optimizers import Optimizer
-from strategies.options import CommunicationOptions
-from strategies.ranks import of_this_job
+from strategies.core.communication_options import CommunicationOptions
+from strategies.core.process_group import of_this_job
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
-from strategies.strategy import Strategy
+from strategies.strategy.base.base import Strategy
 
 __all__ = ["TPUStrategy"]
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import collectives as cc
-from strategies import sums
-from strategies.arrays import COMPUTE, dtype_name
+from strategies.core import gradient_sums
+from strategies.core.array_ops import COMPUTE, dtype_name
 from strategies.errors import FailedPreconditionError, InvalidArgumentError, OpError
-from strategies.remote.wire import Array
-from strategies.sparse import Rows, fitted, summed
+from strategies.rpc.wire import Array
+from strategies.core.sparse import Rows, fitted, summed
 from strategies.variables import partition
 from strategies.variables.store import Stored
 
@@ -197,7 +197,7 @@ def _apply_gradients(thing: Stored, arrays: Sequence[Array], options: Mapping[st
     gradient: Any = arrays[0] if len(arrays) == 1 else Rows(*arrays)
     where, dtype = f"variable: {thing.name}", dtype_name(thing.held)
     gradient = fitted(gradient, thing.held.shape, dtype, "apply_gradients", where, cast=True)
-    gradient = sums.rounded(gradient, dtype)
+    gradient = gradient_sums.rounded(gradient, dtype)
     factor = 1.0 / (1 + (staleness or 0)) if options.get("scaled") else 1.0
     thing.step(gradient, factor, options.get("rate"))
     thing.version += 1

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from strategies.remote.names import function_named, name_of
-from strategies.remote.wire import Array, dtype_named
+from strategies.rpc.function_names import function_named, name_of
+from strategies.rpc.wire import Array, dtype_named
 from strategies.variables import partition
 from strategies.variables.given import host_array, owned
 from strategies.variables.initializers import Initializer

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from strategies import arrays
+from strategies.core import array_ops
 from strategies.errors import InvalidArgumentError
-from strategies.remote.wire import Array, is_numeric
+from strategies.rpc.wire import Array, is_numeric
 
 __all__ = ["host_array", "owned"]
 
@@ -23,7 +23,7 @@ def host_array(value: Any, operation: str, name: str) -> Array:
         TypeError: it is on a device, or of objects.
         InvalidArgumentError: it is not one of numbers.
     """
-    array = arrays.host(value) if hasattr(value, "__dlpack_device__") else np.asarray(value)
+    array = array_ops.host(value) if hasattr(value, "__dlpack_device__") else np.asarray(value)
     if array is None:
         raise TypeError(
             f"{operation}: the array is on a device, expected one in host memory, got "

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from strategies.checks import integer
+from strategies.core.validation import integer
 
 __all__ = ["Initializer", "constant", "normal", "uniform", "zeros"]
 

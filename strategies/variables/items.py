@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.checks import number
+from strategies.core.validation import number
 from strategies.errors import InvalidArgumentError, OpError
-from strategies.remote import attempt
-from strategies.remote.asking import Question
-from strategies.remote.containers import Address
-from strategies.remote.limits import wait_limit
-from strategies.remote.outgoing import Answer
-from strategies.remote.service import Service
-from strategies.remote.wire import Array, dtype_named
+from strategies.rpc import operation as attempt
+from strategies.rpc.multi_request import Question
+from strategies.rpc.registry import Address
+from strategies.rpc.wait_limits import wait_limit
+from strategies.rpc.client import Answer
+from strategies.rpc.service import Service
+from strategies.rpc.wire import Array, dtype_named
 from strategies.variables import actions, serving
 from strategies.variables.actions import Outcome
 from strategies.variables.serving import KIND

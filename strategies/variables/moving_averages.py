@@ -10,8 +10,8 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from strategies import arrays
-from strategies.checks import number
+from strategies.core import array_ops
+from strategies.core.validation import number
 
 __all__ = ["MovingAverages"]
 
@@ -129,11 +129,11 @@ class MovingAverages:
 
 def _host(variable: Any) -> Array:
     value = variable.value
-    return arrays.fetched(value) if arrays.is_array(value) else np.asarray(value)
+    return array_ops.fetched(value) if array_ops.is_array(value) else np.asarray(value)
 
 
 def _wide(variable: Any) -> Array:
-    found: Array = arrays.wide(_host(variable))
+    found: Array = array_ops.wide(_host(variable))
     return found
 
 
@@ -155,4 +155,4 @@ def _assign(variable: Any, array: Array) -> None:
         variable.assign(array)
         return
     value = variable.value.detach() if hasattr(variable.value, "detach") else variable.value
-    arrays.overwrite(value, arrays.beside(value, array))
+    array_ops.overwrite(value, array_ops.beside(value, array))

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from strategies.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from strategies.optimizers import Optimizer
-from strategies.remote.service import Service
-from strategies.remote.wire import Array
+from strategies.rpc.service import Service
+from strategies.rpc.wire import Array
 from strategies.variables import partition
 from strategies.variables.first_values import MadePart
 from strategies.variables.given import host_array

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies.errors import InvalidArgumentError
-from strategies.remote.containers import Address
-from strategies.remote.service import Service
-from strategies.remote.wire import Array
-from strategies.sparse import Rows
+from strategies.rpc.registry import Address
+from strategies.rpc.service import Service
+from strategies.rpc.wire import Array
+from strategies.core.sparse import Rows
 from strategies.variables import items, partition
 from strategies.variables.actions import Outcome, compressed
 from strategies.variables.given import host_array

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies.errors import InvalidArgumentError
-from strategies.sparse import Rows
+from strategies.core.sparse import Rows
 
 __all__ = [
     "Partitioner",

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from strategies.errors import CancelledError, OpError
-from strategies.remote import message, pool
-from strategies.remote.containers import ResourceKind, register
-from strategies.remote.incoming import Work
-from strategies.remote.wire import Array
+from strategies.rpc import message, pool
+from strategies.rpc.registry import ResourceKind, register
+from strategies.rpc.server_requests import Work
+from strategies.rpc.wire import Array
 from strategies.variables.actions import ACTIONS, READS, Outcome, act
 from strategies.variables.first_values import part_from_words
 from strategies.variables.store import AllReady, Stored, make_optimizer

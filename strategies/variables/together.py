@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies.errors import InvalidArgumentError
-from strategies.sparse import Rows
+from strategies.core.sparse import Rows
 from strategies.variables import items
 from strategies.variables.actions import Outcome
 from strategies.variables.items import Item, Reading, Update, packing, stepping

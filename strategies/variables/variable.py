@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from strategies.errors import InvalidArgumentError
-from strategies.remote.containers import Address
-from strategies.remote.service import Service
-from strategies.remote.wire import dtype_named
+from strategies.rpc.registry import Address
+from strategies.rpc.service import Service
+from strategies.rpc.wire import dtype_named
 from strategies.variables import partition
 from strategies.variables.operations import Operations
 

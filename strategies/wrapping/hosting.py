@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from strategies.optimizers import Optimizer
-from strategies.sparse import Gradient
+from strategies.core.sparse import Gradient
 
 __all__ = ["Hosted", "HostingStrategy", "Parameter", "refuse_others"]
 

@@ -15,8 +15,8 @@ import optax
 from jax.experimental import io_callback
 
 from strategies.optimizers.from_optax import equivalent
-from strategies.sparse import Gradient, Rows
-from strategies.structures import WHOLE
+from strategies.core.sparse import Gradient, Rows
+from strategies.core.pytree import WHOLE
 from strategies.wrapping.hosting import Hosted, HostingStrategy, Parameter
 
 __all__ = ["StrategyTransformation", "wrap"]

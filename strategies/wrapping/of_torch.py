@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from strategies import arrays
+from strategies.core import array_ops
 from strategies.averaging.optimizer import identity
 from strategies.optimizers.from_torch import equivalents, rate_of
-from strategies.sparse import Rows, as_rows
+from strategies.core.sparse import Rows, as_rows
 from strategies.torch.parameters import names_of
 from strategies.wrapping.hosting import HostingStrategy, Parameter
 
@@ -182,5 +182,5 @@ def _on_host(tensor: torch.Tensor) -> Any:
     there = tensor.detach() if tensor.requires_grad else tensor
     if tensor.is_cpu and tensor.dtype is not torch.bfloat16:
         return there.numpy()
-    view = arrays.host(there)
-    return arrays.host(there.cpu()) if view is None else view
+    view = array_ops.host(there)
+    return array_ops.host(there.cpu()) if view is None else view

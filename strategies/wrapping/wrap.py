@@ -9,7 +9,7 @@ from typing import Any
 import collectives as cc
 from strategies.averaging.optimizer import identity
 from strategies.optimizers import Optimizer
-from strategies.strategy import Strategy
+from strategies.strategy.base.base import Strategy
 from strategies.wrapping.hosting import HostingStrategy
 
 __all__ = [

@@ -15,7 +15,7 @@ import fakecupy
 import inprocess
 import moving
 import oracle
-from collectives.arrays import host
+from collectives.arrays import host_arrays
 from requirements import installed
 
 
@@ -434,7 +434,7 @@ def test_a_call_like_an_earlier_one_does_not_look_at_everything_again(name, monk
             if name == "torch strided":
                 continue
             with monkeypatch.context() as here:
-                here.setattr(host, "borrow", None)
+                here.setattr(host_arrays, "borrow", None)
                 run(comm, make())
 
     inprocess.run_ranks(1, check)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import collectives as cc
-from collectives.operations.progress import Progress, asynchronous
+from collectives.operations.nonblocking import Progress, asynchronous
 
 LIMIT = 20.0
 

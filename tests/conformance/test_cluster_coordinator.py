@@ -12,7 +12,7 @@ from strategies.cluster.cluster import Cluster
 from strategies.cluster.spec import ClusterSpec
 from strategies.errors import CancelledError, FailedPreconditionError, OutOfRangeError
 from strategies.parameter_server import ClusterCoordinator, ParameterServerStrategy
-from strategies.remote.server import Server
+from strategies.rpc.server import Server
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
 NAME = __name__

@@ -10,13 +10,13 @@ import pytest
 import collectives as cc
 import inprocess
 import strategies
-from collectives.settings import Settings
+from collectives.core.settings import Settings
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.spec import ClusterSpec
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import shared_queue
-from strategies.remote.server import Server
+from strategies.rpc.server import Server
 
 SHAPES = [
     {"ps": ps, "worker": workers, "chief": chief, "evaluator": (ps + workers) % 2}

@@ -17,7 +17,7 @@ from strategies.accumulators.accumulators import ConditionalAccumulator, shared_
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.resolvers import SimpleClusterResolver, TFConfigClusterResolver
 from strategies.cluster.scopes import Placeable, device
-from strategies.cluster.setter import GreedyLoadBalancing, byte_size, replica_device_setter
+from strategies.cluster.device_setter import GreedyLoadBalancing, byte_size, replica_device_setter
 from strategies.cluster.spec import ClusterSpec
 from strategies.errors import (
     AbortedError,
@@ -27,10 +27,10 @@ from strategies.errors import (
 )
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import shared_queue
-from strategies.remote.containers import Address, container
-from strategies.remote.functions import Task
-from strategies.remote.server import Server
-from strategies.remote.service import Service
+from strategies.rpc.registry import Address, container
+from strategies.rpc.functions import Task
+from strategies.rpc.server import Server
+from strategies.rpc.service import Service
 from strategies.variables.open import shared_variable
 from strategies.variables.serving import KIND
 

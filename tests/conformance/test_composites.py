@@ -11,7 +11,7 @@ import pytest
 
 import collectives as cc
 import oracle
-from collectives.operations.groupings import Groupings
+from collectives.fusion.layouts import Groupings
 from requirements import installed
 
 HUGE = np.array([2**63 + 1], np.uint64)  # would be negative as int64
@@ -53,9 +53,9 @@ def test_groups_that_differ_are_one_error_on_all(world):
 
 @pytest.mark.parametrize("whole", [1, 4000, 1 << 18])
 def test_groups_of_many_portions_and_any_strides(world, monkeypatch, whole):
-    monkeypatch.setattr("collectives.operations.groupings.WHOLE_BYTES", whole)
-    monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES", 4096)
-    monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES_CROWDED", 4096)
+    monkeypatch.setattr("collectives.fusion.layouts.WHOLE_BYTES", whole)
+    monkeypatch.setattr("collectives.fusion.layouts.PORTION_BYTES", 4096)
+    monkeypatch.setattr("collectives.fusion.layouts.PORTION_BYTES_CROWDED", 4096)
 
     def check(comm):
         kinds = [((300, 7), "float32"), ((40,), "int16"), ((), "float64"), ((5000,), "float32")]

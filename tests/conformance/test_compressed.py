@@ -10,7 +10,7 @@ import collectives as cc
 import oracle
 from collectives.algorithms import compressed
 from collectives.arrays import reduction
-from collectives.compression import BF16, FP16, INT8
+from collectives.kernels.compression import BF16, FP16, INT8
 from collectives.kernels import int8
 from collectives.transport.transport import Deadline
 

@@ -16,7 +16,7 @@ import collectives as cc
 import fakecupy
 import strategies
 from collectives.arrays import staging
-from collectives.operations.on_devices import OnDevices
+from collectives.devices.staged import OnDevices
 
 SLICE = 4096
 SHAPES = [(3, 2), (0, 4), (700,), (1,), (50, 40), (5,)]

@@ -17,8 +17,8 @@ import fakecupy
 import inprocess
 import oracle
 from collectives.arrays import staging
-from collectives.operations.on_devices import OnDevices
-from collectives.settings import Settings
+from collectives.devices.staged import OnDevices
+from collectives.core.settings import Settings
 
 # Bytes of a slice in these tests.
 SLICE = 4096

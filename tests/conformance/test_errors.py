@@ -9,7 +9,7 @@ import pytest
 
 import collectives as cc
 import listed
-from collectives.settings import Settings
+from collectives.core.settings import Settings
 from collectives.transport.transport import named
 from conftest import UNDER_MPI
 

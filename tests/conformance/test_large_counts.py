@@ -12,7 +12,7 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives.settings import Settings
+from collectives.core.settings import Settings
 from requirements import require
 
 COUNT = 2**31 + 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from strategies.remote import MutexLock, Service, Task
+from strategies.rpc import MutexLock, Service, Task
 from strategies.variables import shared_variable
 
 LIMIT = 20.0

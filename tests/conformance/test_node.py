@@ -14,11 +14,11 @@ import pytest
 import collectives as cc
 import inprocess
 import oracle
-from collectives import links, topology
-from collectives.algorithms.layout import Layout
+from collectives.core import links, topology
+from collectives.algorithms.cost_model import Layout
 from collectives.kernels import machine_code
-from collectives.node import engine, ways
-from collectives.settings import Settings
+from collectives.node import engine, kernel_selection
+from collectives.core.settings import Settings
 from collectives.tools import explain
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
@@ -199,7 +199,7 @@ def test_explain_says_in_which_kind_of_call_arrays_are_reduced(world):
                 kernel = comm.node_engine.plan_allreduce(x, x, op, 1).kernel
                 kinds = {"one round": "one_shot", "slots": "direct", "chunks": "pipelined"}
                 kind = next(kind for word, kind in kinds.items() if word in words.partition("(")[0])
-                assert kernel is machine_code.function("collectives.node.rounds", kind), said
+                assert kernel is machine_code.function("collectives.node.reduce_kernels", kind), said
 
     world.run(check)
 
@@ -326,7 +326,7 @@ def test_without_shared_memory_messages_serve_and_the_reason_is_logged_once(dire
 
 
 def test_too_little_shared_memory_is_noticed_before_it_is_used(caplog, monkeypatch):
-    monkeypatch.setattr(ways, "SLOT_BYTES", 1 << 50)
+    monkeypatch.setattr(kernel_selection, "SLOT_BYTES", 1 << 50)
     monkeypatch.setattr(engine, "_MOST_SLOT_BYTES", 1 << 50)
     settings = Settings(timeout=20, shared_memory="/dev/shm")
     total = inprocess.run_ranks(2, lambda c: int(c.allreduce(1, op=cc.SUM)), settings=settings)

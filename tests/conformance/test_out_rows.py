@@ -306,9 +306,9 @@ def grouped_arrays(comm):
 
 @pytest.mark.parametrize("whole", [1, 4000, 1 << 18])
 def test_grouped_allreduce_puts_results_into_out(world, monkeypatch, whole):
-    monkeypatch.setattr("collectives.operations.groupings.WHOLE_BYTES", whole)
-    monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES", 4096)
-    monkeypatch.setattr("collectives.operations.groupings.PORTION_BYTES_CROWDED", 4096)
+    monkeypatch.setattr("collectives.fusion.layouts.WHOLE_BYTES", whole)
+    monkeypatch.setattr("collectives.fusion.layouts.PORTION_BYTES", 4096)
+    monkeypatch.setattr("collectives.fusion.layouts.PORTION_BYTES_CROWDED", 4096)
 
     def check(comm):
         everyones = grouped_arrays(comm)

@@ -11,7 +11,7 @@ from calls import until
 
 import strategies
 from served import LIMIT, in_turn, opened, scenario, training
-from strategies.cluster.setter import GreedyLoadBalancing, byte_size
+from strategies.cluster.device_setter import GreedyLoadBalancing, byte_size
 from strategies.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -22,7 +22,7 @@ from strategies.errors import (
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Drop, Record, Scale
-from strategies.remote.message import Kind
+from strategies.rpc.message import Kind
 from tapped import silence
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import collectives as cc
 import oracle
-from collectives.operations import point_to_point
+from collectives.p2p import endpoint
 from collectives.tools.info import library_name
 from conftest import UNDER_MPI
 from requirements import installed
@@ -260,7 +260,7 @@ def takes_what_nobody_receives(world):
 
 
 def test_who_is_too_far_ahead_waits(world, monkeypatch):
-    monkeypatch.setattr(point_to_point, "AHEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(endpoint, "AHEAD_BYTES", 1 << 20)
     eager = takes_what_nobody_receives(world)
 
     def far_ahead(part):

@@ -13,7 +13,7 @@ import strategies
 from requirements import installed
 from strategies import errors
 from strategies.input import ShardedInput
-from strategies.training import Saver
+from strategies.checkpoint import Saver
 from strategies.variables.partition import fixed_size
 
 
@@ -64,7 +64,7 @@ def test_variables_on_a_task(world):
         folder, last = folder_of(comm), comm.size - 1
         start = np.arange(6.0).reshape(3, 2)
         with (
-            strategies.remote.Service(comm) as service,
+            strategies.rpc.Service(comm) as service,
             strategies.CheckpointManager(folder, comm) as checkpoints,
         ):
             one = strategies.variables.shared_variable(

@@ -12,7 +12,7 @@ import pytest
 import collectives as cc
 import strategies
 from strategies import errors
-from strategies.training import Preemption, Saver, TrainingSession, checkpoint, hooks
+from strategies.elastic import Preemption; from strategies.checkpoint import Saver, checkpoint; from strategies.session import TrainingSession, hooks
 
 
 def folder_of(comm):

@@ -23,9 +23,9 @@ from collectives.algorithms import hierarchical
 from collectives.communicator import Communicator
 from collectives.kernels import int8
 from collectives.node import engine as node
-from collectives.node import segment, words
-from collectives.operations import compare
-from collectives.settings import Settings, Stores
+from collectives.node import segment, control_block
+from collectives.calls import signature_check
+from collectives.core.settings import Settings, Stores
 from collectives.transport.transport import Deadline
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT, cc.BITWISE_XOR, cc.INTEGER_MEAN]
@@ -110,7 +110,7 @@ def test_private_and_shared_arrays_have_the_same_sums(nodes, op):
 
 @everywhere
 def test_one_rank_of_each_node_may_speak_for_all(nodes, monkeypatch):
-    monkeypatch.setattr(compare, "MOST_SPEAKERS", 1)  # as with many ranks on a node
+    monkeypatch.setattr(signature_check, "MOST_SPEAKERS", 1)  # as with many ranks on a node
 
     def check(comm):
         for _ in range(2):
@@ -444,7 +444,7 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
     # The network stage may take a second; the rounds after it take microseconds each.
     def pauses(engine, standing):
         """How often each of the waits of a call has paused."""
-        block = np.zeros(words.WORDS, np.int64)
+        block = np.zeros(control_block.WORDS, np.int64)
         stands = iter(standing)
         counts = []
 
@@ -459,8 +459,8 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
                 return False
 
         def kernel(address):
-            block[words.DONE_ROUNDS] = next(stands, -1)
-            return words.DONE if block[words.DONE_ROUNDS] < 0 else words.WAITING
+            block[control_block.DONE_ROUNDS] = next(stands, -1)
+            return control_block.DONE if block[control_block.DONE_ROUNDS] < 0 else control_block.WAITING
 
         rank_0 = threading.current_thread()
         with monkeypatch.context() as patch:

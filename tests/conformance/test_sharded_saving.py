@@ -18,7 +18,7 @@ import collectives as cc
 import strategies
 from inprocess import run_ranks
 from strategies import errors
-from strategies.training import Box, Saver, Slice, checkpoint, durable
+from strategies.checkpoint import Box, Saver, Slice, checkpoint, atomic_io
 
 ROWS, COLUMNS = 61, 7
 
@@ -169,14 +169,14 @@ def test_from_four_ranks_to_three_to_five(tmp_path):
 @pytest.mark.parametrize("background", [False, True])
 def test_what_one_rank_cannot_write_is_an_error_on_all(world, background, monkeypatch):
     """The disk is full for the last rank; nothing of the checkpoint is there, the next one is."""
-    real = durable.new_file
+    real = atomic_io.new_file
 
     def new_file(path):
         if f"rank-{world.size - 1:05d}" in path.name and "000002" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return real(path)
 
-    monkeypatch.setattr(durable, "new_file", new_file)
+    monkeypatch.setattr(atomic_io, "new_file", new_file)
 
     def run(comm):
         folder = folder_of(comm)

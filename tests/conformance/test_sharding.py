@@ -21,7 +21,7 @@ from strategies.input.prefetching import prefetch
 from strategies.input.readers import TextLineReader
 from strategies.input.sharded import ShardedInput
 from strategies.queues.files import shared_files
-from strategies.remote.service import Service
+from strategies.rpc.service import Service
 
 FILES = {f"f{i}": [10 * i + j for j in range(i + 2)] for i in range(5)}  # 2, 3, 4, 5, 6 records
 EVERYTHING = Counter(record for records in FILES.values() for record in records)

@@ -22,7 +22,7 @@ from strategies.input import (
     slice_input_producer,
     string_input_producer,
 )
-from strategies.remote import Service
+from strategies.rpc import Service
 
 LIMIT = 20.0
 

@@ -23,8 +23,8 @@ from strategies.errors import (
 from strategies.queues.files import shared_files, shared_range
 from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
 from strategies.queues.remote import shared_queue
-from strategies.remote.containers import container
-from strategies.remote.service import Service
+from strategies.rpc.registry import container
+from strategies.rpc.service import Service
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
 F32 = np.float32
@@ -313,7 +313,7 @@ def an_interrupted_dequeue_loses_nothing(make):
 def _dequeue_late(queue):
     """As `dequeue`, but always get as far as waiting."""
     from strategies.queues.engine import Dequeue
-    from strategies.remote.attempt import finish
+    from strategies.rpc.operation import finish
 
     attempt = Dequeue()
     queue.engine.submit(attempt)

@@ -48,7 +48,7 @@ def behaviour(function):
 @pytest.mark.parametrize("check", behaviours, ids=lambda check: check.__name__)
 def test_behaviour(world, place, check):
     def run(comm):
-        with strategies.remote.Service(comm) as service:
+        with strategies.rpc.Service(comm) as service:
             rank = comm.size - 1
             if comm.rank != rank:
                 return
@@ -520,7 +520,7 @@ def gradients_of_parts_are_those_of_the_whole(make):
 
 def test_all_ranks_update_one_variable(world):
     def run(comm):
-        with strategies.remote.Service(comm) as service:
+        with strategies.rpc.Service(comm) as service:
             start = np.zeros(4) if comm.rank == comm.size - 1 else None
             v = strategies.variables.shared_variable(
                 start, service=service, shared_name="v", task=0, optimizer=strategies.SGD(1.0)
@@ -542,8 +542,8 @@ def test_all_ranks_update_one_variable(world):
 
 def test_functions_run_on_tasks(world):
     def run(comm):
-        with strategies.remote.Service(comm) as service:
-            task = strategies.remote.Task(service, 0)
+        with strategies.rpc.Service(comm) as service:
+            task = strategies.rpc.Task(service, 0)
             assert task.run("math:hypot", 3, 4) == 5.0
             assert task.run("builtins:sorted", [3, 1, 2], reverse=True) == [3, 2, 1]
             array = np.arange(100_000.0) + comm.rank

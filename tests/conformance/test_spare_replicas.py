@@ -15,10 +15,10 @@ from strategies.accumulators.remote import open_accumulation
 from strategies.accumulators.sums import Part
 from strategies.errors import InvalidArgumentError, OpError, OutOfRangeError, UnavailableError
 from strategies.optimizers import SGD, Momentum
-from strategies.remote.service import Service
+from strategies.rpc.service import Service
 from strategies.spare_replica import SpareReplicaStrategy
 from strategies.spare_replica.turns import open_rounds
-from strategies.sparse import Rows
+from strategies.core.sparse import Rows
 
 LIMIT = 20.0
 

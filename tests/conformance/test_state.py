@@ -12,8 +12,8 @@ import collectives as cc
 import strategies
 from strategies import errors
 from strategies.input import ShardedInput
-from strategies.training import Saver, State, TrainingSession, hooks
-from strategies.training.slices import Slice
+from strategies.checkpoint import Saver; from strategies.elastic import State; from strategies.session import TrainingSession, hooks
+from strategies.checkpoint.boxes import Slice
 
 
 def test_everything_comes_back_as_it_was_at_the_last_commit(world):

@@ -11,7 +11,7 @@ import pytest
 import collectives as cc
 import inprocess
 import strategies
-from collectives.settings import Settings
+from collectives.core.settings import Settings
 from launcher import ROOT
 from requirements import installed
 

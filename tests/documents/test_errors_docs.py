@@ -9,16 +9,16 @@ import sys
 import pytest
 
 import collectives as cc
-import collectives.errors
+import collectives.core.errors
 import strategies
-from collectives.tools import errors as remedies
+from collectives.tools import explain_error as remedies
 from launcher import ROOT, mpirun, run
 from strategies import errors
 
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 KINDS = [
     kind
-    for module in (collectives.errors, errors)
+    for module in (collectives.core.errors, errors)
     for _, kind in inspect.getmembers(module, inspect.isclass)
     if issubclass(kind, (cc.CollectiveError, errors.OpError)) and kind is not errors.OpError
 ]
@@ -39,7 +39,7 @@ def messages():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_error_has_its_place(kind):
     assert f"\n### {kind.__name__}\n" in PAGE
-    assert collectives.errors.page(kind("x")) == f"python -m collectives errors {kind.__name__}"
+    assert collectives.core.errors.page(kind("x")) == f"python -m collectives errors {kind.__name__}"
     (entry,) = remedies.found(kind.__name__)
     assert len(entry.text) > 40
 
@@ -48,11 +48,11 @@ def test_what_is_derived_from_ours_leads_to_ours_and_others_nowhere():
     class Special(cc.PeerFailure):
         pass
 
-    assert collectives.errors.page(Special("x")) == "python -m collectives errors PeerFailure"
-    assert collectives.errors.page(ValueError("x")) is None
+    assert collectives.core.errors.page(Special("x")) == "python -m collectives errors PeerFailure"
+    assert collectives.core.errors.page(ValueError("x")) is None
     with pytest.raises(ValueError, match="num_epochs") as ours:
         strategies.input.FileBatches(["a.csv"], lambda path: [], 1, num_epochs=0)
-    assert collectives.errors.page(ours.value) == "python -m collectives errors ValueError"
+    assert collectives.core.errors.page(ours.value) == "python -m collectives errors ValueError"
 
 
 def test_the_page_has_cause_and_remedy_for_what_people_meet():
@@ -119,7 +119,7 @@ def test_an_error_of_the_program_s_own_ends_as_python_s(tmp_path):
 
 
 def test_the_command_prints_cause_and_remedy(capsys):
-    assert remedies.run(["collectives.errors.PeerFailure:", "allreduce: rank 1 died"]) == 0
+    assert remedies.run(["collectives.core.errors.PeerFailure:", "allreduce: rank 1 died"]) == 0
     said = capsys.readouterr().out
     assert "Why: the process of that rank is gone" in said
     assert said.strip().endswith("errors.md#died")

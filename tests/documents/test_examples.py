@@ -36,7 +36,7 @@ def test_the_main_job_learns_the_digits(tmp_path, size):
     assert f"{size} rank" in result.stdout
     assert "samples per second" in result.stdout
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
-    metrics = strategies.training.read_metrics(output / "metrics.jsonl")
+    metrics = strategies.session.read_metrics(output / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(1, 41))
     assert metrics[-1]["loss"] < 0.1 * metrics[0]["loss"]
     if size == 2:  # as in the README; another processor may round otherwise
@@ -121,7 +121,7 @@ def test_resume_goes_on_with_another_number_of_ranks(tmp_path):
     assert result.status == 0, result
     assert "20/20 (100%)" in result.stderr
     assert accuracy_of(result.stdout) >= 0.96
-    metrics = strategies.training.read_metrics(tmp_path / "out" / "metrics.jsonl")
+    metrics = strategies.session.read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(1, 21))
     again = mpirun(1, *arguments, "--epochs", 20, "--resume", timeout=100)
     assert again.status == 0, again
@@ -155,7 +155,7 @@ def test_a_signal_of_the_batch_system_leaves_a_checkpoint_to_go_on_from(tmp_path
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
     assert process.returncode == 85, (stdout, stderr)
-    epochs = strategies.training.read_metrics(metrics)[-1]["step"]
+    epochs = strategies.session.read_metrics(metrics)[-1]["step"]
     result = mpirun(2, TRAIN, *arguments, "--epochs", epochs + 5, "--resume", timeout=60)
     assert f"{epochs + 5}/{epochs + 5} (100%)" in result.stderr
 

@@ -76,7 +76,7 @@ for name in {AT_FIRST_USE["strategies"]}:
     # The package strategies.jax imports no JAX.
     assert found == (name != "torch" or importlib.util.find_spec("torch") is not None), name
     assert (f"strategies.{{name}}" in sys.modules) == found, name
-strategies.experiment.train_and_evaluate
+strategies.strategy.experiment.train_and_evaluate
 strategies.model_parallel.allgather
 assert not hasattr(strategies, "tensorflow")
 """

@@ -6,7 +6,7 @@ import doctest
 import re
 
 from launcher import ROOT
-from strategies.training import Summaries, hooks
+from strategies.session import Summaries, hooks
 
 PAGE = ROOT / "docs" / "sessions.md"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from collectives import settings
+from collectives.core import settings
 from launcher import ROOT
 
 PAGE = (ROOT / "docs" / "settings.md").read_text()

@@ -13,7 +13,7 @@ import pytest
 
 import programs
 from collectives.communicator import Communicator
-from collectives.operations import signatures
+from collectives.calls import overloads
 from launcher import ROOT, run
 from requirements import needs
 from strategies import distributed_optimizer
@@ -118,7 +118,7 @@ NUMPY = """
         optimizer = strategies.DistributedOptimizer(momentum, clip_global_norm=1.0)
         assert_type(optimizer, AveragingOptimizer)
         strategies.DistributedOptimizer(3)  # WRONG
-        strategies.experiment.train_and_evaluate()  # WRONG
+        strategies.strategy.experiment.train_and_evaluate()  # WRONG
         strategies.model_parallel.allgather(1.0, comm=comm)
         strategies.modle_parallel  # WRONG
         strategies.DistributedOptimizer(momentum, clip=1.0)  # WRONG
@@ -272,14 +272,14 @@ def keywords(function) -> set[str]:
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        (Communicator.allreduce, signatures.Compressing),
-        (Communicator.reduce, signatures.Reducing),
-        (Communicator.reduce_scatter, signatures.Sharing),
-        (Communicator.broadcast, signatures.Waiting),
-        (Communicator.gather, signatures.Waiting),
-        (Communicator.allgather, signatures.Waiting),
-        (Communicator.scatter, signatures.Splitting),
-        (Communicator.alltoall, signatures.Splitting),
+        (Communicator.allreduce, overloads.Compressing),
+        (Communicator.reduce, overloads.Reducing),
+        (Communicator.reduce_scatter, overloads.Sharing),
+        (Communicator.broadcast, overloads.Waiting),
+        (Communicator.gather, overloads.Waiting),
+        (Communicator.allgather, overloads.Waiting),
+        (Communicator.scatter, overloads.Splitting),
+        (Communicator.alltoall, overloads.Splitting),
         (distributed_optimizer.DistributedOptimizer, distributed_optimizer.Options),
     ],
     ids=lambda thing: thing.__name__,

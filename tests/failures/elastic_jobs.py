@@ -7,7 +7,7 @@ import textwrap
 
 from launcher import ROOT, mpirun, mpirun_path, run
 from requirements import require
-from strategies.training import events
+from strategies.elastic import event_log
 
 FAULT_TOLERANT = ("--with-ft", "ulfm")
 DIGITS = ROOT / "examples" / "elastic_digits.py"
@@ -29,7 +29,7 @@ def start(tmp_path, program, faults, *arguments, size=3, options=FAULT_TOLERANT,
         size, program, *arguments, options=options, timeout=110, UNISONO_FAULT=faults,
         UNISONO_EVENTS=str(tmp_path / "events"), UNISONO_RECORDER_DIR=str(tmp_path), **extra,
     )  # fmt: skip
-    return result, events.read(tmp_path / "events")
+    return result, event_log.read(tmp_path / "events")
 
 
 def of_kind(told, event):

@@ -23,37 +23,37 @@ import numpy as np
 
 import collectives as cc
 import strategies
-from collectives.transport import liveness, messages, survivors, whereabouts
+from collectives.transport import liveness, mpi_messages, ulfm, failure_detector
 from strategies import training
-from strategies.training import checkpoint, copies, members, state
+from strategies.checkpoint import checkpoint; from strategies.elastic import commit_buffers, elastic_group, elastic_state
 
 ROWS = 36
 COMMIT_STEPS, SAVE_STEPS = 2, 4
 
 # Functions before whose calls a rank may be killed; "start" and "step" are calls of this program.
 POINTS = {
-    "begin": (members.Members, "begin"),
-    "meet": (members.Members, "meet"),
-    "leave": (members.Members, "leave"),
-    "after": (members.Members, "after"),
-    "place": (members.Members, "place"),
-    "go_on": (state.State, "go_on"),
-    "commit": (state.State, "commit"),
-    "hand_on": (copies.Copies, "hand_on"),
-    "turn": (copies.Copies, "turn"),
-    "shrunk": (members, "shrunk"),
-    "meeting": (survivors, "meet"),
-    "form": (survivors, "form"),
-    "agree": (survivors, "agree"),
-    "revoke": (survivors, "revoke"),
-    "made": (messages.Endpoint, "__init__"),
+    "begin": (elastic_group.Members, "begin"),
+    "meet": (elastic_group.Members, "meet"),
+    "leave": (elastic_group.Members, "leave"),
+    "after": (elastic_group.Members, "after"),
+    "place": (elastic_group.Members, "place"),
+    "go_on": (elastic_state.State, "go_on"),
+    "commit": (elastic_state.State, "commit"),
+    "hand_on": (commit_buffers.Copies, "hand_on"),
+    "turn": (commit_buffers.Copies, "turn"),
+    "shrunk": (elastic_group, "shrunk"),
+    "meeting": (ulfm, "meet"),
+    "form": (ulfm, "form"),
+    "agree": (ulfm, "agree"),
+    "revoke": (ulfm, "revoke"),
+    "made": (mpi_messages.Endpoint, "__init__"),
     "write": (checkpoint, "write_part"),
     "allreduce": (cc.Communicator, "allreduce"),
     "barrier": (cc.Communicator, "barrier"),
     "allgather": (cc.Communicator, "allgather_object"),
     "broadcast": (cc.Communicator, "broadcast"),
     "group": (cc.Communicator, "group"),
-    "stay": (whereabouts.Whereabouts, "stay"),
+    "stay": (failure_detector.Whereabouts, "stay"),
     "end": (liveness, "end_soon"),
 }
 

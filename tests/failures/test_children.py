@@ -82,7 +82,8 @@ SIGNALS = """
     import numpy as np
     import collectives as cc
     import strategies
-    from strategies.training import Saver, TrainingSession
+    from strategies.checkpoint import Saver
+    from strategies.session import TrainingSession
 
     comm = cc.init()
     numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2

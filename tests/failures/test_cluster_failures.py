@@ -13,7 +13,7 @@ PRELUDE = """
     import numpy as np
     import collectives as cc
     from strategies.cluster.cluster import Cluster
-    from strategies.remote.server import Server
+    from strategies.rpc.server import Server
     from strategies.errors import *
     from strategies.queues.kinds import FIFOQueue
     from strategies.queues.remote import shared_queue

@@ -14,7 +14,7 @@ from launcher import ROOT, asked_to_stop, mpirun, run
 from pairwise import also
 from requirements import needs
 from strategies import training
-from strategies.training import events
+from strategies.elastic import event_log
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,7 +92,7 @@ def test_after_a_death_files_are_written_the_job_is_asked_to_stop_and_goes_on_la
     )  # fmt: skip
     assert result.status == 85, result
     assert "accuracy" not in result.stdout
-    told = events.read(tmp_path / "events")
+    told = event_log.read(tmp_path / "events")
     (left,) = {line["step"] for line in of_kind(told, "left")}
     assert {line["step"] for line in of_kind(told, "asked")} == {left}
     restored = {line["rank"]: (line["step"], line["file"]) for line in of_kind(told, "restored")}

@@ -227,7 +227,7 @@ def test_a_timeout_says_that_another_rank_compiles(tmp_path):
 STRATEGIES = {
     "parameter server": """
         from strategies.cluster.cluster import Cluster
-        from strategies.remote.server import Server
+        from strategies.rpc.server import Server
         from strategies.cluster.spec import ClusterSpec
         server = Server(Cluster(ClusterSpec.from_ranks(comm.size, ps=1), comm))
         strategy = strategies.ParameterServerStrategy(server, strategies.SGD(1.0))

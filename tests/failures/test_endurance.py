@@ -118,7 +118,7 @@ TABLE = """
 import resource
 import numpy as np
 import collectives as cc
-from strategies.remote import Service
+from strategies.rpc import Service
 from strategies.variables import initializers, partition, shared_partitioned_variable
 
 rows, width = 6_000_000, 16                               # 366 MiB of float32

@@ -11,7 +11,7 @@ import time
 import pytest
 
 import collectives as cc
-from collectives import errors
+from collectives.core import errors
 from launcher import ROOT, mpirun, run
 
 TRAIN = ROOT / "examples" / "train_digits.py"

@@ -15,7 +15,7 @@ PRELUDE = """
     import collectives as cc
     import strategies
     from strategies.cluster.cluster import Cluster
-    from strategies.remote.server import Server
+    from strategies.rpc.server import Server
     from strategies.cluster.spec import ClusterSpec
     from strategies.errors import OpError, UnavailableError
     from strategies.parameter_server import ClusterCoordinator, ParameterServerStrategy
@@ -178,7 +178,7 @@ def test_training_goes_on_from_a_checkpoint_after_a_ps_was_killed(tmp_path):
         step = workers.broadcast_object(found.step if found else 0)
         say("begins at", step)
         strategy.pull()
-        task = strategies.remote.Task(server.service, 1)
+        task = strategies.rpc.Task(server.service, 1)
         try:
             first = step == 0
             while first or step < 20:  # at first until the ps is gone
@@ -340,7 +340,7 @@ def test_a_killed_coordinator_is_an_error_on_all(tmp_path):
 
 
 SCHEDULED = """
-    from strategies.training import Preemption
+    from strategies.elastic import Preemption
 
     def call(number):
         if comm.rank == 3 and number >= 6:

@@ -13,7 +13,7 @@ PROGRAM = """
 import os, signal, sys
 import numpy as np
 import collectives as cc, strategies
-from strategies.training import Slice
+from strategies.checkpoint import Slice
 
 folder, victim, call, behind = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4] == "True"
 comm = cc.init()

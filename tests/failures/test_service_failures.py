@@ -16,7 +16,7 @@ PRELUDE = """
     from strategies.queues.engine import Dequeue
     from strategies.queues.kinds import FIFOQueue
     from strategies.queues.remote import shared_queue
-    from strategies.remote.service import Service
+    from strategies.rpc.service import Service
 
     def say(*words):
         print(f"rank {comm.rank}:", *words, flush=True)

@@ -12,7 +12,7 @@ from elastic_jobs import DIGITS, FAULT_TOLERANT, needs_fault_tolerance, of_kind,
 from launcher import ROOT, asked_to_stop, mpirun, run
 from pairwise import also
 from requirements import needs
-from strategies.training import events
+from strategies.elastic import event_log
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -207,7 +207,7 @@ def test_a_job_with_spare_ranks_is_asked_to_stop_and_goes_on_later_with_the_same
     )  # fmt: skip
     assert result.status == 85, result
     assert "accuracy" not in result.stdout
-    told = events.read(tmp_path / "events")
+    told = event_log.read(tmp_path / "events")
     assert [event["place"] for event in of_kind(told, "admitted")] == [0]
     assert {line["rank"] for line in of_kind(told, "left")} == {1, 2, 3}
     soon = int(last_files(saved)[0].removeprefix("step-")) + 10

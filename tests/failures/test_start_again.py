@@ -10,14 +10,15 @@ import pytest
 import strategies
 from launcher import mpirun
 from requirements import needs
-from strategies.training import events
+from strategies.elastic import event_log
 
 HEAD = """
     import os, sys
     import numpy as np
     import collectives as cc
     import strategies
-    from strategies.training import Saver, TrainingSession, hooks
+    from strategies.checkpoint import Saver
+    from strategies.session import TrainingSession, hooks
     comm = cc.init()
     rows = strategies.input.ShardedInput(
         range(180), lambda row: (row,), rank=comm.rank, size=comm.size, policy="file",
@@ -115,7 +116,7 @@ def plain(node):
 
 
 def deaths(tmp_path):
-    told = events.read(tmp_path / "events")
+    told = event_log.read(tmp_path / "events")
     return [(line["step"], line["rank"]) for line in told if line["event"] == "fault"]
 
 

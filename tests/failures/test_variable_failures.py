@@ -58,7 +58,7 @@ def test_a_killed_task_is_an_error_for_all_that_use_it_at_once(tmp_path):
         tmp_path,
         3,
         """
-        service = strategies.remote.Service(comm)
+        service = strategies.rpc.Service(comm)
         v, late = open_variable(np.zeros(100_000)), open_variable(None, "late")
         other = open_variable(np.zeros(2), "other", task=1)
         comm.barrier()
@@ -70,7 +70,7 @@ def test_a_killed_task_is_an_error_for_all_that_use_it_at_once(tmp_path):
             die()
         blocked = []
         calls = [late.read, lambda: strategies.variables.read_all([other, late]),
-                 lambda: strategies.remote.Task(service, 0).run("time:sleep", 60)]
+                 lambda: strategies.rpc.Task(service, 0).run("time:sleep", 60)]
         threads = [threading.Thread(target=lambda c=c: blocked.append(failure(c))) for c in calls]
         for thread in threads:
             thread.start()
@@ -86,7 +86,7 @@ def test_a_killed_task_is_an_error_for_all_that_use_it_at_once(tmp_path):
         assert max(seconds for _, seconds in blocked) < 10, blocked
         other.apply_gradients(-np.ones(2))
         until(lambda: other.read().version == 2)
-        say(other.read().value.tolist(), strategies.remote.Task(service, 1).run("math:sqrt", 4))
+        say(other.read().value.tolist(), strategies.rpc.Task(service, 1).run("math:sqrt", 4))
         service.close()
         leave()
         """,
@@ -99,7 +99,7 @@ def test_a_killed_client_leaves_whole_values_and_others_go_on(tmp_path):
         tmp_path,
         3,
         """
-        service = strategies.remote.Service(comm)
+        service = strategies.rpc.Service(comm)
         v = open_variable(np.zeros(500_000) if comm.rank == 0 else None)
         comm.barrier()
         if comm.rank == 2:
@@ -127,8 +127,8 @@ def test_a_lock_of_a_killed_task_is_free_and_one_on_a_killed_task_is_lost_to_all
         tmp_path,
         4,
         """
-        service = strategies.remote.Service(comm)
-        here, there = (strategies.remote.MutexLock(service, "m", task=task) for task in (0, 3))
+        service = strategies.rpc.Service(comm)
+        here, there = (strategies.rpc.MutexLock(service, "m", task=task) for task in (0, 3))
         if comm.rank == 3:
             here.acquire()
         if comm.rank == 2:
@@ -160,7 +160,7 @@ def test_accumulators_of_and_on_a_killed_task(tmp_path):
         tmp_path,
         3,
         """
-        service = strategies.remote.Service(comm)
+        service = strategies.rpc.Service(comm)
         here, there = (
             strategies.accumulators.shared_accumulator(
                 strategies.accumulators.ConditionalAccumulator, np.float32, (),
@@ -194,7 +194,7 @@ def test_who_sets_a_value_is_killed_before_it_does(tmp_path):
         tmp_path,
         3,
         """
-        service = strategies.remote.Service(comm)
+        service = strategies.rpc.Service(comm)
         v = open_variable(None)
         comm.barrier()
         if comm.rank == 2:

@@ -10,7 +10,7 @@ import pytest
 import collectives as cc
 import inprocess
 import oracle
-from collectives.arrays import host
+from collectives.arrays import host_arrays
 from launcher import mpirun
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ MANY = 1 << 26
 
 
 def borrow(x, out=None):
-    return host.borrow(x, out, operation="allreduce")
+    return host_arrays.borrow(x, out, operation="allreduce")
 
 
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies.training import Saver
+from strategies.checkpoint import Saver
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ import pytest
 import collectives as cc
 import inprocess
 from collectives.arrays import staging
-from collectives.kernels import convert
-from collectives.operations.settle import library_takes_device_memory
-from collectives.settings import Settings
+from collectives.kernels import half_loops
+from collectives.calls.shared_settings import library_takes_device_memory
+from collectives.core.settings import Settings
 from launcher import mpirun
 
 pytestmark = pytest.mark.gpu
@@ -48,14 +48,14 @@ def test_kernels_give_the_host_s_bits(cupy, half, wide, feedback):
     there = None if left[0] is None else buffer_of(cupy, left[0])
     expected = np.empty(values.size, half)
     for divisor in (1, 3):
-        convert.narrow(values, expected, divisor=divisor, residual=left[1])
+        half_loops.narrow(values, expected, divisor=divisor, residual=left[1])
         got = cuda.narrow(buffer_of(cupy, values), half, divisor=divisor, residual=there)
         np.testing.assert_array_equal(got.view.get(), expected.view(np.uint16))
         if there is not None:
             np.testing.assert_array_equal(there.view.get().view(np.uint8), left[1].view(np.uint8))
         back, wanted = buffer_of(cupy, np.empty(values.size, wide)), np.empty(values.size, wide)
         cuda.widen(got, back)
-        convert.widen(expected, wanted)
+        half_loops.widen(expected, wanted)
         np.testing.assert_array_equal(back.view.get().view(np.uint8), wanted.view(np.uint8))
 
 

@@ -10,17 +10,8 @@ from mpi4py import MPI
 
 import collectives as cc
 import oracle
-from collectives import topology
-from collectives.algorithms import (
-    double_tree,
-    doubling,
-    halving,
-    hierarchical,
-    native,
-    ring,
-    rotation,
-    tree,
-)
+from collectives.core import topology
+from collectives.algorithms import double_tree, recursive_doubling, halving_doubling, hierarchical, mpi_native, ring, pairwise, tree
 from collectives.arrays import reduction
 from collectives.transport.transport import Deadline
 
@@ -44,9 +35,9 @@ ALLREDUCES = {
     "ring": lambda buffer, op: ring.allreduce(transport, buffer, op, limit()),
     "tree": lambda buffer, op: tree.allreduce(transport, buffer, op, limit()),
     "double_tree": lambda buffer, op: double_tree.allreduce(transport, buffer, op, limit()),
-    "doubling": lambda buffer, op: doubling.allreduce(transport, buffer, op, limit()),
-    "halving": lambda buffer, op: halving.allreduce(transport, buffer, op, limit()),
-    "native": lambda buffer, op: native.allreduce(transport, buffer, op, limit()),
+    "doubling": lambda buffer, op: recursive_doubling.allreduce(transport, buffer, op, limit()),
+    "halving": lambda buffer, op: halving_doubling.allreduce(transport, buffer, op, limit()),
+    "native": lambda buffer, op: mpi_native.allreduce(transport, buffer, op, limit()),
     "hierarchical": lambda buffer, op: hierarchical.allreduce(levels, buffer, op, limit()),
     "in memory": lambda buffer, op: hierarchical.allreduce(in_memory, buffer, op, limit()),
 }
@@ -55,7 +46,7 @@ BROADCASTS = {
     "ring": lambda buffer, root: ring.broadcast(transport, buffer, root, limit()),
     "tree": lambda buffer, root: tree.broadcast(transport, buffer, root, limit()),
     "double_tree": lambda buffer, root: double_tree.broadcast(transport, buffer, root, limit()),
-    "native": lambda buffer, root: native.broadcast(transport, buffer, root, limit()),
+    "native": lambda buffer, root: mpi_native.broadcast(transport, buffer, root, limit()),
     "hierarchical": lambda buffer, root: hierarchical.broadcast(levels, buffer, root, limit()),
     "in memory": lambda buffer, root: hierarchical.broadcast(in_memory, buffer, root, limit()),
 }
@@ -83,7 +74,7 @@ for count in COUNTS:
             np.testing.assert_array_equal(buffer, arrays[root], err_msg=name)
     bounds = topology.chunk_bounds(count, SIZE)
     own = slice(bounds[comm.rank], bounds[comm.rank + 1])
-    for module in (ring, halving, native):
+    for module in (ring, halving_doubling, mpi_native):
         buffer = arrays[comm.rank].copy()
         module.reduce_scatter(transport, buffer, bounds, cc.SUM, limit())
         oracle.assert_close(buffer[own], [a[own] for a in arrays], cc.SUM)
@@ -92,14 +83,14 @@ for count in COUNTS:
         module.allgather(transport, buffer, bounds, limit())
         np.testing.assert_array_equal(buffer, arrays[0])
     counts = np.diff(bounds).tolist()
-    for module in (tree, native):
+    for module in (tree, mpi_native):
         whole = arrays[1] if comm.rank == 1 else None
         part = module.scatter(transport, whole, counts, 1, np.dtype(np.float32), limit())
         np.testing.assert_array_equal(part, arrays[1][own])
         collected = module.gather(transport, part, counts, 1, limit())
         if collected is not None:
             np.testing.assert_array_equal(collected, arrays[1])
-    for module in (rotation, native):
+    for module in (pairwise, mpi_native):
         result = module.alltoall(
             transport, arrays[comm.rank], counts, [counts[comm.rank]] * SIZE, limit()
         )
@@ -111,10 +102,10 @@ own_share = 2**31 if comm.rank == 1 else 0
 to_itself = [own_share if rank == comm.rank else 0 for rank in range(SIZE)]
 if MPI.Get_version() < (4, 0):
     for refused in (
-        lambda: native.allreduce(transport, huge, cc.MAX, limit()),
-        lambda: native.broadcast(transport, huge, 0, limit()),
+        lambda: mpi_native.allreduce(transport, huge, cc.MAX, limit()),
+        lambda: mpi_native.broadcast(transport, huge, 0, limit()),
         # Too long for rank 1 alone: it sends 2 GiB to itself, the others nothing to anybody.
-        lambda: native.alltoall(transport, huge[:own_share], to_itself, to_itself, limit()),
+        lambda: mpi_native.alltoall(transport, huge[:own_share], to_itself, to_itself, limit()),
     ):
         with pytest.raises(ValueError, match="expected at most 2147483647"):
             refused()

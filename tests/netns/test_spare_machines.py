@@ -7,7 +7,7 @@ import re
 import pytest
 
 from launcher import written
-from strategies.training import events
+from strategies.elastic import event_log
 
 pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("machines")]
 
@@ -57,6 +57,6 @@ def test_spare_ranks_of_another_machine_train_in_the_places_of_dead_ones(three_m
     assert len(said) == 4
     assert {bits for bits, _ in said} == {bits for bits, _ in undisturbed}
     assert {machines.strip() for _, machines in said} == {"m1 m1 m3 m3"}
-    told = events.read(tmp_path / "events")
+    told = event_log.read(tmp_path / "events")
     admitted = [(line["rank"], line["place"]) for line in told if line["event"] == "admitted"]
     assert sorted(admitted) == [(4, 2), (5, 3)]

@@ -85,9 +85,9 @@ def test_a_sweep_trains_once_for_each_task_of_the_array(
         output = (tmp_path / f"{task}.out").read_text()
         assert ending == Ending("COMPLETED", 0), output
         assert accuracies(output)[0] >= 0.95, output
-        assert len(strategies.training.read_metrics(results / "metrics.jsonl")) == 20
+        assert len(strategies.session.read_metrics(results / "metrics.jsonl")) == 20
     first, second = (
-        strategies.training.read_metrics(tmp_path / f"runs/sweep-{job}/{task}/metrics.jsonl")
+        strategies.session.read_metrics(tmp_path / f"runs/sweep-{job}/{task}/metrics.jsonl")
         for task in "12"
     )
     assert first[-1]["loss"] != second[-1]["loss"], "another learning rate each"

@@ -102,7 +102,7 @@ raise SystemExit(85 if info else 1)
 TRAIN_UNTIL_ASKED = """
 import os, sys, time
 import collectives as cc
-from strategies.training import TrainingSession
+from strategies.session import TrainingSession
 
 comm = cc.init()
 if "--resume" in sys.argv:

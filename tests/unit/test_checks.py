@@ -7,12 +7,12 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from strategies import checks
+from strategies.core import validation
 
 
 @pytest.mark.parametrize("value", [0, 3, np.int64(3)])
 def test_an_integer_is_returned_as_one_of_python(value):
-    checked = checks.integer("example", "count", value, least=0)
+    checked = validation.integer("example", "count", value, least=0)
     assert checked == value
     assert type(checked) is int
 
@@ -21,12 +21,12 @@ def test_an_integer_is_returned_as_one_of_python(value):
 def test_what_is_not_an_integer_that_is_large_enough_is_refused(value):
     expected = f"^example: bad count, expected an integer >= 1, got {value!r}$"
     with pytest.raises(ValueError, match=expected):
-        checks.integer("example", "count", value)
+        validation.integer("example", "count", value)
 
 
 def test_a_word_is_one_of_those_that_are_known():
     words = Literal["file", "data"]
-    assert checks.choice("example", "policy", "data", words) == "data"
+    assert validation.choice("example", "policy", "data", words) == "data"
     expected = "^example: no such policy, expected one of file data, got 'date'$"
     with pytest.raises(ValueError, match=expected):
-        checks.choice("example", "policy", "date", words)
+        validation.choice("example", "policy", "date", words)

@@ -10,10 +10,10 @@ import re
 import pytest
 
 import inprocess
-from collectives import links, settings, tuned
-from collectives.links import DEFAULT, Link, Machine
-from collectives.operations.settle import settle
-from collectives.settings import Settings
+from collectives.core import links, settings, tuning_file
+from collectives.core.links import DEFAULT, Link, Machine
+from collectives.calls.shared_settings import settle
+from collectives.core.settings import Settings
 
 NODE = Link(alpha=1e-6, beta=2e-11, gamma=3e-11, letter=5e-7)
 FACTS = {"ranks": 2}
@@ -107,27 +107,27 @@ def test_a_link_that_cannot_be_understood_is_named(variable, value, expected):
 
 def test_what_is_written_is_read_again(tmp_path):
     file = tmp_path / "deep" / "down" / "cluster.json"
-    tuned.write(file, {"node": NODE, "network": DEFAULT.network}, FACTS)
-    assert tuned.read(file) == {"node": NODE, "network": DEFAULT.network}
-    tuned.write(file, {"node": NODE}, FACTS)
-    assert tuned.read(file) == {"node": NODE}
+    tuning_file.write(file, {"node": NODE, "network": DEFAULT.network}, FACTS)
+    assert tuning_file.read(file) == {"node": NODE, "network": DEFAULT.network}
+    tuning_file.write(file, {"node": NODE}, FACTS)
+    assert tuning_file.read(file) == {"node": NODE}
     assert os.listdir(file.parent) == ["cluster.json"]  # nothing is left beside it
 
 
 def test_a_file_of_a_version_without_letters_is_read(tmp_path):
     file = tmp_path / "cluster.json"
-    tuned.write(file, {"node": NODE._replace(letter=math.inf)}, FACTS)
+    tuning_file.write(file, {"node": NODE._replace(letter=math.inf)}, FACTS)
     assert "letter" not in file.read_text()
-    assert tuned.read(file)["node"].compiled().alpha == NODE.alpha  # as dear as messages of Python
-    assert tuned.facts(file) == FACTS
+    assert tuning_file.read(file)["node"].compiled().alpha == NODE.alpha  # as dear as messages of Python
+    assert tuning_file.facts(file) == FACTS
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     file = tmp_path / "cluster.json"
-    tuned.write(file, {"node": NODE}, FACTS)
+    tuning_file.write(file, {"node": NODE}, FACTS)
     with pytest.raises(TypeError):
-        tuned.write(file, {"node": DEFAULT.node}, {"ranks": object()})
-    assert tuned.read(file) == {"node": NODE}
+        tuning_file.write(file, {"node": DEFAULT.node}, {"ranks": object()})
+    assert tuning_file.read(file) == {"node": NODE}
     assert os.listdir(tmp_path) == ["cluster.json"]
 
 
@@ -165,29 +165,29 @@ def test_a_damaged_or_foreign_file_is_named(tmp_path, text):
     file = tmp_path / "cluster.json"
     file.write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=re.escape(f"tuned: {file} is not what")) as error:
-        tuned.read(file)
+        tuning_file.read(file)
     assert "UNISONO_TUNED=off" in str(error.value)
 
 
 def test_every_cluster_has_a_file_of_its_own(tmp_path):
     home = {"HOME": "/home/me"}
-    assert tuned.path(Settings(tuned="off"), home) is None
-    assert str(tuned.path(Settings(tuned="/x/y.json"), home)) == "/x/y.json"
-    slurm = tuned.path(Settings(), {**home, "SLURM_CLUSTER_NAME": "big one"})
+    assert tuning_file.path(Settings(tuned="off"), home) is None
+    assert str(tuning_file.path(Settings(tuned="/x/y.json"), home)) == "/x/y.json"
+    slurm = tuning_file.path(Settings(), {**home, "SLURM_CLUSTER_NAME": "big one"})
     assert str(slurm) == "/home/me/.config/unisono/big_one.json"
-    evil = tuned.path(Settings(), {**home, "SLURM_CLUSTER_NAME": "../../etc/x"})
+    evil = tuning_file.path(Settings(), {**home, "SLURM_CLUSTER_NAME": "../../etc/x"})
     assert str(evil) == "/home/me/.config/unisono/.._.._etc_x.json"
     elsewhere = {**home, "XDG_CONFIG_HOME": "/configuration"}
-    assert str(tuned.path(Settings(), elsewhere)).startswith("/configuration/unisono/")
-    assert tuned.path(Settings(), home) == tuned.path(Settings(), home)
+    assert str(tuning_file.path(Settings(), elsewhere)).startswith("/configuration/unisono/")
+    assert tuning_file.path(Settings(), home) == tuning_file.path(Settings(), home)
 
 
 def test_without_a_home_there_is_no_file(monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)  # which no password file knows
-    assert tuned.path(Settings(), {}) is None
-    assert tuned.found(Settings(), {}) == links.defaults()
-    assert tuned.path(Settings(tuned="/x/y.json"), {}) is not None
+    assert tuning_file.path(Settings(), {}) is None
+    assert tuning_file.found(Settings(), {}) == links.defaults()
+    assert tuning_file.path(Settings(tuned="/x/y.json"), {}) is not None
 
 
 def test_a_usual_place_out_of_reach_is_an_absent_one(monkeypatch, tmp_path):
@@ -195,49 +195,49 @@ def test_a_usual_place_out_of_reach_is_an_absent_one(monkeypatch, tmp_path):
         raise PermissionError(13, "Permission denied", path)
 
     environ = {"XDG_CONFIG_HOME": str(tmp_path), "SLURM_CLUSTER_NAME": "here"}
-    tuned.write(tuned.path(Settings(), environ), {"network": NODE}, FACTS)
+    tuning_file.write(tuning_file.path(Settings(), environ), {"network": NODE}, FACTS)
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", stat)  # root may look everywhere
-        assert tuned.found(Settings(), environ) == links.defaults()
-    assert tuned.found(Settings(), environ) != links.defaults()
+        assert tuning_file.found(Settings(), environ) == links.defaults()
+    assert tuning_file.found(Settings(), environ) != links.defaults()
 
 
 def test_any_path_may_be_named(tmp_path):
     file = tmp_path / "{job}" / "{0}" / "x}{.json"
-    tuned.write(file, {"node": NODE}, FACTS)
-    assert tuned.found(Settings(tuned=str(file))).sources[1] == str(file)
+    tuning_file.write(file, {"node": NODE}, FACTS)
+    assert tuning_file.found(Settings(tuned=str(file))).sources[1] == str(file)
 
 
 def test_settings_go_before_the_file_and_the_file_before_the_defaults(tmp_path):
     file = tmp_path / "cluster.json"
-    tuned.write(file, {"node": NODE}, FACTS)
+    tuning_file.write(file, {"node": NODE}, FACTS)
     chosen = Settings(tuned=str(file), node_link={"beta": 7e-11}, network_link={})
-    machine, sources = tuned.found(chosen)
+    machine, sources = tuning_file.found(chosen)
     assert machine == Machine(DEFAULT.shared, NODE._replace(beta=7e-11), DEFAULT.network)
     assert sources == ("default", f"UNISONO_NODE_LINK (beta), else {file}", "default")
     whole = Settings(tuned="off", network_link=NODE._asdict())
-    machine, sources = tuned.found(whole)
+    machine, sources = tuning_file.found(whole)
     assert machine == DEFAULT._replace(network=NODE)
     assert sources == ("default", "default", "UNISONO_NETWORK_LINK")
 
 
 def test_the_usual_file_need_not_exist_but_one_that_is_named_must(tmp_path):
     environ = {"XDG_CONFIG_HOME": str(tmp_path), "SLURM_CLUSTER_NAME": "here"}
-    assert tuned.found(Settings(), environ) == links.defaults()
-    tuned.write(tmp_path / "unisono" / "here.json", {"network": NODE}, FACTS)
-    assert tuned.found(Settings(), environ).machine == DEFAULT._replace(network=NODE)
+    assert tuning_file.found(Settings(), environ) == links.defaults()
+    tuning_file.write(tmp_path / "unisono" / "here.json", {"network": NODE}, FACTS)
+    assert tuning_file.found(Settings(), environ).machine == DEFAULT._replace(network=NODE)
     missing = tmp_path / "missing.json"
     with pytest.raises(ValueError, match=re.escape(f"tuned: cannot read {missing}: No such file")):
-        tuned.found(Settings(tuned=str(missing)), environ)
+        tuning_file.found(Settings(tuned=str(missing)), environ)
     with pytest.raises(ValueError, match="tuned: cannot read .*: Is a directory"):
-        tuned.found(Settings(tuned=str(tmp_path)), environ)
+        tuning_file.found(Settings(tuned=str(tmp_path)), environ)
 
 
 @pytest.mark.parametrize("mode", inprocess.MODES)
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_all_ranks_take_what_rank_0_finds(tmp_path, size, mode):
     file = tmp_path / "cluster.json"
-    tuned.write(file, {"node": NODE}, FACTS)
+    tuning_file.write(file, {"node": NODE}, FACTS)
 
     def check(comm):
         # Each rank has an environment of its own, as on machines that are not set up alike.
@@ -280,7 +280,7 @@ def test_whatever_rank_0_meets_is_an_error_on_every_rank(monkeypatch):
             settle(Settings(timeout=20), comm.transport)
         comm.barrier()  # nothing is left under way
 
-    monkeypatch.setattr(tuned, "found", found)
+    monkeypatch.setattr(tuning_file, "found", found)
     inprocess.run_ranks(3, check)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives import settings
+from collectives.core import settings
 from launcher import ROOT
 
 

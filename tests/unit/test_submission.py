@@ -9,7 +9,7 @@ import pytest
 
 from launcher import ROOT
 from strategies.__main__ import main
-from strategies.training.preemption import STOPPED_EARLY
+from strategies.elastic.preemption import STOPPED_EARLY
 
 # What Slurm says to a batch script.
 JOB = {

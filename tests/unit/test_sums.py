@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from requirements import installed
-from strategies import sums
+from strategies.core import gradient_sums
 from strategies.averaging.passes import Passes
-from strategies.sparse import Rows, fitted
+from strategies.core.sparse import Rows, fitted
 
 BF16 = ml_dtypes.bfloat16
 HALVES = [np.float16, BF16]
@@ -27,24 +27,24 @@ def test_gradients_are_added_in_order():
     given = [(rng.standard_normal(5), w) for w in (3, 1, 0.5)]
     total = None
     for gradient, weight in given:
-        total = sums.add(total, gradient, weight)
+        total = gradient_sums.add(total, gradient, weight)
     first, second, third = [g * w for g, w in given]
     assert total.tolist() == ((first + second) + third).tolist()
 
 
 def test_what_has_no_weight_does_not_count():
     nothing = np.full(2, np.nan)
-    assert sums.add(None, nothing, 0) is None
-    assert sums.add(None, None) is None
-    total = sums.add(sums.add(np.ones(2), nothing, 0), None)
+    assert gradient_sums.add(None, nothing, 0) is None
+    assert gradient_sums.add(None, None) is None
+    total = gradient_sums.add(gradient_sums.add(np.ones(2), nothing, 0), None)
     assert total.tolist() == [1, 1]
-    assert sums.mean([(nothing, 0), (None, 3)], 3, "float64") is None
+    assert gradient_sums.mean([(nothing, 0), (None, 3)], 3, "float64") is None
 
 
 @pytest.mark.parametrize("gradient", [np.ones(3), np.ones((), np.float32), Rows([1], np.ones(1))])
 def test_a_sum_has_memory_of_its_own(gradient):
-    total = sums.add(None, gradient)
-    total = sums.add(total, gradient)
+    total = gradient_sums.add(None, gradient)
+    total = gradient_sums.add(total, gradient)
     array = gradient.values if isinstance(gradient, Rows) else gradient
     assert np.all(array == 1)
     assert not np.shares_memory(array, total.values if isinstance(total, Rows) else total)
@@ -55,24 +55,24 @@ def test_16_bits_are_added_as_32_and_rounded_once(dtype):
     given = [np.array([1, 256], dtype), np.array([2**-10, 1], dtype), np.array([2**-10, 1], dtype)]
     total = None
     for gradient in given:
-        total = sums.add(total, gradient)
+        total = gradient_sums.add(total, gradient)
     assert total.dtype == np.float32
     assert total.tolist() == [1 + 2**-9, 258]
-    mean = sums.mean([(g, 1) for g in given], 2, np.dtype(dtype).name)
+    mean = gradient_sums.mean([(g, 1) for g in given], 2, np.dtype(dtype).name)
     assert mean.dtype == dtype
     assert mean.tolist() == [np.float64(dtype((1 + 2**-9) / 2)), 129]
     rows = [(Rows([4], g[1:]), 1) for g in given]
-    assert sums.mean(rows, 1, np.dtype(dtype).name).values.tolist() == [258]
+    assert gradient_sums.mean(rows, 1, np.dtype(dtype).name).values.tolist() == [258]
 
 
 def test_rows_are_joined_and_those_of_one_index_added_up():
     one, other = Rows([3, 1], np.array([[1.0], [2.0]])), Rows([1, 0], np.array([[4.0], [8.0]]))
-    total = sums.add(sums.add(None, one), other, 2)
+    total = gradient_sums.add(gradient_sums.add(None, one), other, 2)
     assert total.indices.tolist() == [3, 1, 1, 0]
-    mean = sums.over(total, 4)
+    mean = gradient_sums.over(total, 4)
     assert mean.indices.tolist() == [0, 1, 3]
     assert mean.values.tolist() == [[4], [2.5], [0.25]]
-    merged = sums.merged([one, other])
+    merged = gradient_sums.merged([one, other])
     assert (merged.indices.tolist(), merged.values.tolist()) == ([0, 1, 3], [[8], [6], [1]])
 
 
@@ -81,7 +81,7 @@ def test_rows_and_arrays_become_an_array():
     rows = Rows([2, 0, 2], rng.standard_normal((3, 2)))
     array = rng.standard_normal((4, 2))
     for column in ([rows, array, rows], [array, rows, rows], [rows, rows, array]):
-        mean = sums.mean([(g, i + 1) for i, g in enumerate(column)], 8, "float64")
+        mean = gradient_sums.mean([(g, i + 1) for i, g in enumerate(column)], 8, "float64")
         parts = [dense(g, 4) if isinstance(g, Rows) else g for g in column]
         expected = sum((i + 1) * part for i, part in enumerate(parts)) / 8
         np.testing.assert_allclose(mean, expected, rtol=1e-14)
@@ -89,29 +89,29 @@ def test_rows_and_arrays_become_an_array():
 
 
 def test_missing_gradients_count_as_zero():
-    assert sums.mean([(np.ones(2), 1), (None, 3)], 4, "float64").tolist() == [0.25, 0.25]
+    assert gradient_sums.mean([(np.ones(2), 1), (None, 3)], 4, "float64").tolist() == [0.25, 0.25]
 
 
 def test_arrays_of_other_libraries_stay_there():
     ones = torch.ones(2, dtype=torch.bfloat16)
-    mean = sums.mean([(ones, 1), (ones, 2)], 2, "bfloat16")
+    mean = gradient_sums.mean([(ones, 1), (ones, 2)], 2, "bfloat16")
     assert (mean.dtype, mean.tolist()) == (torch.bfloat16, [1.5, 1.5])
-    rows = sums.mean([(Rows([1, 0], ones), 1), (Rows([0, 1], ones), 2)], 2, "bfloat16")
+    rows = gradient_sums.mean([(Rows([1, 0], ones), 1), (Rows([0, 1], ones), 2)], 2, "bfloat16")
     assert (rows.indices.tolist(), rows.values.tolist()) == ([0, 1], [1.5, 1.5])
     assert ones.tolist() == [1, 1]
 
 
 def test_integers_have_a_mean_of_floats():
-    mean = sums.mean([(np.array([1, 2]), 1), (np.array([2, 2]), 1)], 2, "int64")
+    mean = gradient_sums.mean([(np.array([1, 2]), 1), (np.array([2, 2]), 1)], 2, "int64")
     assert mean.tolist() == [1.5, 2]
 
 
 def test_infinities_are_no_warning():
     large = np.full(1, 3e38, np.float32)
     with np.errstate(all="raise"):
-        total = sums.add(sums.add(None, large), large)
+        total = gradient_sums.add(gradient_sums.add(None, large), large)
         assert total.tolist() == [np.inf]
-        assert np.isnan(sums.add(total, -total)).all()
+        assert np.isnan(gradient_sums.add(total, -total)).all()
 
 
 F32 = np.float32
@@ -153,20 +153,20 @@ def test_a_gradient_that_does_not_fit_is_named(gradient, shape, cast, error, wor
 
 
 def test_gradients_count_by_their_examples_or_alike():
-    assert sums.weights([3, 0, 2], "workers") == [3, 0, 2]
-    assert sums.weights([None, None], "workers") == [1, 1]
+    assert gradient_sums.weights([3, 0, 2], "workers") == [3, 0, 2]
+    assert gradient_sums.weights([None, None], "workers") == [1, 1]
     with pytest.raises(ValueError, match="only some workers say of how many examples"):
-        sums.weights([3, None], "workers")
+        gradient_sums.weights([3, None], "workers")
 
 
 @pytest.mark.parametrize("examples", [-1, float("nan"), float("inf")])
 def test_what_cannot_be_counted_is_refused(examples):
     for fine in (None, 0, 2.5):
-        sums.check_examples(fine)
+        gradient_sums.check_examples(fine)
     with pytest.raises(ValueError, match="expected >= 0, got"):
-        sums.check_examples(examples)
+        gradient_sums.check_examples(examples)
     with pytest.raises(TypeError, match="expected a number, got '3'"):
-        sums.check_examples("3")
+        gradient_sums.check_examples("3")
 
 
 def test_an_error_of_a_pass_is_kept_until_all_ranks_listen():
@@ -184,12 +184,12 @@ def test_an_error_of_a_pass_is_kept_until_all_ranks_listen():
 
 @pytest.mark.parametrize("make", [np.asarray, torch.tensor], ids=["numpy", "torch"])
 def test_a_sum_has_the_memory_of_the_last_one_unless_somebody_holds_that(make):
-    memory = sums.Memory()
+    memory = gradient_sums.Memory()
     given = [make(np.array([1.0, 2.0], np.float32)), make(np.array([3.0, 4.0], np.float32))]
 
     def mean():
         out = memory.like("w", given[0])
-        found = sums.mean([(gradient, 1) for gradient in given], 2, "float32", out)
+        found = gradient_sums.mean([(gradient, 1) for gradient in given], 2, "float32", out)
         assert type(found) is type(given[0])
         assert found.tolist() == [2, 3]
         return found
@@ -208,7 +208,7 @@ def test_a_sum_has_the_memory_of_the_last_one_unless_somebody_holds_that(make):
 
 
 def test_memory_of_sums_is_for_floats_in_host_memory():
-    memory = sums.Memory()
+    memory = gradient_sums.Memory()
     assert memory.like("w", np.ones(2, np.int64)) is None
     assert memory.like("w", np.ones(2, np.float16)) is None
     first = memory.like("w", np.ones(2))
@@ -219,6 +219,6 @@ def test_memory_of_sums_is_for_floats_in_host_memory():
 
 def test_gradients_that_torch_differentiates_are_added_out_of_its_sight():
     gradient = torch.ones(2, requires_grad=True) * 2
-    out = sums.Memory().like("w", gradient)
-    found = sums.mean([(gradient, 1), (gradient, 1)], 2, "float32", out)
+    out = gradient_sums.Memory().like("w", gradient)
+    found = gradient_sums.mean([(gradient, 1), (gradient, 1)], 2, "float32", out)
     assert (found.tolist(), found.requires_grad) == ([2, 2], False)

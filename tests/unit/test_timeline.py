@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from calls import until
 
-from collectives import timeline
-from collectives.timeline import timeline_span
+from collectives.tracing import timeline
+from collectives.tracing.timeline import timeline_span
 
 LIMIT = 20.0
 

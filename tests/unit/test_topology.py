@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from collectives import topology
+from collectives.core import topology
 
 SIZES = range(1, 34)
 

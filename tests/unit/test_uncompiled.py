@@ -20,7 +20,7 @@ from torch._dynamo import trace_rules
 import collectives, strategies
 for file in (collectives.__file__, strategies.__file__, "/home/me/train.py"):
     print(trace_rules.check_file(file).skipped)
-print(sum(type(finder).__module__ == "collectives.uncompiled" for finder in sys.meta_path))
+print(sum(type(finder).__module__ == "collectives.core.torch_compile" for finder in sys.meta_path))
 """
 
 

@@ -26,7 +26,7 @@ from strategies.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from strategies.sparse import Rows
+from strategies.core.sparse import Rows
 
 LIMIT = 20.0
 

@@ -8,16 +8,8 @@ import pytest
 import collectives as cc
 import inprocess
 import oracle
-from collectives import topology
-from collectives.algorithms import (
-    double_tree,
-    doubling,
-    halving,
-    hierarchical,
-    ring,
-    rotation,
-    tree,
-)
+from collectives.core import topology
+from collectives.algorithms import double_tree, recursive_doubling, halving_doubling, hierarchical, ring, pairwise, tree
 from collectives.arrays import reduction
 from collectives.transport.transport import Deadline, Transport
 
@@ -89,7 +81,7 @@ LEADERS = {
     "one large node": lambda size: [min(r, 2) for r in range(size)],
 }
 
-FLAT = {"halving": halving, "doubling": doubling, "double_tree": double_tree}
+FLAT = {"halving": halving_doubling, "doubling": recursive_doubling, "double_tree": double_tree}
 
 ROWS = {name: Flat(module) for name, module in FLAT.items()} | {
     f"hierarchical, {name}": Hierarchical(leaders) for name, leaders in LEADERS.items()
@@ -124,8 +116,8 @@ def test_doubling_gives_the_same_bits_where_the_order_of_the_two_shows(size):
         bits = np.full(64, 0xFFC00000 + transport.rank, np.uint32)
         nans = bits.view(np.float32)
         zeros = np.full(64, -0.0 if transport.rank % 2 else 0.0, np.float32)
-        doubling.allreduce(transport, nans, cc.SUM, deadline())
-        doubling.allreduce(transport, zeros, cc.MIN, deadline())
+        recursive_doubling.allreduce(transport, nans, cc.SUM, deadline())
+        recursive_doubling.allreduce(transport, zeros, cc.MIN, deadline())
         return np.concatenate([nans, zeros]).view(np.uint32)
 
     results = on_ranks(size, run)
@@ -142,13 +134,13 @@ def test_halving_reduce_scatter_and_allgather_take_chunks_of_any_length(size, mo
         for count in COUNTS:
             bounds = uneven(count, size)
             buffer = prepared(transport.rank, count, cc.SUM, size)
-            halving.reduce_scatter(transport, buffer, bounds, cc.SUM, deadline())
+            halving_doubling.reduce_scatter(transport, buffer, bounds, cc.SUM, deadline())
             own = slice(bounds[transport.rank], bounds[transport.rank + 1])
             oracle.assert_close(buffer[own], [a[own] for a in everyones(count, size)], cc.SUM)
             others = np.ones(count, bool)
             others[own] = False
             buffer[others] = np.nan  # nothing of these may be used
-            halving.allgather(transport, buffer, bounds, deadline())
+            halving_doubling.allgather(transport, buffer, bounds, deadline())
             results.append(buffer)
         return results
 
@@ -229,7 +221,7 @@ def test_alltoall_exchanges_parts_of_any_length(size, mode):
 
             outgoing = [part(me, other) for other in range(size)]
             expected = [part(other, me) for other in range(size)]
-            result = rotation.alltoall(
+            result = pairwise.alltoall(
                 transport, np.concatenate(outgoing), [p.size for p in outgoing],
                 [p.size for p in expected], deadline(),
             )  # fmt: skip
@@ -279,7 +271,7 @@ def test_small_buffers_cross_the_network_on_one_rail_and_large_ones_on_all():
 
             def allreduce(network, own, op, limit):
                 used.append(transport.rank)
-                halving.allreduce(network, own, op, limit)
+                halving_doubling.allreduce(network, own, op, limit)
 
             buffer = np.ones(count, np.float32)
             levels = levels._replace(allreduce=allreduce)
@@ -365,14 +357,14 @@ def no_sum(monkeypatch):
 
 MOVES = {
     "ring": lambda t: ring.allreduce(t, untouched(), cc.SUM, deadline()),
-    "halving": lambda t: halving.allreduce(t, untouched(), cc.SUM, deadline()),
+    "halving": lambda t: halving_doubling.allreduce(t, untouched(), cc.SUM, deadline()),
     "double tree": lambda t: double_tree.allreduce(t, untouched(), cc.SUM, deadline()),
     "ring broadcast": lambda t: ring.broadcast(t, untouched(), 0, deadline()),
     "tree broadcast": lambda t: tree.broadcast(t, untouched(), 0, deadline()),
     "scatter": lambda t: tree.scatter(
         t, untouched() if t.rank == 0 else None, [0, HUGE - 1, 1], 0, np.dtype(np.uint8), deadline()
     ),
-    "alltoall": lambda t: rotation.alltoall(
+    "alltoall": lambda t: pairwise.alltoall(
         t, untouched(HUGE - 1), *ALLTOALL_COUNTS[t.rank], deadline()
     ),
 }
@@ -405,7 +397,7 @@ def test_more_elements_than_an_int_counts(name, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 16, 33])
-@pytest.mark.parametrize("algorithm", [ring, halving])
+@pytest.mark.parametrize("algorithm", [ring, halving_doubling])
 def test_an_allreduce_sends_no_more_than_it_must(algorithm, size, monkeypatch):
     no_sum(monkeypatch)
     count = 100 * size
@@ -413,7 +405,7 @@ def test_an_allreduce_sends_no_more_than_it_must(algorithm, size, monkeypatch):
         transport = Ledger(rank, size)
         algorithm.allreduce(transport, np.zeros(count * 100), cc.SUM, deadline())
         least = 2 * 100 * 100 * (size - 1) * 8
-        ready = sum(algorithm is halving for _ in range(2 * (size - 1).bit_length()))
+        ready = sum(algorithm is halving_doubling for _ in range(2 * (size - 1).bit_length()))
         for total in transport.bytes.values():
             assert least <= total <= least + ready
 

@@ -11,10 +11,10 @@ import pytest
 import collectives as cc
 import inprocess
 import launcher
-from collectives import compression, topology
+from collectives.kernels import compression; from collectives.core import topology
 from collectives.algorithms import compressed
 from collectives.arrays import reduction
-from collectives.compression import BF16, FP16, INT8, NONE
+from collectives.kernels.compression import BF16, FP16, INT8, NONE
 from collectives.kernels.int8 import BLOCK
 from collectives.transport.transport import Deadline
 
@@ -285,7 +285,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 def test_importing_loads_no_compiler():
     script = (
-        "import sys, collectives.compression, collectives.algorithms.compressed\n"
+        "import sys, collectives.kernels.compression, collectives.algorithms.compressed\n"
         "sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
     )
     assert launcher.run([sys.executable, "-c", script], timeout=60).status == 0

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from collectives.algorithms import selection
-from collectives.algorithms.layout import Layout
+from collectives.algorithms.cost_model import Layout
 from collectives.algorithms.selection import estimate
-from collectives.links import DEFAULT, Link, Machine
+from collectives.core.links import DEFAULT, Link, Machine
 
 KIB, MIB = 1 << 10, 1 << 20
 LAYOUTS = [Layout(1), Layout(2), Layout(5), Layout(8), Layout(4, 4), Layout(8, 4), Layout(7, 3),

@@ -7,7 +7,7 @@ import pytest
 
 import inprocess
 from collectives.algorithms import ring
-from collectives.settings import Settings
+from collectives.core.settings import Settings
 from collectives.transport.transport import Deadline
 
 

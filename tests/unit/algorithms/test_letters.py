@@ -14,13 +14,13 @@ import pytest
 
 import oracle
 from collectives.algorithms import hierarchical
-from collectives.algorithms.letters import HEAD_BYTES, Letters
+from collectives.algorithms.eager import HEAD_BYTES, Letters
 from collectives.arrays import reduction
 from collectives.arrays.reduction import MAX, MEAN, SUM
-from collectives.errors import CollectiveTimeout
-from collectives.operations.compare import CARRIED_BYTES
+from collectives.core.errors import CollectiveTimeout
+from collectives.calls.signature_check import CARRIED_BYTES
 from collectives.transport.transport import InC
-from collectives.transport.waiting import Deadline, Ranks
+from collectives.transport.backoff import Deadline, Ranks
 
 INT, WORD = ctypes.c_int, ctypes.c_int64
 START = ctypes.CFUNCTYPE(INT, WORD, INT, WORD, INT, INT, WORD, WORD)

@@ -15,9 +15,9 @@ import pytest
 import collectives as cc
 import inprocess
 from collectives.algorithms import selection
-from collectives.algorithms.layout import Layout
-from collectives.links import DEFAULT, Link, Links, Machine
-from collectives.settings import Settings
+from collectives.algorithms.cost_model import Layout
+from collectives.core.links import DEFAULT, Link, Links, Machine
+from collectives.core.settings import Settings
 
 KIB, MIB = 1 << 10, 1 << 20
 LAYOUTS = [Layout(size) for size in (1, 2, 3, 4, 8)]

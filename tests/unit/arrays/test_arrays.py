@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import oracle
-from collectives.arrays import host as arrays
+from collectives.arrays import host_arrays as arrays
 from fakecupy import Buffer, FakeCupy
 from requirements import installed
 

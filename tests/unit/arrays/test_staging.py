@@ -7,7 +7,7 @@ import pytest
 
 from collectives.arrays import staging
 from collectives.arrays.device import Device, DeviceBuffer
-from collectives.arrays.host import address
+from collectives.arrays.host_arrays import address
 from fakecupy import FakeCupy, Stream
 
 SLICE = 64

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import bucket_layout
-from collectives.operations.groupings import Groupings
+from collectives.fusion import bucket_layout
+from collectives.fusion.layouts import Groupings
 from launcher import ROOT
 
 DTYPES = [np.dtype(t) for t in ("float32", "float64", "int8")]

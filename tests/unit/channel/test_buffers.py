@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import weakref
 
-from collectives.channel.buffers import Buffers
+from collectives.channel.buffer_pool import Buffers
 
 
 def address(array):

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inprocess
-from collectives.channel import buffers, channel
+from collectives.channel import buffer_pool, channel
 from collectives.channel.doorbell import Doorbell
 from collectives.channel.frames import read, write
-from collectives.errors import CollectiveError, PeerFailure
+from collectives.core.errors import CollectiveError, PeerFailure
 
 LIMIT = 20.0
 
@@ -176,7 +176,7 @@ def test_long_buffers_are_used_again_when_nobody_holds_them(uncounted, monkeypat
     def count(x):
         return sys.getrefcount(x) - 1 - uncounted  # less this function's own
 
-    monkeypatch.setattr(buffers, "sys", SimpleNamespace(getrefcount=count))
+    monkeypatch.setattr(buffer_pool, "sys", SimpleNamespace(getrefcount=count))
 
     def run(comm):
         chan = comm.open_channel()

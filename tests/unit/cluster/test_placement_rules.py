@@ -8,13 +8,7 @@ import pytest
 
 from strategies.cluster.placement import Placer, devices_of
 from strategies.cluster.scopes import Placeable, device, requested
-from strategies.cluster.setter import (
-    GreedyLoadBalancing,
-    RandomChoice,
-    RoundRobin,
-    byte_size,
-    replica_device_setter,
-)
+from strategies.cluster.device_setter import GreedyLoadBalancing, RandomChoice, RoundRobin, byte_size, replica_device_setter
 from strategies.errors import InvalidArgumentError
 
 VARIABLE = Placeable("v", "Variable")

@@ -19,7 +19,7 @@ from strategies.errors import (
 )
 from strategies.input import ShardedInput, Turns, batch, batch_join, csv_batches, shuffle_batch
 from strategies.input.producers import preload
-from strategies.training import Saver, TrainingSession, hooks
+from strategies.checkpoint import Saver; from strategies.session import TrainingSession, hooks
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.arrays.host import address
-from collectives.kernels import addresses, machine_code
-from collectives.kernels.addresses import in_python, look
+from collectives.arrays.host_arrays import address
+from collectives.kernels import buffer_address, machine_code
+from collectives.kernels.buffer_address import in_python, look
 
 
 class Own(np.ndarray):
@@ -71,4 +71,4 @@ def test_arrays_that_lie_otherwise_in_memory_are_looked_at_by_python(monkeypatch
         return lambda *given: 0
 
     monkeypatch.setattr(machine_code, "function", wrong)
-    assert addresses.look.__wrapped__() is in_python
+    assert buffer_address.look.__wrapped__() is in_python

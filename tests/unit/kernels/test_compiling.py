@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from numba.core.errors import TypingError
 
-from collectives.kernels import turn
+from collectives.kernels import compile_lock
 
 ROOT = Path(__file__).parents[3]
 
@@ -217,7 +217,7 @@ def test_many_processes_compile_many_variants_at_once(tmp_path):
 
 
 def test_what_cannot_be_compiled_leaves_the_turn_to_others(module, monkeypatch):
-    first, firsts = turn.first, []
+    first, firsts = compile_lock.first, []
 
     @contextlib.contextmanager
     def noted(what):
@@ -225,7 +225,7 @@ def test_what_cannot_be_compiled_leaves_the_turn_to_others(module, monkeypatch):
             firsts.append(mine)
             yield mine
 
-    monkeypatch.setattr(turn, "first", noted)
+    monkeypatch.setattr(compile_lock, "first", noted)
     for _ in range(2):
         with pytest.raises(TypingError):
             module.multiplier("text")(0.5)

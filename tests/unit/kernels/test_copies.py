@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from collectives.arrays.host import address
+from collectives.arrays.host_arrays import address
 from collectives.kernels import intrinsics
 
 # Around a line of the cache, and around where the C library is not asked any more.

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.kernels import convert, cuda
+from collectives.kernels import half_loops, cuda
 from requirements import require
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -103,7 +103,7 @@ def test_widening_gives_the_host_s_bits(compiled, half, wide):
     source = np.arange(1 << 16, dtype=np.uint16)
     got, expected = np.empty(source.size, wide), np.empty(source.size, wide)
     call(compiled, "widen", half, wide, source, got)
-    convert.widen(source.view(half), expected)
+    half_loops.widen(source.view(half), expected)
     np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
 
 
@@ -114,7 +114,7 @@ def test_narrowing_gives_the_host_s_bits(compiled, half, wide, divisor):
     source = hard_numbers(wide)
     got, expected = np.empty(source.size, np.uint16), np.empty(source.size, half)
     call(compiled, "narrow", half, wide, source, np.array([divisor], wide), got)
-    convert.narrow(source, expected, divisor=divisor)
+    half_loops.narrow(source, expected, divisor=divisor)
     np.testing.assert_array_equal(got, expected.view(np.uint16))
 
 
@@ -126,7 +126,7 @@ def test_a_residual_gets_the_host_s_bits(compiled, half, wide):
     got, expected = np.empty(source.size, np.uint16), np.empty(source.size, half)
     for divisor in (1, 5):  # the second time with what the first has left
         call(compiled, "carry", half, wide, source, np.array([divisor], wide), got, residuals[0])
-        convert.narrow(source, expected, divisor=divisor, residual=residuals[1])
+        half_loops.narrow(source, expected, divisor=divisor, residual=residuals[1])
         np.testing.assert_array_equal(got, expected.view(np.uint16))
         np.testing.assert_array_equal(residuals[0].view(np.uint8), residuals[1].view(np.uint8))
 

@@ -15,7 +15,7 @@ from numba.core.registry import cpu_target
 
 import collectives as cc
 import launcher
-from collectives.kernels import convert as packing
+from collectives.kernels import half_loops as packing
 from collectives.kernels import float16
 from pairwise import also
 

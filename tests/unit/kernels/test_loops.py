@@ -15,7 +15,7 @@ import pytest
 
 import collectives as cc
 import oracle
-from collectives.arrays.host import address
+from collectives.arrays.host_arrays import address
 from collectives.kernels import elementwise, loops
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]

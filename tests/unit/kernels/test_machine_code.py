@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import launcher
-from collectives import preparation
-from collectives.arrays.host import address
-from collectives.kernels import machine_code, turn
+from collectives.core import compile_time
+from collectives.arrays.host_arrays import address
+from collectives.kernels import machine_code, compile_lock
 
 ROOT = Path(__file__).parents[3]
 
@@ -146,9 +146,9 @@ def test_a_file_is_whole_or_not_there(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder / "kept"))
     monkeypatch.setattr(os, "replace", full)
-    before = preparation.seconds()
+    before = compile_time.seconds()
     assert machine_code.function("made", "times")(7) == 14
-    assert preparation.seconds() > before  # no limit of a wait counts it
+    assert compile_time.seconds() > before  # no limit of a wait counts it
     assert list((folder / "kept" / "unisono").iterdir()) == []
     del sys.modules["made"], sys.modules["numbers_of_made"]
 
@@ -272,33 +272,33 @@ def test_what_is_prepared_is_made_once_where_nothing_can_be_kept(folder):
 
 
 def test_there_are_so_many_places_and_no_more():
-    first, second = (turn.place("somewhere", 2) for _ in range(2))
+    first, second = (compile_lock.place("somewhere", 2) for _ in range(2))
     assert first is not None
     assert second is not None
     with second:
-        assert turn.place("somewhere", 2) is None
+        assert compile_lock.place("somewhere", 2) is None
         first.close()
-        again = turn.place("somewhere", 2)
+        again = compile_lock.place("somewhere", 2)
         assert again is not None
         again.close()
 
 
 def test_nobody_waits_for_longer_than_the_limit():
-    with turn.first("something") as mine:
-        with turn.first("something else") as another:
+    with compile_lock.first("something") as mine:
+        with compile_lock.first("something else") as another:
             assert another
-        with turn.first("something", most_seconds=0) as too_slow:
+        with compile_lock.first("something", most_seconds=0) as too_slow:
             assert not too_slow
         assert mine
-    with turn.first("something") as mine:
+    with compile_lock.first("something") as mine:
         assert mine
 
 
 def test_a_forked_child_that_lives_on_keeps_no_turn_and_no_place():
     here, there = os.pipe()
     is_up, says_so = os.pipe()
-    kept = turn.place("a place for one", 1)
-    with turn.first("something") as mine:
+    kept = compile_lock.place("a place for one", 1)
+    with compile_lock.first("something") as mine:
         child = os.fork()
         if child == 0:
             os.write(says_so, b"!")
@@ -307,9 +307,9 @@ def test_a_forked_child_that_lives_on_keeps_no_turn_and_no_place():
             os._exit(0)
     assert os.read(is_up, 1) == b"!"
     kept.close()
-    with turn.first("something", most_seconds=0) as again:
+    with compile_lock.first("something", most_seconds=0) as again:
         pass
-    another = turn.place("a place for one", 1)
+    another = compile_lock.place("a place for one", 1)
     for end in (there, here, is_up, says_so):
         os.close(end)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -329,25 +329,25 @@ def test_code_that_does_not_stand_alone_is_refused(folder, monkeypatch, name):
 
 def test_other_threads_run_meanwhile():
     # A kind of call that waits for a second rank which does not come.
-    from collectives.node import words
+    from collectives.node import control_block
 
-    headers = np.zeros(2 * words.HEADER_BYTES, np.uint8)
+    headers = np.zeros(2 * control_block.HEADER_BYTES, np.uint8)
     slots = np.zeros(4 * 64, np.uint8)
-    state = np.zeros(words.STATE_WORDS, np.int64)
-    block = np.zeros(words.WORDS, np.int64)
-    block[words.SIZE], block[words.SPINS] = 2, 2**62
-    block[words.HEADERS], block[words.SLOTS] = address(headers), address(slots)
-    block[words.STATE] = address(state)
-    shared = machine_code.function("collectives.node.rounds", "publish", arguments=3)
-    block[words.ROUNDS] = 1
+    state = np.zeros(control_block.STATE_WORDS, np.int64)
+    block = np.zeros(control_block.WORDS, np.int64)
+    block[control_block.SIZE], block[control_block.SPINS] = 2, 2**62
+    block[control_block.HEADERS], block[control_block.SLOTS] = address(headers), address(slots)
+    block[control_block.STATE] = address(state)
+    shared = machine_code.function("collectives.node.reduce_kernels", "publish", arguments=3)
+    block[control_block.ROUNDS] = 1
     statuses = []
     thread = threading.Thread(target=lambda: statuses.append(shared(address(block))))
     thread.start()
     time.sleep(0.2)
     assert thread.is_alive()
-    headers.view(np.int64)[words.HEADER_BYTES // 8 + words.FILLED] = 1  # here it is
+    headers.view(np.int64)[control_block.HEADER_BYTES // 8 + control_block.FILLED] = 1  # here it is
     thread.join(20)
-    assert statuses == [words.DONE]
+    assert statuses == [control_block.DONE]
 
 
 JOB = """

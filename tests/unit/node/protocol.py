@@ -1,6 +1,6 @@
 """A model of the rounds in shared memory, explored over every order in which things can happen.
 
-`collectives.node.rounds` runs on processors of which a test sees few orders of stores and loads.
+`collectives.node.reduce_kernels` runs on processors of which a test sees few orders of stores and loads.
 Here a rank is a list of steps, memory is a tuple, and every order is tried that a processor allows:
 
     x86-64   loads happen in order; stores become visible in order, but streamed ones at any time
@@ -73,7 +73,7 @@ class Wrong(Exception):
 class Rank:
     """Writes down the steps of a rank.
 
-    The methods are the functions of `collectives.node.rounds`, `flows`, `meeting` and `stores`,
+    The methods are the functions of `collectives.node.reduce_kernels`, `flows`, `meeting` and `stores`,
     with their names and in their order. `without` leaves one thing out: what a method does for a
     word, such as ("pipelined", "wait", "READY"), or one of two places, such as ("", "slot", "").
 
@@ -271,7 +271,7 @@ class Rank:
         self.said += ["change", step]
         before, self.is_streaming = self.is_streaming, self.streams(self.puts)
         if before and not self.is_streaming:
-            self._fence("change")  # a timing ends with it, see `collectives.node.places`
+            self._fence("change")  # a timing ends with it, see `collectives.node.core_probe`
         self.puts += 1
         place = ("slot", self.rank, self._half("slot", number), result)
         self._store(place, number + RESULT * result, self.is_streaming)

@@ -13,18 +13,18 @@ from types import SimpleNamespace
 import pytest
 
 import launcher
-from collectives.node import folders
+from collectives.node import temporary_directories
 
 
 def test_a_folder_is_there_inside_and_gone_afterwards(tmp_path):
-    with folders.temporary(str(tmp_path)) as path:
+    with temporary_directories.temporary(str(tmp_path)) as path:
         assert os.stat(path).st_mode & 0o777 == 0o700
         (tmp_path / path / "segment").write_text("")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_is_gone_after_an_error_and_its_error_stays(tmp_path):
-    with pytest.raises(KeyError), folders.temporary(str(tmp_path)):
+    with pytest.raises(KeyError), temporary_directories.temporary(str(tmp_path)):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
@@ -48,11 +48,11 @@ def test_what_a_killed_maker_left_goes_with_the_next_folder(tmp_path, forked):
         start_new_session=True,
     ) as maker:  # fmt: skip
         path = maker.stdout.readline().strip()
-        with folders.temporary(str(tmp_path)):  # its maker lives: it stays
+        with temporary_directories.temporary(str(tmp_path)):  # its maker lives: it stays
             assert sorted(os.listdir(path)) == ["mark", "segment"]
         maker.send_signal(signal.SIGKILL)
         maker.wait()
-        with folders.temporary(str(tmp_path)) as own:
+        with temporary_directories.temporary(str(tmp_path)) as own:
             assert [str(left) for left in tmp_path.iterdir()] == [own]
         if forked:
             os.killpg(maker.pid, signal.SIGKILL)
@@ -75,7 +75,7 @@ def abandoned(parent, name=ABANDONED, content=CONTENT):
 @pytest.mark.parametrize("content", [CONTENT, {"mark": MARK}, {"mark": b""}, {}])
 def test_an_abandoned_folder_is_removed(tmp_path, content):
     abandoned(tmp_path, content=content)
-    with folders.temporary(str(tmp_path)):
+    with temporary_directories.temporary(str(tmp_path)):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -125,7 +125,7 @@ def test_what_is_not_an_abandoned_folder_stays(tmp_path, kind):
     (tmp_path / "results" / "model.bin").write_bytes(b"1")
     OF_USERS[kind](tmp_path)
     before = everything(tmp_path)
-    with folders.temporary(str(tmp_path)):
+    with temporary_directories.temporary(str(tmp_path)):
         pass
     assert everything(tmp_path) == before
 
@@ -150,15 +150,15 @@ def test_a_folder_of_another_user_stays(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", of_another_user)
-        with folders.temporary(str(tmp_path)):
+        with temporary_directories.temporary(str(tmp_path)):
             pass
         assert theirs.exists()
-    with folders.temporary(str(tmp_path)):
+    with temporary_directories.temporary(str(tmp_path)):
         assert not theirs.exists()
 
 
 def test_a_file_that_a_user_puts_into_the_folder_stays(tmp_path):
-    with folders.temporary(str(tmp_path)) as path:
+    with temporary_directories.temporary(str(tmp_path)) as path:
         beside(tmp_path / path, "notes.txt")
     assert (tmp_path / path / "notes.txt").read_text() == "of the user"
 
@@ -171,11 +171,11 @@ def test_a_folder_that_a_neighbour_removes_before_it_is_locked_is_made_again(tmp
         if len(swept) < 2 and not neighbours:
             swept.append(path)
             neighbours.append(path)
-            with folders.temporary(str(tmp_path)):
+            with temporary_directories.temporary(str(tmp_path)):
                 neighbours.pop()
 
     monkeypatch.setattr(os, "mkdir", and_a_neighbour_sweeps)
-    with folders.temporary(str(tmp_path)) as path:
+    with temporary_directories.temporary(str(tmp_path)) as path:
         assert [str(left) for left in tmp_path.iterdir()] == [path]
         assert path not in swept
 
@@ -186,7 +186,7 @@ def test_many_makers_at_once_do_not_disturb_each_other(tmp_path):
     def make():
         try:
             for _ in range(50):
-                with folders.temporary(str(tmp_path)) as path, open(f"{path}/segment", "w"):
+                with temporary_directories.temporary(str(tmp_path)) as path, open(f"{path}/segment", "w"):
                     assert sorted(os.listdir(path)) == ["mark", "segment"]
         except BaseException as error:
             errors.append(error)
@@ -201,5 +201,5 @@ def test_many_makers_at_once_do_not_disturb_each_other(tmp_path):
 
 
 def test_no_folder_without_its_directory(tmp_path):
-    with pytest.raises(FileNotFoundError), folders.temporary(str(tmp_path / "none")):
+    with pytest.raises(FileNotFoundError), temporary_directories.temporary(str(tmp_path / "none")):
         pass

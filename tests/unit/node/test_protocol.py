@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from collectives.node import comparison, flows, meeting, places, rounds, stores
+from collectives.node import store_autotuner, copy_kernels, synchronization, core_probe, reduce_kernels, slot_stores
 from pairwise import also
 from protocol import ARM64, KINDS, OF_TWO, X86_64, Wrong, explore, steps_of
 
@@ -113,7 +113,7 @@ def test_all_wait_for_each_other_without_a_word():
         explore(2, sequence(2), X86_64, never, ("pipelined", "tell", "READY"))
 
 
-MODULES = [comparison, flows, meeting, places, rounds, stores]
+MODULES = [store_autotuner, copy_kernels, synchronization, core_probe, reduce_kernels, slot_stores]
 
 # What gives the address of shared memory, or orders stores there.
 REACHES_OTHERS = {"header", "slot", "fence", "drain", "next_round", "table[rank]"}
@@ -176,7 +176,7 @@ NEXT = {"one_shot": [], "pipelined": ["all filled"], "shared": [], "publish": []
 @pytest.mark.parametrize("kind", NEXT)
 def test_the_rounds_take_the_steps_of_the_model(kind):
     """Up to the end of the first turn, in the order of the text."""
-    written = once(follow(rounds, ast.parse(f"{kind}(0)", mode="eval").body))
+    written = once(follow(reduce_kernels, ast.parse(f"{kind}(0)", mode="eval").body))
     modelled = once(steps_of(kind))
     assert written == modelled[: len(written)]
     assert modelled[len(written) :][:1] == NEXT[kind]
@@ -184,7 +184,7 @@ def test_the_rounds_take_the_steps_of_the_model(kind):
 
 def test_two_ranks_that_meet_before_take_the_steps_of_the_model():
     """In the text: the meeting, what they do where not both are in place, and where they are."""
-    written = once(follow(rounds, ast.parse("direct(0)", mode="eval").body))
+    written = once(follow(reduce_kernels, ast.parse("direct(0)", mode="eval").body))
     direct, elsewhere = once(steps_of("direct")), once(steps_of("elsewhere"))
     met = direct.index("times") + 1
     turn = direct[met : direct.index("read") + 1]

@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from collectives.arrays.host import address
-from collectives.node import results, words
+from collectives.arrays.host_arrays import address
+from collectives.node import result_stores, control_block
 
 LARGE, SMALL = 1 << 25, 1 << 20
-TRIALS = results.TRIALS
+TRIALS = result_stores.TRIALS
 FIRST_OF_ALL = 1
 
-WAYS = {"plain": words.PLAIN, "streaming": words.STREAMING}
+WAYS = {"plain": control_block.PLAIN, "streaming": control_block.STREAMING}
 
 
 @pytest.fixture(name="block")
 def _block():
-    state = np.zeros(words.STATE_WORDS, np.int64)
-    block = np.zeros(words.WORDS, np.int64)
-    block[words.STATE] = address(state)
+    state = np.zeros(control_block.STATE_WORDS, np.int64)
+    block = np.zeros(control_block.WORDS, np.int64)
+    block[control_block.STATE] = address(state)
     yield block
     state.fill(0)  # it lives as long as the block does
 
@@ -28,23 +28,23 @@ def calls(block, count, nbytes=LARGE, took=(0, 0)):
     """Make calls whose copies take so long, plainly and past the caches; return their ways."""
     ways = []
     for _ in range(count):
-        results.begin_result(block, nbytes)
-        ways.append(int(block[words.RESULTS]))
-        if block[words.TIMED]:
-            block[words.COPYING] = took[ways[-1]]
-        results.end_result(block)
+        result_stores.begin_result(block, nbytes)
+        ways.append(int(block[control_block.RESULTS]))
+        if block[control_block.TIMED]:
+            block[control_block.COPYING] = took[ways[-1]]
+        result_stores.end_result(block)
     return ways
 
 
 @pytest.mark.parametrize(("took", "better"), [((900, 800), "streaming"), ((800, 900), "plain")])
 def test_the_faster_way_is_taken_after_some_calls_of_each(block, took, better):
-    assert calls(block, FIRST_OF_ALL) == [words.STREAMING]  # large, and nothing known
-    trials = [words.PLAIN] * TRIALS + [words.STREAMING] * TRIALS
+    assert calls(block, FIRST_OF_ALL) == [control_block.STREAMING]  # large, and nothing known
+    trials = [control_block.PLAIN] * TRIALS + [control_block.STREAMING] * TRIALS
     assert calls(block, 2 * TRIALS, took=took) == trials
-    kept = results.PERIOD - 2 * TRIALS
+    kept = result_stores.PERIOD - 2 * TRIALS
     assert calls(block, kept) == [WAYS[better]] * kept
     assert calls(block, 2 * TRIALS, took=took[::-1]) == trials  # whatever was, is compared again
-    assert calls(block, 1) == [words.PLAIN + words.STREAMING - WAYS[better]]
+    assert calls(block, 1) == [control_block.PLAIN + control_block.STREAMING - WAYS[better]]
 
 
 def test_of_each_way_the_fastest_call_counts(block):
@@ -52,13 +52,13 @@ def test_of_each_way_the_fastest_call_counts(block):
     for plain in (5000, 700, 5000)[:TRIALS]:
         calls(block, 1, took=(plain, 0))
     calls(block, TRIALS, took=(0, 800))
-    assert calls(block, 1) == [words.PLAIN]
+    assert calls(block, 1) == [control_block.PLAIN]
 
 
 def test_what_is_small_is_never_compared(block):
     ways = calls(block, 20, SMALL, took=(900, 100))
-    assert ways == [words.UNKNOWN] * 20
-    assert calls(block, 1) == [words.STREAMING]  # the first large one
+    assert ways == [control_block.UNKNOWN] * 20
+    assert calls(block, 1) == [control_block.STREAMING]  # the first large one
 
 
 def test_calls_that_bring_nothing_do_not_count_as_trials(block):
@@ -67,44 +67,44 @@ def test_calls_that_bring_nothing_do_not_count_as_trials(block):
     for _ in range(TRIALS):
         calls(block, 1, 0)
         calls(block, 1, took=(800, 0))
-    assert calls(block, TRIALS, took=(0, 700)) == [words.STREAMING] * TRIALS
-    assert calls(block, 1) == [words.STREAMING]
+    assert calls(block, TRIALS, took=(0, 700)) == [control_block.STREAMING] * TRIALS
+    assert calls(block, 1) == [control_block.STREAMING]
 
 
 def test_a_call_that_has_failed_is_no_trial(block):
     calls(block, FIRST_OF_ALL + 2 * TRIALS - 1, took=(800, 700))
-    results.begin_result(block, LARGE)
-    block[words.COPYING] = 1  # and it does not end
-    assert calls(block, 1) == [words.STREAMING]
-    assert block[words.COPIED : words.COPIED + 2].tolist() == [0, 0]
+    result_stores.begin_result(block, LARGE)
+    block[control_block.COPYING] = 1  # and it does not end
+    assert calls(block, 1) == [control_block.STREAMING]
+    assert block[control_block.COPIED : control_block.COPIED + 2].tolist() == [0, 0]
 
 
 def test_a_way_that_was_never_seen_to_the_end_is_not_taken(block):
     """As where the ranks do not bring what a plan knows, and nothing moves."""
     calls(block, FIRST_OF_ALL + TRIALS, took=(800, 0))
     for _ in range(TRIALS):
-        results.begin_result(block, LARGE)
-    assert calls(block, 1) == [words.PLAIN]
+        result_stores.begin_result(block, LARGE)
+    assert calls(block, 1) == [control_block.PLAIN]
 
 
 def test_nothing_is_compared_where_the_way_is_a_setting(block):
-    state = np.zeros(words.STATE_WORDS, np.int64)
-    state[words.FIXED] = True
-    block[words.STATE] = address(state)
-    assert calls(block, 20) == [words.STREAMING] * 20
-    assert calls(block, 20, SMALL << 2) == [words.UNKNOWN] * 20
+    state = np.zeros(control_block.STATE_WORDS, np.int64)
+    state[control_block.FIXED] = True
+    block[control_block.STATE] = address(state)
+    assert calls(block, 20) == [control_block.STREAMING] * 20
+    assert calls(block, 20, SMALL << 2) == [control_block.UNKNOWN] * 20
 
 
 @pytest.mark.parametrize("far", [False, True])
-@pytest.mark.parametrize("way", [words.PLAIN, words.STREAMING, words.UNKNOWN])
+@pytest.mark.parametrize("way", [control_block.PLAIN, control_block.STREAMING, control_block.UNKNOWN])
 def test_either_way_copies_the_bytes_and_none_beside_them(block, way, far):
     source = np.random.default_rng(way).integers(1, 255, 10_000, np.uint8)
     for first in (0, 1, 63):
         for nbytes in (0, 1, 64, 9000):
             dest = np.zeros(10_000, np.uint8)
-            block[words.RESULTS], block[words.TIMED] = way, True
-            results.put_result(block, address(dest) + first, address(source), nbytes, far)
+            block[control_block.RESULTS], block[control_block.TIMED] = way, True
+            result_stores.put_result(block, address(dest) + first, address(source), nbytes, far)
             np.testing.assert_array_equal(dest[first : first + nbytes], source[:nbytes])
             assert not dest[:first].any()
             assert not dest[first + nbytes :].any()
-    assert block[words.COPYING] > 0
+    assert block[control_block.COPYING] > 0

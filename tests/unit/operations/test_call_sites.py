@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 
-from collectives.operations import call_sites
-from collectives.operations.recorder import Recorder
+from collectives.tracing import call_sites
+from collectives.tracing.recorder import Recorder
 
 LIMIT = 20
 

@@ -9,13 +9,13 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives import settings
+from collectives.core import settings
 from collectives.algorithms import selection
-from collectives.algorithms.layout import Layout
-from collectives.links import DEFAULT, Link
-from collectives.operations import compare, descriptions
-from collectives.operations.settle import settle
-from collectives.settings import Settings
+from collectives.algorithms.cost_model import Layout
+from collectives.core.links import DEFAULT, Link
+from collectives.calls import signature_check, signature
+from collectives.calls.shared_settings import settle
+from collectives.core.settings import Settings
 from collectives.transport.transport import Deadline
 
 LIMIT = 20.0
@@ -24,7 +24,7 @@ KIB = 1 << 10
 
 def test_differences_lists_fields_values_and_ranks():
     calls = [{"op": "SUM", "shape": (2,)}] * 3 + [{"op": "MAX", "shape": (2,), "root": 1}]
-    text = descriptions.differences(calls)
+    text = signature.differences(calls)
     assert text == (
         "op is SUM on ranks 0 1 2, MAX on rank 3; root is absent on ranks 0 1 2, 1 on rank 3"
     )
@@ -36,7 +36,7 @@ def mismatch(calls):
 
     def disagree(comm):
         with pytest.raises(cc.MismatchError) as caught:
-            descriptions.raise_mismatch(
+            signature.raise_mismatch(
                 comm.transport, calls[comm.rank], Deadline("compare", LIMIT)
             )
         texts[comm.rank] = str(caught.value)
@@ -77,15 +77,15 @@ def test_a_mismatch_names_what_of_the_strategies_was_called():
 def test_what_travels_with_a_comparison_is_not_faster_after_it(machines, ranks, megabits, alpha):
     network = Link(alpha, 8e-6 / megabits, 3.3e-11, letter=alpha)
     layout = Layout(machines * ranks, machines, DEFAULT._replace(network=network))
-    most = compare.most(layout)
-    assert compare.CARRIED_BYTES <= most <= 64 * KIB
-    assert compare.most(replace(layout)) == most
+    most = signature_check.most(layout)
+    assert signature_check.CARRIED_BYTES <= most <= 64 * KIB
+    assert signature_check.most(replace(layout)) == most
 
     def together_over_after(nbytes):
         times = selection.estimate("allreduce", nbytes, layout)
-        return compare.seconds(nbytes, layout) / (compare.seconds(0, layout) + min(times.values()))
+        return signature_check.seconds(nbytes, layout) / (signature_check.seconds(0, layout) + min(times.values()))
 
-    if most > compare.CARRIED_BYTES:
+    if most > signature_check.CARRIED_BYTES:
         assert together_over_after(most) <= 1
     if most < 64 * KIB // max(1, ranks - 1):
         assert together_over_after(most + KIB) > 1
@@ -94,7 +94,7 @@ def test_what_travels_with_a_comparison_is_not_faster_after_it(machines, ranks, 
 def test_slow_lines_carry_less_with_a_comparison():
     def most(megabits, machines):
         network = Link(1e-4, 8e-6 / megabits, 3.3e-11, letter=3e-5)
-        return compare.most(Layout(machines, machines, DEFAULT._replace(network=network)))
+        return signature_check.most(Layout(machines, machines, DEFAULT._replace(network=network)))
 
     assert most(100, 2) == 64 * KIB  # two ranks send no more bytes than a ring does
     assert most(100, 8) < most(100, 4) < 16 * KIB
@@ -104,7 +104,7 @@ def test_slow_lines_carry_less_with_a_comparison():
 def test_what_python_takes_for_a_call_lets_more_travel_with_its_comparison():
     def most(call):
         network = Link(1e-4, 8e-8, 3.3e-11, letter=3e-5, call=call)
-        return compare.most(Layout(8, 8, DEFAULT._replace(network=network)))
+        return signature_check.most(Layout(8, 8, DEFAULT._replace(network=network)))
 
     assert most(0.0) < most(3e-4) < most(3e-3)
 
@@ -139,7 +139,7 @@ def test_sample_compares_the_first_calls_and_then_a_few():
     assert sent_messages("sample", 191, by_tree) == 191 + 63 + 2
 
 
-LARGEST_CARRIED = np.ones(compare.CARRIED_BYTES // 8)
+LARGEST_CARRIED = np.ones(signature_check.CARRIED_BYTES // 8)
 SMALL = {
     "allreduce": lambda comm: comm.allreduce(LARGEST_CARRIED),
     "reduce": lambda comm: comm.reduce(LARGEST_CARRIED),
@@ -182,7 +182,7 @@ def test_a_small_array_is_not_touched_where_ranks_disagree(op):
 
 
 def test_many_ranks_bring_their_rows_after_the_comparison(monkeypatch):
-    monkeypatch.setattr(compare, "CARRIED_BYTES", 16)  # two ranks' rows
+    monkeypatch.setattr(signature_check, "CARRIED_BYTES", 16)  # two ranks' rows
 
     def check(comm):
         with pytest.raises(cc.MismatchError, match="dtype"):

@@ -7,16 +7,16 @@ import itertools
 import pytest
 
 import inprocess
-from collectives.operations import settle
-from collectives.settings import Settings
+from collectives.calls import shared_settings
+from collectives.core.settings import Settings
 
 
 def answers(wishes, monkeypatch, says=False):
-    monkeypatch.setattr(settle, "library_takes_device_memory", lambda: says)
+    monkeypatch.setattr(shared_settings, "library_takes_device_memory", lambda: says)
 
     def ask(comm):
         wish = Settings(timeout=10, cuda_aware=wishes[comm.rank])
-        return settle.settle(wish, comm.transport).cuda_aware
+        return shared_settings.settle(wish, comm.transport).cuda_aware
 
     return inprocess.run_ranks(len(wishes), ask)
 

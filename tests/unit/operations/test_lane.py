@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from collectives.operations.lane import Lane
+from collectives.p2p.progress_engine import Lane
 
 
 class Interrupted:

@@ -11,7 +11,7 @@ import pytest
 import collectives as cc
 import fakecupy
 import inprocess
-from collectives.settings import Settings
+from collectives.core.settings import Settings
 
 KINDS = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64", "float16"]
 

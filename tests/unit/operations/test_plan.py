@@ -7,7 +7,7 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives.operations.ready import MessagePlan, NodePlan
+from collectives.plans.prepared_calls import MessagePlan, NodePlan
 from inprocess import world_settings
 
 # Of each, whether it is found again; x is an array of the caller's, changed where it is the result.

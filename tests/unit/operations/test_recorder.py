@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import inprocess
-from collectives.errors import CollectiveError, CollectiveTimeout
-from collectives.operations import recorder, status
-from collectives.operations.recorder import Recorder, default_directory
-from collectives.operations.status import Board
+from collectives.core.errors import CollectiveError, CollectiveTimeout
+from collectives.tracing import recorder, peer_status
+from collectives.tracing.recorder import Recorder, default_directory
+from collectives.tracing.peer_status import Board
 from launcher import run
 
 LIMIT = 20.0
@@ -242,7 +242,7 @@ class TestBoard:
 
     @pytest.fixture
     def ranks(self):
-        memory = np.zeros(3 * status.NOTE_BYTES, np.uint8)
+        memory = np.zeros(3 * peer_status.NOTE_BYTES, np.uint8)
         names = [f"rank {rank}" for rank in range(3)]
         return [(Board(memory, rank, names), Recorder("world", rank, 3)) for rank in range(3)]
 

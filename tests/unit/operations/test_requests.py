@@ -18,8 +18,8 @@ import pytest
 
 import inprocess
 from collectives import CollectiveError, CollectiveTimeout, MismatchError
-from collectives.operations import progress as carrying_out
-from collectives.operations.progress import Progress, asynchronous
+from collectives.operations import nonblocking as carrying_out
+from collectives.operations.nonblocking import Progress, asynchronous
 from collectives.transport.transport import Deadline
 from launcher import run
 

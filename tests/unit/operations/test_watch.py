@@ -12,11 +12,11 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives import timeline
-from collectives.errors import MismatchError
-from collectives.operations.group import watch_all
-from collectives.operations.timelines import compare_clocks
-from collectives.operations.watch import KINDS
+from collectives.tracing import timeline
+from collectives.core.errors import MismatchError
+from collectives.calls.group import watch_all
+from collectives.operations.timeline_control import compare_clocks
+from collectives.tracing.timeline_events import KINDS
 
 TWO_NODES = [0, 0, 2, 2]
 

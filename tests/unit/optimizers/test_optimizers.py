@@ -10,7 +10,7 @@ import pytest
 
 from optimizer_table import MAKERS, WITH_SLOTS, follow, rounding_bound
 from strategies import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp, Variable
-from strategies.training import checkpoint
+from strategies.checkpoint import checkpoint
 
 STEPS = 100
 SHAPES = [(), (1,), (0,), (3, 5), (257, 3), (0, 4), (33000,)]  # the last: several 16-bit tiles

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from optimizer_table import MAKERS
 from other_memory import OtherMemory
 from strategies import Rows
-from strategies.sparse import in_order
+from strategies.core.sparse import in_order
 
 # For these, rows without a gradient are as if it were zero.
 AS_DENSE = ["sgd", "adagrad"]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from strategies.cluster.scopes import Placeable
-from strategies.cluster.setter import GreedyLoadBalancing, RoundRobin, byte_size
+from strategies.cluster.device_setter import GreedyLoadBalancing, RoundRobin, byte_size
 from strategies.parameter_server.served_variable import number_of_parts, offsets, parts_of
 from strategies.parameter_server.staleness import Decision, Drop, Ledger, Record, Scale, weight
-from strategies.sparse import Rows
+from strategies.core.sparse import Rows
 from strategies.variables import partition
 
 

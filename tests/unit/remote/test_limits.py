@@ -13,7 +13,7 @@ import numpy as np
 import strategies
 from strategies.errors import DeadlineExceededError
 from strategies.queues import FIFOQueue
-from strategies.remote import Service, Task
+from strategies.rpc import Service, Task
 import collectives as cc
 
 found = {}

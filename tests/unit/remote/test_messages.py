@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from requirements import installed
 from strategies import errors
 from strategies.errors import DataLossError, InternalError, InvalidArgumentError, OutOfRangeError
-from strategies.remote import message as protocol
-from strategies.remote import wire
-from strategies.remote.message import Kind
+from strategies.rpc import message as protocol
+from strategies.rpc import wire
+from strategies.rpc.message import Kind
 
 
 def as_arrived(frames):

@@ -16,7 +16,7 @@ from strategies.errors import (
 )
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import shared_queue
-from strategies.remote import MutexLock
+from strategies.rpc import MutexLock
 
 LIMIT = 20.0
 

@@ -22,11 +22,11 @@ from strategies.errors import (
 )
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import shared_queue
-from strategies.remote import message as protocol
-from strategies.remote.containers import Address, ResourceKind, register
-from strategies.remote.exchange import Exchange
-from strategies.remote.message import Kind
-from strategies.remote.outgoing import Requests
+from strategies.rpc import message as protocol
+from strategies.rpc.registry import Address, ResourceKind, register
+from strategies.rpc.message_loop import Exchange
+from strategies.rpc.message import Kind
+from strategies.rpc.client import Requests
 from tapped import silence
 
 LIMIT = 20.0
@@ -63,7 +63,7 @@ def test_waiting_for_a_task_that_lives_has_no_end():
 
 
 def test_a_decision_that_does_not_come_is_an_error_and_loses_nothing(services, monkeypatch):
-    monkeypatch.setattr("strategies.remote.outgoing.DECISION", 0.1)
+    monkeypatch.setattr("strategies.rpc.client.DECISION", 0.1)
     queue = queue_on_0(services[1])
     queue.enqueue(1)
     with silence(services.channels[0]):
@@ -350,7 +350,7 @@ def test_memory_of_requests_that_said_how_to_end_them_is_released(services):
 
 
 def test_wrong_timeouts():
-    from strategies.remote.service import Service
+    from strategies.rpc.service import Service
 
     with pytest.raises(ValueError, match="timeout must be seconds > 0"):
         Service(None, timeout=0)

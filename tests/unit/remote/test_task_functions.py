@@ -21,11 +21,7 @@ from strategies.errors import (
     UnavailableError,
     UnknownError,
 )
-from strategies.remote import (
-    Task,
-    functions,
-    pool,
-)
+from strategies.rpc import Task, functions, pool
 
 LIMIT = 20.0
 

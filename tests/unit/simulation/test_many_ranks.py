@@ -19,7 +19,7 @@ from wrong_steps import (
 )
 
 import collectives as cc
-from collectives import topology
+from collectives.core import topology
 from collectives.algorithms import selection
 from collectives.simulation import ranks
 from collectives.simulation.cluster import Cluster

@@ -14,14 +14,14 @@ import pytest
 from wrong_steps import wrong_doubling, wrong_neighbours, wrong_prefix
 
 import collectives as cc
-from collectives import topology
+from collectives.core import topology
 from collectives.algorithms import compressed
 from collectives.kernels.int8 import MOST, NUMBERS
-from collectives.operations import compare
-from collectives.operations.descriptions import digest
-from collectives.operations.group import Group
+from collectives.calls import signature_check
+from collectives.calls.signature import digest
+from collectives.calls.group import Group
 from collectives.operations.scan import exscan, scan
-from collectives.settings import Settings
+from collectives.core.settings import Settings
 from collectives.simulation import ranks
 from collectives.simulation.cluster import Cluster
 from collectives.simulation.transport import EAGER_BYTES
@@ -133,12 +133,12 @@ def conform_comparison(cluster, *, eager=EAGER_BYTES, count=300):
 
     def call(access):
         group = Group(access.transport, cluster.leaders(), WITHOUT_MEMORY)
-        own = compare.Contribution(arrays[group.rank].copy(), cc.SUM)
+        own = signature_check.Contribution(arrays[group.rank].copy(), cc.SUM)
         alike, other = {"op": "SUM"}, {"op": "MAX"}
-        got = compare.agree(group, digest(alike), alike, LIMIT, own)
+        got = signature_check.agree(group, digest(alike), alike, LIMIT, own)
         mine = other if group.rank == odd else alike
         with pytest.raises(cc.MismatchError, match=f"op is .*MAX on rank {odd};"):
-            compare.agree(group, digest(mine), mine, LIMIT, own)
+            signature_check.agree(group, digest(mine), mine, LIMIT, own)
         return got
 
     for rank, got in enumerate(results(cluster, call, eager)):
@@ -152,7 +152,7 @@ def conform_comparison(cluster, *, eager=EAGER_BYTES, count=300):
 def test_a_comparison_finds_the_odd_one_and_carries_a_sum(
     size, per_node, speakers, count, mode, monkeypatch
 ):
-    monkeypatch.setattr(compare, "MOST_SPEAKERS", speakers)  # 1: as with many ranks on a node
+    monkeypatch.setattr(signature_check, "MOST_SPEAKERS", speakers)  # 1: as with many ranks on a node
     conform_comparison(spread(size, per_node), eager=EAGER[mode], count=count)
 
 
@@ -172,7 +172,7 @@ def test_a_wrong_step_beyond_16_ranks_is_caught(case, monkeypatch):
     schedule, mutate, conform = MUTATIONS[case]
     monkeypatch.setattr(topology, schedule, mutate(getattr(topology, schedule)))
     per_node = 2 if case == "of nodes" else 1
-    monkeypatch.setattr(compare, "MOST_SPEAKERS", 1)  # of a node of two one rank speaks
+    monkeypatch.setattr(signature_check, "MOST_SPEAKERS", 1)  # of a node of two one rank speaks
     conform(Cluster(16 * per_node, 16))  # where it does no harm
     with pytest.raises((AssertionError, cc.CollectiveError)):
         conform(Cluster(20 * per_node, 20))

@@ -9,14 +9,14 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives import links, topology
+from collectives.core import links, topology
 from collectives.algorithms import ring, selection
-from collectives.links import Link, Machine
-from collectives.operations import compare
+from collectives.core.links import Link, Machine
+from collectives.calls import signature_check
 from collectives.simulation import calls, ranks
 from collectives.simulation.clock import Stopped
 from collectives.simulation.cluster import POLLING, YIELDING, Cluster
-from collectives.simulation.hosts import Waiting
+from collectives.simulation.cpu_scheduler import Waiting
 from collectives.transport.transport import Deadline
 
 # 1 us and 1 ns per byte in a node, 4 us and 10 ns between, 0.1 ns to combine a byte.
@@ -144,11 +144,11 @@ def test_a_ring_takes_what_its_closed_form_says(size):
 def test_a_comparison_takes_what_its_closed_form_says(size, nodes, by_nodes, nbytes):
     machine = MACHINE._replace(network=Link(4e-6, 1e-8, 1e-10, letter=2e-6))
     cluster = Cluster(size, nodes, machine)
-    assert compare.by_nodes(cluster.layout) == by_nodes
+    assert signature_check.by_nodes(cluster.layout) == by_nodes
     simulated = calls.together(nbytes, cluster, by_nodes=by_nodes)
     # Who speaks for a node combines the letters of all its ranks, which is not in the closed form.
     within = 0.3 if by_nodes else 0.01
-    assert simulated == pytest.approx(compare.seconds(nbytes, cluster.layout), rel=within)
+    assert simulated == pytest.approx(signature_check.seconds(nbytes, cluster.layout), rel=within)
     slow = calls.together(nbytes, Cluster(size, nodes, MACHINE), by_nodes=by_nodes)
     assert slow > simulated, "compiled code sends for less"
 

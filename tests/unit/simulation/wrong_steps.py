@@ -1,6 +1,6 @@
 """Schedules with one wrong step, where there are more than 16 ranks.
 
-Each takes a function of `collectives.topology` and returns one that stands for it.
+Each takes a function of `collectives.core.topology` and returns one that stands for it.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from collectives import __main__, tuned
+from collectives import __main__; from collectives.core import tuning_file
 from collectives.algorithms import selection
-from collectives.algorithms.layout import Layout
+from collectives.algorithms.cost_model import Layout
 from collectives.launch import processes
-from collectives.links import DEFAULT, Link, Machine
-from collectives.tools import bench, info, plot, units
+from collectives.core.links import DEFAULT, Link, Machine
+from collectives.tools import bench, info, plot, byte_sizes
 from launcher import ROOT, commands, mpirun, run
 from pairwise import also
 from requirements import require
@@ -335,13 +335,13 @@ def test_bandwidth_factors_are_those_of_nccl_tests():
 @pytest.mark.parametrize("text", ["", "8:", "0", "x", "4Q", "1.5K", "-8", "8:4", "8,,16"])
 def test_sizes_that_are_none_are_refused(text):
     with pytest.raises(ValueError, match="sizes: "):
-        units.sizes(text)
+        byte_sizes.sizes(text)
 
 
 def test_sizes_are_written_as_they_are_read():
     texts = ["0", "8", "1000", "1K", "48K", "1M", "3G"]
-    assert [units.size_text(n) for n in (0, 8, 1000, 1 << 10, 48 << 10, 1 << 20, 3 << 30)] == texts
-    assert [units.sizes(text)[0] for text in texts[1:]][:3] == [8, 1000, 1024]
+    assert [byte_sizes.size_text(n) for n in (0, 8, 1000, 1 << 10, 48 << 10, 1 << 20, 3 << 30)] == texts
+    assert [byte_sizes.sizes(text)[0] for text in texts[1:]][:3] == [8, 1000, 1024]
 
 
 def test_explain_needs_no_mpi():
@@ -399,7 +399,7 @@ def test_the_examples_of_the_documentation_are_true(command):
 
 def test_a_curve_says_what_it_rests_on_and_can_be_drawn(tmp_path):
     file, picture = tmp_path / "cluster.json", tmp_path / "curve.png"
-    tuned.write(file, {"network": DEFAULT.network}, {"ranks": 6, "nodes": 3, "when": "today"})
+    tuning_file.write(file, {"network": DEFAULT.network}, {"ranks": 6, "nodes": 3, "when": "today"})
     command = [*COMMAND, "explain", "allreduce", "--bytes", "4K", "--ranks", "6", "--nodes", "3"]
     where = {"UNISONO_TUNED": str(file)}
     drawn = ["--plot", str(picture)] * plot.is_possible()
@@ -419,7 +419,7 @@ def test_a_curve_says_what_it_rests_on_and_can_be_drawn(tmp_path):
 
 def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     file = tmp_path / "cluster.json"
-    tuned.write(file, {"network": Link(1e-3, 1e-9, 1e-11), "node": Link(1e-5, 1e-9, 1e-11)}, {})
+    tuning_file.write(file, {"network": Link(1e-3, 1e-9, 1e-11), "node": Link(1e-5, 1e-9, 1e-11)}, {})
     program = tmp_path / "pick.py"
     program.write_text(
         "import collectives as cc\n"
@@ -471,7 +471,7 @@ def test_tune_measures_the_links_and_holds_the_model_against_them(size, tmp_path
     file = tmp_path / "made" / "cluster.json"
     result = tune(size, "--out", file)
     assert result.status == 0, result.stdout + result.stderr
-    measured = tuned.read(file)
+    measured = tuning_file.read(file)
     assert measured.keys() == {"shared", "node"}
     for link in measured.values():
         assert all(0 < number < 1 for number in link[:3])
@@ -487,11 +487,11 @@ def test_tune_measures_the_links_and_holds_the_model_against_them(size, tmp_path
 
 def test_tune_keeps_one_file_for_each_cluster_and_what_it_did_not_measure(tmp_path):
     file = tmp_path / "unisono" / "apple.json"
-    tuned.write(file, {"network": Link(1e-6, 1e-10, 1e-11)}, {})
+    tuning_file.write(file, {"network": Link(1e-6, 1e-10, 1e-11)}, {})
     result = tune(2, UNISONO_TUNED="", XDG_CONFIG_HOME=str(tmp_path), SLURM_CLUSTER_NAME="apple")
     assert result.status == 0, result.stderr
-    assert tuned.read(file).keys() == {"shared", "node", "network"}
-    assert tuned.read(file)["network"] == Link(1e-6, 1e-10, 1e-11)
+    assert tuning_file.read(file).keys() == {"shared", "node", "network"}
+    assert tuning_file.read(file)["network"] == Link(1e-6, 1e-10, 1e-11)
     facts = json.loads(file.read_text())["measured"]
     assert (facts["ranks"], facts["nodes"]) == (2, 1)
 

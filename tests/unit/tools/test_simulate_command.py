@@ -8,8 +8,8 @@ import pytest
 
 from collectives import __main__
 from collectives.algorithms import selection
-from collectives.algorithms.layout import Layout
-from collectives.links import DEFAULT
+from collectives.algorithms.cost_model import Layout
+from collectives.core.links import DEFAULT
 from collectives.simulation.cluster import Cluster
 from collectives.tools import simulate
 from collectives.tools.explain import Question

@@ -15,7 +15,7 @@ SECOND = 1e6  # us
 
 
 class File:
-    """A rank's file, as `collectives.timeline` writes it."""
+    """A rank's file, as `collectives.tracing.timeline` writes it."""
 
     def __init__(self, rank, size, node=0, job=1, date="2026-01-01T00:00:00Z"):
         self.rank = rank

@@ -9,9 +9,9 @@ import pytest
 
 import inprocess
 from collectives.algorithms import selection
-from collectives.algorithms.layout import Layout
-from collectives.links import DEFAULT, Link
-from collectives.settings import Settings
+from collectives.algorithms.cost_model import Layout
+from collectives.core.links import DEFAULT, Link
+from collectives.core.settings import Settings
 from collectives.tools import measure, tune
 from collectives.tools.tune import Row
 

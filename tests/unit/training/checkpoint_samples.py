@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from strategies.training import checkpoint, manifest
+from strategies.checkpoint import checkpoint, manifest
 
 SHARD = "rank-00000.safetensors"
 

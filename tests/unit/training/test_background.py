@@ -13,9 +13,9 @@ import pytest
 from checkpoint_samples import assert_same_bits, leftovers, steps, tensors_of
 
 from strategies import errors
-from strategies.training import checkpoint, durable
-from strategies.training.background import Background
-from strategies.training.checkpoint_manager import CheckpointManager
+from strategies.checkpoint import checkpoint, atomic_io
+from strategies.checkpoint.async_writer import Background
+from strategies.checkpoint.checkpoint_manager import CheckpointManager
 
 DEADLINE = 20  # seconds until a thread that should come has not
 
@@ -25,7 +25,7 @@ class Gate:
 
     def __init__(self, monkeypatch, error=None):
         self.reached, self._open, self._error = threading.Event(), threading.Event(), error
-        real = durable.write_file
+        real = atomic_io.write_file
 
         def write_file(path, data):
             if path.name == "manifest.json":
@@ -36,7 +36,7 @@ class Gate:
                     raise error
             real(path, data)
 
-        monkeypatch.setattr(durable, "write_file", write_file)
+        monkeypatch.setattr(atomic_io, "write_file", write_file)
 
     def open(self):
         self._open.set()

@@ -13,7 +13,7 @@ from checkpoint_samples import SHARD, as_schema_1, assert_same_bits, leftovers, 
 
 from requirements import installed
 from strategies import errors
-from strategies.training import checkpoint
+from strategies.checkpoint import checkpoint
 
 
 def test_round_trip_of_every_dtype(tmp_path):

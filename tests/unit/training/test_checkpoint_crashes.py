@@ -22,8 +22,8 @@ from checkpoint_samples import SHARD, assert_same_bits, leftovers, steps
 from inprocess import run_ranks, world_settings
 from pairwise import also
 from strategies import errors
-from strategies.training import Slice, checkpoint, durable, shards
-from strategies.training.checkpoint_manager import CheckpointManager
+from strategies.checkpoint import Slice, checkpoint, atomic_io, shards
+from strategies.checkpoint.checkpoint_manager import CheckpointManager
 
 WRITE = os.write
 
@@ -388,7 +388,7 @@ def test_interrupt_leaves_nothing_behind(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "sync", interrupt)
+        patch.setattr(atomic_io, "sync", interrupt)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(tmp_path, small(2), step=2)
     assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step-000001"]
@@ -423,14 +423,14 @@ def test_a_second_writer_is_told_and_death_releases(tmp_path):
 
 
 def test_locks_of_one_process_exclude_each_other_and_close_twice(tmp_path):
-    first = durable.DirectoryLock(tmp_path)
+    first = atomic_io.DirectoryLock(tmp_path)
     with pytest.raises(errors.FailedPreconditionError, match=f"process {os.getpid()}"):
-        durable.DirectoryLock(tmp_path)
+        atomic_io.DirectoryLock(tmp_path)
     first.close()
     first.close()
-    with durable.DirectoryLock(tmp_path):
+    with atomic_io.DirectoryLock(tmp_path):
         pass
-    with contextlib.closing(durable.DirectoryLock(tmp_path)):
+    with contextlib.closing(atomic_io.DirectoryLock(tmp_path)):
         pass
 
 
@@ -450,7 +450,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplo
     def flock(descriptor, operation):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(durable.fcntl, "flock", flock)
+    monkeypatch.setattr(atomic_io.fcntl, "flock", flock)
     checkpoint.save(tmp_path, small(1), step=1)
     assert checkpoint.restore(tmp_path).step == 1
     assert "no locks" in caplog.text

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from strategies import errors
-from strategies.training import checkpoint
+from strategies.checkpoint import checkpoint
 
 
 @pytest.mark.parametrize("name", ["manifest.json", SHARD])

@@ -11,8 +11,8 @@ import pytest
 import collectives as cc
 from inprocess import run_ranks
 from strategies import errors
-from strategies.training import checkpoint
-from strategies.training.checkpoint_manager import CheckpointManager
+from strategies.checkpoint import checkpoint
+from strategies.checkpoint.checkpoint_manager import CheckpointManager
 
 
 def in_step(size, work):

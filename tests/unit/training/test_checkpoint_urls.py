@@ -15,7 +15,7 @@ import strategies
 from inprocess import run_ranks
 from strategies import errors
 from strategies.__main__ import main
-from strategies.training import Saver, Slice, checkpoint
+from strategies.checkpoint import Saver, Slice, checkpoint
 
 NUMBERS = itertools.count()
 

@@ -7,8 +7,8 @@ import pytest
 
 import strategies
 from strategies import errors
-from strategies.training import Evaluator, Saver, TrainingSession, checkpoint, hooks
-from strategies.training.evaluation import ScoreNew
+from strategies.session import Evaluator, TrainingSession, hooks; from strategies.checkpoint import Saver, checkpoint
+from strategies.session.evaluation import ScoreNew
 
 
 class Scored:
@@ -27,7 +27,7 @@ class Scored:
 
     @property
     def lines(self):
-        lines = strategies.training.read_metrics(self.evaluator.scores)
+        lines = strategies.session.read_metrics(self.evaluator.scores)
         return [(line["step"], line["sum"]) for line in lines]
 
 

@@ -8,14 +8,14 @@ import sys
 import pytest
 
 from launcher import run
-from strategies.training import events, faults
-from strategies.training.faults import Fault
+from strategies.elastic import event_log, fault_injection
+from strategies.elastic.fault_injection import Fault
 
 
 def test_faults_are_read():
     text = " step=12,rank=2,kind=kill; rank=0, step=3, kind=slow:0.5 ;"
-    assert faults.parse(text) == [Fault(12, 2, "kill"), Fault(3, 0, "slow", 0.5)]
-    assert faults.parse("") == []
+    assert fault_injection.parse(text) == [Fault(12, 2, "kill"), Fault(3, 0, "slow", 0.5)]
+    assert fault_injection.parse("") == []
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_what_is_no_fault_is_an_error_that_says_what_is(text):
     with pytest.raises(
         ValueError, match=r"UNISONO_FAULT: not a fault, expected step=12,rank=2"
     ) as e:
-        faults.parse(f"step=1,rank=0,kind=kill;{text}")
+        fault_injection.parse(f"step=1,rank=0,kind=kill;{text}")
     assert repr(text) in str(e.value)
 
 
@@ -62,7 +62,7 @@ def test_each_fault_happens_once_at_its_step(tmp_path):
         f"1 {other} False",
         f"2 {other} False",
     ], result
-    told = [(e["event"], e["rank"], e["step"], e["kind"]) for e in events.read(tmp_path / "log")]
+    told = [(e["event"], e["rank"], e["step"], e["kind"]) for e in event_log.read(tmp_path / "log")]
     assert told == [
         ("fault", 0, 1, "slow"),
         ("fault", 0, 2, "corrupt"),
@@ -74,7 +74,9 @@ SESSION = """
 import sys
 import numpy as np
 import strategies
-from strategies.training import InjectedFault, Saver, TrainingSession, hooks
+from strategies.checkpoint import Saver
+from strategies.elastic import InjectedFault
+from strategies.session import TrainingSession, hooks
 weights = [np.zeros(0), np.ones(3)]
 saver = Saver(strategies.CheckpointManager(sys.argv[1]), step=0, weights=weights)
 try:
@@ -107,4 +109,4 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
     assert json.loads(line)["kind"] == "kill"
     with open(tmp_path / "rank-0.jsonl", "a") as file:
         file.write('{"event": "cut sho')
-    assert [event["kind"] for event in events.read(tmp_path)] == ["kill"]
+    assert [event["kind"] for event in event_log.read(tmp_path)] == ["kill"]

@@ -11,8 +11,8 @@ import pytest
 
 import strategies
 from strategies import errors
-from strategies.training import Saver, Summaries, TrainingSession, hooks, reporting
-from strategies.training.hook import Timer
+from strategies.checkpoint import Saver; from strategies.session import Summaries, TrainingSession, hooks, metrics_hook
+from strategies.session.hook_base import Timer
 
 
 class Witness(hooks.Hook):
@@ -136,7 +136,7 @@ def test_what_is_not_a_number_is_found_before_it_is_written(tmp_path, bad):
         with pytest.raises(hooks.NanLossError, match=r"finite loss, got (nan|inf) \(step 2\)"):
             run(*around, **values)
         assert saver.checkpoints.latest().name == "step-000001"
-    assert [line["step"] for line in strategies.training.read_metrics(metrics)] == [1]
+    assert [line["step"] for line in strategies.session.read_metrics(metrics)] == [1]
 
 
 def test_what_is_not_a_number_may_be_an_end(caplog):
@@ -208,8 +208,8 @@ def test_without_tensorboardx_it_says_how_to_get_it(tmp_path, monkeypatch):
 
 def test_progress_shows_the_first_value(monkeypatch, capsys):
     shown = io.StringIO()
-    monkeypatch.setattr(reporting.Progress.__init__, "__kwdefaults__",
-                        {**reporting.Progress.__init__.__kwdefaults__, "file": shown})  # fmt: skip
+    monkeypatch.setattr(metrics_hook.Progress.__init__, "__kwdefaults__",
+                        {**metrics_hook.Progress.__init__.__kwdefaults__, "file": shown})  # fmt: skip
     run(Summaries(progress="epochs"), function=lambda: {"loss": 0.25, "speed": 7})
     (line,) = shown.getvalue().splitlines()
     assert line.startswith("epochs: 3/3 (100%)")

@@ -8,7 +8,7 @@ import pytest
 from checkpoint_samples import SHARD, tensors_of
 
 from strategies.__main__ import main
-from strategies.training import checkpoint
+from strategies.checkpoint import checkpoint
 
 
 @pytest.fixture

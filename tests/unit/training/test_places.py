@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.training.places import Report, placed
+from strategies.elastic.assignment import Report, placed
 
 
 def test_the_first_ranks_train_while_all_have_a_commit():

@@ -9,8 +9,8 @@ import pytest
 from checkpoint_samples import steps
 
 from strategies import errors
-from strategies.training import Saver, checkpoint
-from strategies.training.checkpoint_manager import CheckpointManager
+from strategies.checkpoint import Saver, checkpoint
+from strategies.checkpoint.checkpoint_manager import CheckpointManager
 
 
 class Clock:

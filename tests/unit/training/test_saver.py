@@ -16,7 +16,7 @@ import strategies
 from requirements import installed
 from strategies import errors
 from strategies.input import ShardedInput
-from strategies.training import Saver, checkpoint
+from strategies.checkpoint import Saver, checkpoint
 
 
 def saver_of(path, **things):

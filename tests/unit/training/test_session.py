@@ -14,15 +14,7 @@ import pytest
 import strategies
 from launcher import ROOT, environment
 from strategies import errors
-from strategies.training import (
-    Preemption,
-    Saver,
-    Summaries,
-    TrainingSession,
-    checkpoint,
-    events,
-    hooks,
-)
+from strategies.elastic import Preemption, event_log; from strategies.checkpoint import Saver, checkpoint; from strategies.session import Summaries, TrainingSession, hooks
 
 
 class Training:
@@ -135,7 +127,7 @@ def test_after_a_recoverable_error_it_goes_back_to_the_last_checkpoint(
     training, kind, tmp_path, monkeypatch
 ):
     told = []
-    monkeypatch.setattr(events, "write", lambda event, **facts: told.append((event, facts)))
+    monkeypatch.setattr(event_log, "write", lambda event, **facts: told.append((event, facts)))
     failing = iter([False, False, True, False, True, True, False, False])
     seen = []
 
@@ -153,7 +145,7 @@ def test_after_a_recoverable_error_it_goes_back_to_the_last_checkpoint(
     # Step 2 fails once at its beginning, step 3 twice, each time back to what was saved.
     assert seen == [0, 1, 2, 2, 3, 2, 2, 3]
     assert training.weights.tolist() == [4, 4]
-    lines = strategies.training.read_metrics(metrics)
+    lines = strategies.session.read_metrics(metrics)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     words = [(event, facts["step"]) for event, facts in told]
     back = [[("retried", step), ("restored", 2)] for step in (2, 3, 2)]
@@ -285,7 +277,7 @@ def test_asked_to_stop_it_saves_and_leaves(training):
                 train(session, step, session)
             assert session.preempted
 
-    assert status_of(program) == strategies.training.STOPPED_EARLY == 85
+    assert status_of(program) == strategies.elastic.STOPPED_EARLY == 85
     assert training.steps_saved() == [0, 3]
 
 
@@ -326,7 +318,8 @@ SIGNALLED = """
 import atexit, os, signal, sys
 import numpy as np
 import strategies
-from strategies.training import Saver, TrainingSession, hooks
+from strategies.checkpoint import Saver
+from strategies.session import TrainingSession, hooks
 
 def told_again():
     os.kill(os.getpid(), signal.SIGTERM)

@@ -17,8 +17,8 @@ import pytest
 
 from requirements import needs
 from strategies import errors
-from strategies.training import summaries
-from strategies.training.summaries import MetricsWriter, Progress, loss_curve, read_metrics
+from strategies.session import metrics_writer
+from strategies.session.metrics_writer import MetricsWriter, Progress, loss_curve, read_metrics
 
 
 def strict(text):
@@ -176,7 +176,7 @@ def test_loss_curve_draws_without_pyplot(tmp_path):
         writer.write(step=20, held_out_loss=0.5)
     code = (
         "import sys, warnings, matplotlib.figure; warnings.simplefilter('error')\n"
-        "from strategies.training.summaries import loss_curve\n"
+        "from strategies.session.metrics_writer import loss_curve\n"
         "loss_curve(sys.argv[1], sys.argv[2])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
@@ -221,7 +221,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr(summaries.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(metrics_writer.time, "monotonic", lambda: self.now)
 
 
 class Terminal(io.StringIO):

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from collectives import preparation
-from collectives.errors import CollectiveTimeout
-from collectives.transport import waiting
-from collectives.transport.waiting import Deadline, Known, Ranks, Wait
+from collectives.core import compile_time
+from collectives.core.errors import CollectiveTimeout
+from collectives.transport import backoff
+from collectives.transport.backoff import Deadline, Known, Ranks, Wait
 
 
 class Clock:
@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock(0.001)
-    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(backoff, "time", clock)
     return clock
 
 
@@ -64,19 +64,19 @@ def test_a_thread_beside_one_that_computes_naps_at_once(clock):
 
 def test_who_asks_until_a_limit_gets_the_last_answer(clock):
     answers = iter([False, False, True])
-    assert waiting.until(lambda: next(answers), limit=1.0, every=0.01)
+    assert backoff.until(lambda: next(answers), limit=1.0, every=0.01)
     assert clock.naps == [0.01, 0.01]
-    assert not waiting.until(lambda: False, limit=0.1, every=0.01)
+    assert not backoff.until(lambda: False, limit=0.1, every=0.01)
     assert clock.now < 0.2
 
 
 def test_no_limit_counts_what_this_process_compiles_meanwhile(clock, monkeypatch):
-    monkeypatch.setattr(preparation, "time", clock)
+    monkeypatch.setattr(compile_time, "time", clock)
     ranks = Ranks()
     ranks.rank, ranks.size = 0, 2
     missing = [Known("rank 1 to enter the call", (1,), has_come=False)]
     deadline = Deadline("allreduce", 5.0)
-    with preparation.preparing():
+    with compile_time.preparing():
         clock.now += 60.0
     deadline.check(ranks, missing)
     clock.now += 5.0

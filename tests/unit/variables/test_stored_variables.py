@@ -22,7 +22,7 @@ from strategies.errors import (
     NotFoundError,
     UnavailableError,
 )
-from strategies.remote import Task, pool
+from strategies.rpc import Task, pool
 from strategies.variables import (
     actions,
     partition,
@@ -156,7 +156,7 @@ def test_a_request_that_waits_for_a_thread_ends_at_its_deadline(services, monkey
 
 
 def test_a_task_that_does_not_say_whether_it_succeeded(services, monkeypatch):
-    monkeypatch.setattr("strategies.remote.outgoing.DECISION", 0.1)
+    monkeypatch.setattr("strategies.rpc.client.DECISION", 0.1)
     v = shared_variable(0.0, service=services[1], shared_name="v")
     text = "does not say whether it succeeded .* on task 0"
     with silence(services.channels[0]), pytest.raises(UnavailableError, match=text):
@@ -230,7 +230,7 @@ def test_a_closed_service(services):
 
 def test_containers_are_reset_on_some_tasks_or_on_all(services):
     def made(name, task):
-        with strategies.remote.container(name):
+        with strategies.rpc.container(name):
             return shared_variable(0.0, service=services[1], shared_name="v", task=task)
 
     first, second, other = made("one", 0), made("one", 1), made("two", 0)

@@ -1,0 +1,50 @@
+"""Every rank combines what the ranks before it bring, in log2 P rounds.
+
+In each round a rank hands all that it has combined to a rank at a distance, which doubles: 1, 2, 4
+and so on. For 5 ranks, what each has of the arrays 0 to 4 (its own among them):
+
+    rank            0     1     2     3     4
+    at first        0     1     2     3     4
+    distance 1      0     01    12    23    34
+    distance 2      0     01    012   0123  1234
+    distance 4      0     01    012   0123  01234
+
+Beside it each rank combines what it takes in without its own array: that is all before it.
+
+Cost: ceil(log2 P) messages of S bytes per rank, scratch 3 S.
+
+Order: depends on P and the rank alone; reproducible.
+
+Source: W. D. Hillis, G. L. Steele, "Data parallel algorithms", Comm. ACM 29 (1986).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collectives.core import topology
+from collectives.arrays import reduction
+from collectives.arrays.host_arrays import Array
+from collectives.arrays.reduction import Op
+from collectives.transport.transport import Deadline, Transport
+
+__all__ = ["before"]
+
+
+def before(ranks: Transport, own: Array, op: Op, deadline: Deadline) -> Array | None:
+    """Combine the arrays of the ranks before this one, shape (n,); None on rank 0."""
+    combine = reduction.combine(op)
+    total, arriving = own.copy(), np.empty_like(own)
+    result: Array | None = None
+    for source, dest in topology.prefix(ranks.rank, ranks.size):
+        messages = [] if source is None else [ranks.start_receive(arriving, source)]
+        if dest is not None:
+            messages.append(ranks.start_send(total, dest))
+        ranks.wait(messages, deadline)
+        if source is not None:
+            if result is None:
+                result = arriving.copy()
+            else:
+                combine(result, arriving)
+            combine(total, arriving)
+    return result

@@ -1,0 +1,130 @@
+"""Memory of CUDA devices, reached through CuPy, whichever library has made it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from collectives.arrays.device import Device, DeviceBuffer, stored_as
+from collectives.arrays.adapter import Foreign, Resident, why_repeated
+
+__all__ = ["device_memory", "has_cupy", "load_cupy", "nccl"]
+
+
+def device_memory(view: Any, cupy: Any, read_only: bool) -> Foreign:
+    """See memory of a CUDA device, of which CuPy has made an array of its own."""
+    return _DeviceMemory(view, cupy, read_only)
+
+
+class _DeviceMemory(Foreign):
+    """Memory of a CUDA device, as CuPy sees it."""
+
+    private = pinnable = True
+
+    def __init__(self, view: Any, cupy: Any, read_only: bool) -> None:
+        self._cupy = cupy
+        self._view = view
+        self.shape = view.shape
+        self.dtype = np.dtype(view.dtype)
+        self._read_only = read_only
+
+    def why_constant(self) -> str | None:
+        if self._read_only:
+            return "it is read-only"
+        return why_repeated(self.shape, self._view.strides)
+
+    def elements(self) -> npt.NDArray[Any]:
+        host = self.pinned(self._view.nbytes).view(self.dtype).reshape(self.shape)
+        self.fetch(host)
+        return host
+
+    def pinned(self, nbytes: int) -> npt.NDArray[Any]:
+        with self._view.device:
+            pinned = self._cupy.cuda.alloc_pinned_memory(max(1, nbytes))
+        return np.frombuffer(pinned, np.uint8)[:nbytes]
+
+    def fetch(self, into: npt.NDArray[Any]) -> None:
+        with self._view.device:
+            self._view.get(out=into)  # waits for the current stream
+
+    def wrap(self, result: npt.NDArray[Any]) -> Any:
+        with self._view.device:
+            array = self._cupy.asarray(result)
+            self._wait()
+        return array
+
+    def write(self, result: npt.NDArray[Any]) -> None:
+        with self._view.device:
+            if self._view.flags.c_contiguous:
+                self._view.set(result)
+            else:
+                self._view[...] = self._cupy.asarray(result)
+            self._wait()
+
+    def resident(self) -> Resident:
+        device = Device(self._cupy, self._view.device)
+        kind = stored_as(self.dtype)
+        with self._view.device:
+            flat = self._cupy.ascontiguousarray(self._view)
+
+        def show(array: Any) -> DeviceBuffer:
+            return DeviceBuffer(device, array.reshape(-1).view(kind), self.dtype)
+
+        def new(shape: tuple[int, ...]) -> tuple[Any, DeviceBuffer]:
+            with self._view.device:
+                array = self._cupy.empty(shape, self.dtype)
+            device.put()  # the pool may give memory that earlier work still uses
+            return array, show(array)
+
+        def as_array(buffer: DeviceBuffer, shape: tuple[int, ...]) -> Any:
+            return buffer.view.view(self.dtype).reshape(shape)
+
+        def write(buffer: DeviceBuffer) -> None:
+            if buffer.address != self._view.data.ptr:
+                with self._view.device:
+                    self._view[...] = as_array(buffer, self.shape)
+                buffer.device.put()
+
+        is_own = bool(flat.data.ptr == self._view.data.ptr)
+        return Resident(self.shape, self.dtype, show(flat), is_own, new, write, as_array)
+
+    def _wait(self) -> None:
+        # Pinned memory is read by the device after the call that started the copy; CuPy's pool
+        # would give it to someone else as soon as the last array on it is gone.
+        self._cupy.cuda.get_current_stream().synchronize()
+
+
+@functools.cache
+def has_cupy() -> bool:
+    """Tell whether CuPy can be used; PyTorch's tensors do without it."""
+    try:
+        load_cupy()
+    except TypeError:
+        return False
+    return True
+
+
+def load_cupy() -> Any:
+    """Import CuPy, which can be imported without a device, but then fails at every allocation."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise TypeError(
+            "device memory is reached through CuPy, which is not installed: "
+            "`pip install cupy-cuda12x`, or `cupy-cuda13x` for CUDA 13"
+        ) from error
+    if not cupy.cuda.is_available():
+        raise TypeError("device memory is reached through CuPy, which finds no CUDA device")
+    return cupy
+
+
+def nccl() -> Any:
+    """Import CuPy's NCCL, which may be a stub that is not `available`; None where there is none."""
+    try:
+        from cupy.cuda import nccl as library
+    except ImportError:
+        return None
+    return library

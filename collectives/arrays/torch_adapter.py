@@ -1,0 +1,151 @@
+"""Tensors of PyTorch, on the host and on CUDA devices."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from collectives.arrays.device import Device, DeviceBuffer, is_added, stored_as
+from collectives.arrays.adapter import Foreign, Resident, dense_axes, why_repeated
+from collectives.arrays.cuda_adapter import has_cupy, load_cupy
+
+__all__ = ["tensor"]
+
+
+def tensor(x: Any, torch: Any) -> Foreign:
+    """See a tensor of PyTorch."""
+    return _Tensor(x, torch)
+
+
+class _Tensor(Foreign):
+    """A tensor of PyTorch, without its history: results have no gradient."""
+
+    def __init__(self, x: Any, torch: Any) -> None:
+        self._torch = torch
+        self._x = x
+        self.shape = tuple(x.shape)
+        self.dtype = _tensor_dtype(x.dtype)
+        # A tensor that is conjugated or negated when it is read has other bits in memory.
+        self.shared = x.is_cpu and not (x.is_conj() or x.is_neg())
+        self.private = not self.shared
+        self.pinnable = x.is_cuda
+
+    def why_constant(self) -> str | None:
+        return why_repeated(self.shape, self._x.stride())
+
+    def elements(self) -> npt.NDArray[Any]:
+        if not self._x.is_cuda:
+            return _tensor_elements(self._x, self._torch)
+        nbytes = self._x.numel() * self.dtype.itemsize
+        host = self.pinned(nbytes).view(self.dtype).reshape(self.shape)
+        self.fetch(host)
+        return host
+
+    def pinned(self, nbytes: int) -> npt.NDArray[Any]:
+        pinned = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
+        host: npt.NDArray[Any] = pinned.numpy()
+        return host
+
+    def fetch(self, into: npt.NDArray[Any]) -> None:
+        # Not asynchronous: returns when the stream that is current here has done the copy.
+        self._shown(into).copy_(self._x.detach())
+
+    def wrap(self, result: npt.NDArray[Any]) -> Any:
+        made = self._shown(result).to(self._x.device)
+        # The strides of `torch.empty_like`, because optimizers that work on lists of tensors are
+        # fast only if a tensor and its gradient have the same strides.
+        strided = len(self.shape) > 1 and not self._x.is_contiguous()  # 0.1 us
+        if strided and result.shape == self.shape:
+            like = self._torch.empty_like(self._x.detach())
+            made = made if like.stride() == made.stride() else like.copy_(made)
+        return made
+
+    def show(self, memory: npt.NDArray[Any]) -> Any:
+        return self._shown(memory)
+
+    def strides(self) -> tuple[int, ...] | None:
+        strides = tuple(self._x.stride())
+        return None if dense_axes(self.shape, strides) is None else strides
+
+    def write(self, result: npt.NDArray[Any]) -> None:
+        if self.shared:
+            # Lets autograd refuse a backward pass that needs the old elements.
+            self._torch.autograd.graph.increment_version(self._x)
+        else:
+            self._x.detach().copy_(self._shown(result))
+
+    def _shown(self, host: npt.NDArray[Any]) -> Any:
+        """Show host memory as a tensor."""
+        if is_added(host.dtype):
+            bits = self._torch.from_numpy(host.view(f"i{host.itemsize}"))
+            return bits.view(getattr(self._torch, host.dtype.name))
+        return self._torch.from_numpy(host)
+
+    def resident(self) -> Resident | None:
+        if not self._x.is_cuda or not has_cupy():
+            return None
+        x = self._x.detach().resolve_conj().resolve_neg()
+        flat = x.contiguous()
+        stream = self._torch.cuda.current_stream(x.device)
+        stream.synchronize()
+        cupy = load_cupy()
+        device = Device(cupy, cupy.cuda.Device(x.device.index))
+
+        def show(tensor: Any) -> DeviceBuffer:
+            # What CuPy's `asarray` would make, in a third of its time: steps see hundreds of them.
+            memory = cupy.cuda.UnownedMemory(
+                tensor.data_ptr(), tensor.nbytes, tensor, device.context.id
+            )
+            pointer = cupy.cuda.MemoryPointer(memory, 0)
+            view = cupy.ndarray((tensor.numel(),), stored_as(self.dtype), memptr=pointer)
+            return DeviceBuffer(device, view, self.dtype)
+
+        def new(shape: tuple[int, ...]) -> tuple[Any, DeviceBuffer]:
+            array = self._torch.empty(shape, dtype=x.dtype, device=x.device)
+            stream.synchronize()  # PyTorch's pool may give memory that earlier work still uses
+            return array, show(array)
+
+        def as_tensor(buffer: DeviceBuffer, shape: tuple[int, ...]) -> Any:
+            raw = self._torch.as_tensor(buffer, device=self._x.device)
+            return raw.view(self._x.dtype).reshape(shape)
+
+        def write(buffer: DeviceBuffer) -> None:
+            buffer.settle()
+            if buffer.address != self._x.data_ptr():
+                self._x.detach().copy_(as_tensor(buffer, self.shape))
+                stream.synchronize()
+            self._torch.autograd.graph.increment_version(self._x)
+
+        is_own = bool(flat.data_ptr() == self._x.data_ptr())
+        return Resident(self.shape, self.dtype, show(flat), is_own, new, write, as_tensor)
+
+
+def _tensor_elements(tensor: Any, torch: Any) -> npt.NDArray[Any]:
+    """View a tensor as NumPy array; what is lazy in it, or on another device, is copied."""
+    array: npt.NDArray[Any]
+    added = _added_dtype(tensor.dtype)
+    if added is None:
+        array = tensor.numpy(force=True)
+    else:
+        bits = getattr(torch, f"int{8 * added.itemsize}")
+        array = tensor.detach().view(bits).numpy(force=True).view(added)
+    return array
+
+
+@functools.cache
+def _added_dtype(dtype: Any) -> np.dtype[Any] | None:
+    """Return the dtype of `ml_dtypes` for bfloat16 and float8, which NumPy lacks."""
+    name = str(dtype).removeprefix("torch.")
+    found = getattr(ml_dtypes, name, None) if name.startswith(("bfloat16", "float8")) else None
+    return None if found is None else np.dtype(found)
+
+
+@functools.cache
+def _tensor_dtype(dtype: Any) -> np.dtype[Any]:
+    torch: Any = sys.modules["torch"]
+    return _tensor_elements(torch.empty(0, dtype=dtype), torch).dtype

@@ -1,1 +1,0 @@
-"""Steps of many arrays, reduced a bucket at a time while the caller computes."""

@@ -1,0 +1,1 @@
+"""One call of an operation: its group, arguments, signature check and requests."""

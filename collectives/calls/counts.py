@@ -1,0 +1,74 @@
+"""How many rows each rank gets, and whether they fit where it wants them."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+
+from collectives.core import topology
+from collectives.arrays.host_arrays import NEW, Array
+from collectives.core.errors import MismatchError, in_turn, some
+from collectives.calls.call import Call
+from collectives.calls.group import Group
+from collectives.calls.overloads import Splits
+
+__all__ = ["shares", "unfit"]
+
+
+def shares(call: Call, array: Array, **given: Splits | None) -> list[int]:
+    """Return the rows of an array for every rank.
+
+    Args:
+        array: shape (n, ...).
+        given: by the caller's word for it, the rows for every rank; even shares if None, the first
+            `n % size` ranks getting one row more.
+
+    Raises:
+        ValueError: the array is a scalar, or the numbers do not add up to n.
+    """
+    size, operation = call.group.size, call.operation
+    if array.ndim == 0:
+        raise ValueError(f"{operation}: a scalar has no rows, expected shape (n, ...)")
+    ((word, numbers),) = given.items()
+    if numbers is None:
+        bounds = topology.chunk_bounds(array.shape[0], size)
+        return [stop - start for start, stop in itertools.pairwise(bounds)]
+    rows = [operator.index(n) for n in numbers]
+    if len(rows) != size or min(rows) < 0 or sum(rows) != array.shape[0]:
+        raise ValueError(
+            f"{operation}: {word} do not fit, expected {size} numbers >= 0 that add "
+            f"up to {array.shape[0]} rows, got {rows}"
+        )
+    return rows
+
+
+def unfit(
+    group: Group,
+    operation: str,
+    row: tuple[int, ...],
+    given: Sequence[int],
+    expected: Sequence[int],
+) -> Exception | None:
+    """Return the error of this rank if the `out` of any rank does not fit, which all know.
+
+    Args:
+        group: the ranks.
+        operation: its name.
+        row: the shape of a row.
+        given: rows of everyone's `out`, that of `NEW` where there is none.
+        expected: rows of everyone's result.
+    """
+    wrong = {
+        rank: f"out has the wrong shape, expected {(right, *row)}, got {(n, *row)}"
+        for rank, (n, right) in enumerate(zip(given, expected, strict=True))
+        if n not in (NEW.number, right)
+    }
+    if not wrong:
+        return None
+    if group.rank in wrong:
+        return ValueError(f"{operation}: {wrong[group.rank]}")
+    name, first = group.transport.name, next(iter(wrong))
+    whys = some([f"{name([rank])}: {why}" for rank, why in wrong.items()])
+    text = f"{operation}: refused on {name(list(wrong))}, so none goes on: {whys}"
+    return in_turn(MismatchError(text), (group.rank - first) % group.size)

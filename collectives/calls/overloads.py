@@ -1,0 +1,92 @@
+"""What type checkers are told of operations: the kind of array that goes in comes out.
+
+| given | returned |
+| --- | --- |
+| array of NumPy, JAX, CuPy and so on | the same kind, the dtype included |
+| tensor or parameter of PyTorch | a tensor, without a gradient |
+| number, nested sequence of numbers | a NumPy array |
+| anything, with `out=` | what was given as `out=` |
+
+Every operation has an overload for each line that it can meet. Their options are the same in all of
+them, and stand here; asynchronous twins and functions of the package follow by their decorators.
+No library of arrays is imported for this: who has none of them can check types, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from collectives.arrays.reduction import Op
+from collectives.kernels.compression import Compression
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+else:
+    Unpack = Any  # only type checkers look at annotations
+
+__all__ = [
+    "A",
+    "Compressing",
+    "Detachable",
+    "Numbers",
+    "Reducing",
+    "Sharing",
+    "Splits",
+    "Splitting",
+    "Unpack",
+    "Waiting",
+]
+
+A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
+
+# For type checkers a float counts as a complex number, and so does an int.
+Numbers = complex | np.generic | Sequence[Any]
+
+# The rows for every rank.
+Splits = Sequence[int] | npt.NDArray[Any]
+
+
+class Detachable(Protocol[A_co]):
+    """A tensor or parameter of PyTorch, as far as its type goes."""
+
+    def detach(self) -> A_co:
+        """Return a tensor without a gradient."""
+
+
+class Waiting(TypedDict, total=False):
+    """Options of every operation."""
+
+    algorithm: str
+    timeout: float | None
+
+
+class Splitting(Waiting, total=False):
+    """Options of an operation that shares rows."""
+
+    splits: Splits | None
+
+
+class Reducing(Waiting, total=False):
+    """Options of a reduction."""
+
+    op: Op
+    prescale: float
+    postscale: float
+
+
+class Sharing(Reducing, total=False):
+    """Options of a reduction that shares rows."""
+
+    counts: Splits | None
+
+
+class Compressing(Reducing, total=False):
+    """Options of a reduction that may round."""
+
+    compression: Compression | None
+    name: str | None

@@ -1,0 +1,172 @@
+"""Settings that have to mean the same on all ranks, settled once, by one exchange.
+
+| setting | settled as |
+| --- | --- |
+| `check` | the strictest of any rank: who compares would take the others' data for a comparison |
+| `cuda_aware` | "on" if it is on all ranks |
+| `links` | what rank 0 finds in settings and file: by them "auto" picks the algorithm |
+| `timeline` | rank 0's: all begin one together |
+| `settings.EQUAL` | not settled: must be equal, else `LaunchError` |
+
+Every rank fills a page, and the largest of all ranks' bytes is what they share:
+
+    byte    0                    1                           2 ..         18 ..
+            level of checking    1: device memory staged     hash, ~hash  rank 0's links ... as JSON
+
+The hash covers the variables that must be equal. They are equal if the largest `~hash` is the
+complement of the largest hash, byte by byte; if not, the ranks exchange their values.
+
+An MPI library that is not built for device memory reads its addresses as the host's, and crashes.
+Some say no although the transport below them could (UCX with an Open MPI that was built without
+CUDA), and old ones say yes for what only their headers know: `UNISONO_CUDA_AWARE` decides then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections.abc import Sequence
+from typing import Literal, NoReturn, get_args
+
+import numpy as np
+
+from collectives.core import settings, tuning_file
+from collectives.algorithms import recursive_doubling, halving_doubling
+from collectives.arrays import reduction
+from collectives.core.errors import LaunchError, in_turn
+from collectives.core.links import Link, Links, Machine
+from collectives.calls import signature
+from collectives.core.settings import Settings
+from collectives.transport.transport import Deadline, Transport
+
+__all__ = ["library_takes_device_memory", "settle"]
+
+log = logging.getLogger(__name__)
+
+# Links take some hundred bytes; a longer text is that of an error, and cut.
+_PAGE_BYTES = 4096
+_HASH_BYTES = 8
+_CHECK, _STAGED, _HASH = 0, 1, 2
+_INVERSE = _HASH + _HASH_BYTES
+_TEXT = _INVERSE + _HASH_BYTES
+
+# Bytes of a rank's values as JSON, in the exchange where they differ; characters shown of each.
+_VALUES_BYTES, _VALUE_CHARACTERS = 4096, 200
+
+
+def library_takes_device_memory() -> bool:
+    """Tell whether the loaded MPI library says that it takes device memory; after MPI_Init."""
+    query = getattr(ctypes.CDLL(None), "MPIX_Query_cuda_support", None)
+    if query is None:  # the library was loaded privately, as mpi4py does where it can
+        from mpi4py import MPI
+
+        query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return query is not None and bool(query())
+
+
+def settle(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> Settings:
+    """Return this rank's settings with those that all ranks share; *collective*.
+
+    Args:
+        own: this rank's settings.
+        transport: the ranks.
+        leaders: for every rank an integer that only the ranks of its node share; empty for one
+            node.
+
+    Raises:
+        LaunchError: variables that must be equal differ; the same error on all ranks.
+        ValueError: rank 0's file of links is damaged, or it cannot look for one; the same error on
+            all ranks, which would wait for it.
+    """
+    levels = get_args(settings.Check)
+    wish = own.cuda_aware
+    aware = wish == "on" or (wish == "auto" and library_takes_device_memory())
+    page = np.zeros(_PAGE_BYTES, np.uint8)
+    page[_CHECK], page[_STAGED] = levels.index(own.check), not aware
+    equal = settings.equal_values(own, os.environ)
+    values = json.dumps({name: _abbreviate(value) for name, value in equal.items()})
+    hashed = hashlib.blake2b(values.encode(), digest_size=_HASH_BYTES).digest()
+    page[_HASH:_INVERSE] = np.frombuffer(hashed, np.uint8)
+    page[_INVERSE:_TEXT] = ~page[_HASH:_INVERSE]
+    if transport.rank == 0:
+        text = _links(own).encode()[: _PAGE_BYTES - _TEXT]
+        page[_TEXT : _TEXT + len(text)] = np.frombuffer(text, np.uint8)
+    deadline = Deadline("init", own.timeout, own.stall_warning)
+    recursive_doubling.allreduce(transport, page, reduction.MAX, deadline)
+
+    if not np.array_equal(page[_INVERSE:_TEXT], ~page[_HASH:_INVERSE]):
+        _check_equal(values, transport, leaders or [0] * transport.size, deadline)
+    where = f"[{transport.rank}/{transport.size}]"
+    check: settings.Check = levels[page[_CHECK]]
+    if check != own.check:
+        log.warning(
+            "%s UNISONO_CHECK is %s on another rank, so this one, with %s, compares as much",
+            where, check, own.check,
+        )  # fmt: skip
+    if aware and page[_STAGED]:
+        log.warning(
+            "%s MPI does not take device memory on all ranks, so all stage device arrays through "
+            "the host", where,
+        )  # fmt: skip
+    text = page[_TEXT:].tobytes().rstrip(b"\0")
+    if not text.startswith(b"["):
+        raise ValueError(text.decode(errors="replace"))
+    machine, sources, timeline = json.loads(text)
+    known = Links(Machine(*(Link(*numbers) for numbers in machine)), tuple(sources))
+    cuda_aware: Literal["on", "off"] = "off" if page[_STAGED] else "on"
+    return dataclasses.replace(
+        own, check=check, cuda_aware=cuda_aware, links=known, timeline=timeline
+    )
+
+
+def _abbreviate(value: str) -> str:
+    """Return a value, or the beginning of a long one and a checksum of the whole."""
+    if len(value) <= _VALUE_CHARACTERS:
+        return value
+    return f"{value[:_VALUE_CHARACTERS]}... (CRC-32 {zlib.crc32(value.encode()):08x})"
+
+
+def _check_equal(
+    values: str, transport: Transport, leaders: Sequence[int], deadline: Deadline
+) -> None:
+    """All-gather the values, and raise the same error on all ranks if a variable differs."""
+    lines = np.zeros((transport.size, _VALUES_BYTES), np.uint8)
+    own = values.encode()[:_VALUES_BYTES]
+    lines[transport.rank, : len(own)] = np.frombuffer(own, np.uint8)
+    bounds = [_VALUES_BYTES * rank for rank in range(transport.size + 1)]
+    halving_doubling.allgather(transport, lines.reshape(-1), bounds, deadline)
+    by_rank = [json.loads(line.tobytes().rstrip(b"\0")) for line in lines]
+    for variable, scope in settings.EQUAL.items():
+        places = leaders if scope == "node" else [0] * transport.size
+        pairs = {(place, one[variable]) for place, one in zip(places, by_rank, strict=True)}
+        if len(pairs) > len(set(places)):
+            _raise_different(variable, scope, by_rank, transport)
+
+
+def _raise_different(
+    variable: str, scope: str, by_rank: Sequence[dict[str, str]], transport: Transport
+) -> NoReturn:
+    differences = signature.differences(
+        [{variable: one[variable]} for one in by_rank], transport.name
+    )
+    ranks = "all ranks of a node" if scope == "node" else "all ranks"
+    error = LaunchError(
+        f"init: settings differ, expected the same on {ranks}, got {differences}; set it by "
+        f"`mpirun -x {variable}` or `export` for all ranks ({transport.where})"
+    )
+    raise in_turn(error, transport.rank)
+
+
+def _links(own: Settings) -> str:
+    """Return what rank 0 finds, as JSON, or else in words why it finds nothing."""
+    try:
+        return json.dumps([*tuning_file.found(own, os.environ), own.timeline])
+    except ValueError as error:
+        return str(error)
+    except Exception as error:
+        return f"tuned: {type(error).__name__}: {error}"

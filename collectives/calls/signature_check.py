@@ -1,0 +1,231 @@
+"""Do all ranks mean the same call? Compared before the first byte of data moves.
+
+MPI sums float32 against int32, or SUM against MAX, without an error and wrongly, and waits for
+ever where one rank broadcasts and another reduces. Here each rank describes its call as a few named
+fields; 8-byte hashes of the descriptions are compared by one minimum over all ranks, and only when
+they differ the descriptions themselves are collected, so that every rank raises the same error.
+
+A small operation travels with its comparison, in the same letters (`algorithms.letters`), which
+compiled code exchanges where messages are MPI's. Elsewhere Python does, and all letters are equally
+long, so that ranks that mean different calls find out.
+
+A rank whose own arguments are refused takes part with the refusal as its description. The others
+then raise an error that says so, where they would otherwise wait for a rank that never comes.
+
+Cost: log2 P messages for a power of two, up to two more otherwise; with more than 8 ranks on a node
+two meetings there, and the messages between one rank of every node.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from collectives.algorithms import recursive_doubling, hierarchical, eager, selection
+from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.eager import HEAD_BYTES, Letters
+from collectives.arrays import device, reduction
+from collectives.arrays.host_arrays import Array
+from collectives.arrays.reduction import MAX, Op
+from collectives.calls.signature import Description, raise_mismatch
+from collectives.calls.group import Group
+from collectives.transport.transport import Deadline, Transport
+
+__all__ = [
+    "CARRIED_BYTES",
+    "LETTER_BYTES",
+    "MOST_SPEAKERS",
+    "NOTHING",
+    "Contribution",
+    "agree",
+    "by_nodes",
+    "letters_of",
+    "most",
+    "seconds",
+]
+
+# How much of a small operation travels with its comparison. An exchange of 16 bytes / 3 KiB / 4,032
+# bytes / 16 KiB from Python, in us: 2 ranks of a node by messages 7.6 / 8.2 / 11.1 / 12.4, where
+# MPI begins to ask the receiver before it sends; 2 machines at 1 Gbit/s 53 / 45 / 48 / 54.
+LETTER_BYTES = 3072
+CARRIED_BYTES = LETTER_BYTES - HEAD_BYTES
+
+# How much of an all-reduce travels with its comparison in compiled code at most, where one rank of
+# a node sends; more of them share the node's line, in every round. 4 machines of 2 ranks, 8
+# processes on 2 cores, 1 Gbit/s, in ms, so / MPI with our settings: 512 bytes 1.03 / 1.39, 4 KiB
+# 1.25 / 1.42, 64 KiB 1.85 / 2.08; after a comparison, by `hierarchical`: 3.3, 3.5, 3.7. On slow
+# lines whole arrays in every round cost more than messages: at 100 Mbit/s 64 KiB took 1.4 to 1.9
+# times as long as the fastest algorithm after a comparison. So `most` asks the cost model, in
+# steps of 1 KiB.
+_MOST_CARRIED_BYTES, _MOST_OF_NODE = 1 << 16, 1 << 17
+_CARRIED_STEP = 1 << 10
+
+# Ranks of a node up to which each exchanges letters with those of other nodes; beyond, one of them
+# speaks for all, since a node's line takes the letters of its ranks one after the other. 4 machines
+# of 2 ranks, 512 bytes: all of them 1.04 ms, one of each machine 3.4 ms.
+MOST_SPEAKERS = 8
+
+
+class Contribution(NamedTuple):
+    """What a rank adds to an operation that travels with the comparison.
+
+    Attributes:
+        data: shape (n,), contiguous, at most `CARRIED_BYTES`, prepared for the op; n and dtype
+            follow from the call.
+        op: how it is combined with the other ranks'. MAX takes those of one rank where all others
+            bring bytes of zeros.
+    """
+
+    data: Array
+    op: Op
+
+
+NOTHING = Contribution(np.empty(0, np.uint8), MAX)
+
+
+def agree(
+    group: Group,
+    own: int,
+    call: Description,
+    deadline: Deadline,
+    contribution: Contribution = NOTHING,
+) -> Array:
+    """Return when all ranks describe their call alike.
+
+    Args:
+        own: the digest of this rank's description.
+        call: the description, for the error.
+        contribution: to an operation that is carried out on the way.
+
+    Returns:
+        The contributions of all ranks, combined in an order that depends on the group alone; the
+        same bits on all ranks.
+
+    Raises:
+        MismatchError: they do not; the same error on all ranks, and no message is left under way.
+    """
+    data, op = contribution
+    if group.size == 1:
+        return data
+    hashes = own, ~own
+    letters = letters_of(group)
+    if by_nodes(group.layout):
+        joined = _by_nodes(group, letters, hashes, contribution, deadline)
+    elif letters is not None:
+        joined = letters.carry(hashes, data, op, deadline)
+    else:
+        letter = _written(hashes, data)
+        recursive_doubling.combine_all(group.transport, letter, partial(_combine, contribution), deadline)
+        joined = _read(letter, data)
+    if joined is None:
+        raise_mismatch(group.transport, call, deadline)
+    return joined
+
+
+def letters_of(group: Group) -> Letters | None:
+    """Return what exchanges letters in compiled code; None where Python does."""
+    return group.kept(_letters)
+
+
+def _letters(group: Group) -> Letters | None:
+    if group.size == 1:  # nothing is compiled for a rank alone
+        return None
+    ranks = group.levels.network if by_nodes(group.layout) else group.transport
+    return None if ranks is None or ranks.in_c is None else Letters(ranks, most(group.layout))
+
+
+def by_nodes(layout: Layout) -> bool:
+    """Whether one rank of each node compares for all of them."""
+    return layout.is_hierarchical and layout.per_node > MOST_SPEAKERS
+
+
+@functools.lru_cache(256)  # groups of the same layout share it
+def most(layout: Layout) -> int:
+    """Return how many bytes of an all-reduce travel with its comparison in compiled code.
+
+    As many as go faster so than after it, by the cost model; equal on all ranks, as the layout is.
+    """
+    if by_nodes(layout):
+        return CARRIED_BYTES
+    highest = max(CARRIED_BYTES, min(_MOST_CARRIED_BYTES, _MOST_OF_NODE // layout.per_node))
+    compared = eager.seconds(0, layout) + layout.call
+
+    def is_slower(nbytes: int) -> bool:
+        pick = selection.pick("allreduce", nbytes, layout)
+        seconds = selection.ALGORITHMS["allreduce"][pick].seconds
+        assert seconds is not None  # "native" is never picked
+        return eager.seconds(nbytes, layout) > compared + seconds(nbytes, layout)
+
+    sizes = range(CARRIED_BYTES, highest + 1, _CARRIED_STEP)
+    first = bisect.bisect_left(sizes, True, key=is_slower)
+    return highest if first == len(sizes) else sizes[max(0, first - 1)]
+
+
+def seconds(nbytes: int, layout: Layout) -> float:
+    """Return how long a comparison should take with which so many bytes travel."""
+    if by_nodes(layout):
+        return hierarchical.allreduce_seconds(HEAD_BYTES + nbytes, layout.compiled())
+    return eager.seconds(nbytes, layout)
+
+
+def _by_nodes(
+    group: Group,
+    letters: Letters | None,
+    hashes: tuple[int, int],
+    contribution: Contribution,
+    deadline: Deadline,
+) -> Array | None:
+    """Compare and combine inside the nodes, then between one rank of each."""
+    data, op = contribution
+    combine = partial(_combine, contribution)
+
+    def between(network: Transport, letter: Array) -> None:
+        if letters is None:
+            recursive_doubling.combine_all(network, letter, combine, deadline)
+            return
+        smallest, inverse = letter[:HEAD_BYTES].view(np.int64).tolist()
+        joined = letters.carry((smallest, inverse), _carried(letter, data), op, deadline)
+        if joined is None:
+            letter[:HEAD_BYTES] = 0  # no hash and its inverse
+        else:
+            _carried(letter, data)[:] = joined
+
+    letter = _written(hashes, data)
+    hierarchical.double(group.levels, letter, combine, between, deadline)
+    return _read(letter, data)
+
+
+def _written(hashes: tuple[int, int], data: Array) -> Array:
+    """Write a letter."""
+    letter = np.zeros(LETTER_BYTES, np.uint8)
+    letter[:HEAD_BYTES].view(np.int64)[:] = hashes
+    _carried(letter, data)[:] = data
+    return letter
+
+
+def _read(letter: Array, like: Array) -> Array | None:
+    """Return the contribution in a letter, None if it says that ranks disagree."""
+    smallest, inverse = letter[:HEAD_BYTES].view(np.int64)
+    if smallest != ~inverse:
+        return None
+    joined = _carried(letter, like)
+    device.canonical_nans(joined)
+    return joined
+
+
+def _combine(contribution: Contribution, ours: Array, theirs: Array) -> None:
+    """Take another rank's letter into this one."""
+    hashes, others = ours[:HEAD_BYTES].view(np.int64), theirs[:HEAD_BYTES].view(np.int64)
+    if hashes.tobytes() == others.tobytes():
+        data, op = contribution
+        reduction.combine(op)(_carried(ours, data), _carried(theirs, data))
+    np.minimum(hashes, others, out=hashes)
+
+
+def _carried(letter: Array, like: Array) -> Array:
+    """Return the contribution in a letter, of the dtype and size of another one."""
+    return letter[HEAD_BYTES : HEAD_BYTES + like.nbytes].view(like.dtype)

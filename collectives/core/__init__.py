@@ -1,0 +1,1 @@
+"""What all rooms use: errors, settings, link costs and schedules, without arrays or MPI."""

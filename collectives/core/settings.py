@@ -1,0 +1,191 @@
+"""Every environment variable that Unisono reads; values and defaults are in `docs/settings.md`.
+
+`init` warns of a variable that begins with `UNISONO_` and is none of those: most likely a slip.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, get_args
+
+from collectives.core import links
+
+__all__ = [
+    "EQUAL",
+    "VARIABLES",
+    "Check",
+    "CudaAware",
+    "Nccl",
+    "Settings",
+    "Stores",
+    "equal_values",
+    "from_environment",
+    "slips",
+]
+
+Check = Literal["off", "sample", "always"]
+CudaAware = Literal["auto", "on", "off"]
+Nccl = Literal["on", "off"]
+Stores = Literal["auto", "plain", "streaming"]
+
+# Of slurm/train.sbatch, which the processes that it starts inherit, of `init` for children of a
+# rank (`collectives.launch.launcher`), and of the tests.
+_OTHERS = (
+    "UNISONO_CHECKOUT", "UNISONO_CHILD_OF", "UNISONO_MPIRUN_OPTIONS", "UNISONO_PROGRAM",
+    "UNISONO_REQUIRE", "UNISONO_TEST_WORLD", "UNISONO_VENV",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose through the environment; times are in seconds."""
+
+    # Ten minutes: the first step of a real job waits for the slowest rank to compile its model
+    # and to fill its input queues, which takes minutes on a busy file system.
+    timeout: float = 600.0
+    stall_warning: float = 60.0
+    check: Check = "always"
+    shared_memory: str | None = "/dev/shm"
+    stores: Stores = "auto"
+    recorder_dir: str | None = None
+    timeline: str | None = None
+    abort_on_exception: bool = True
+    mpi_settings: bool = True
+    tuned: str | None = None  # a file, "off", or None for the usual place
+    node_link: Mapping[str, float] = field(default_factory=dict)  # as `links.parse` returns it
+    network_link: Mapping[str, float] = field(default_factory=dict)
+    wait_limit: float | None = None  # of queues and variables, where a call names none
+    # Functions may wait, also for one another: the number only bounds what others can start here.
+    call_threads: int = 32
+    # An update reads and writes memory, and lets other threads run meanwhile: four of them keep the
+    # memory of a processor busy, and more than there are cores would only take turns.
+    update_threads: int = field(default_factory=lambda: min(4, len(os.sched_getaffinity(0))))
+    # What follows from the last three, and "on" or "off" for the device memory that MPI takes: the
+    # same on all ranks, as `operations.settle` has found them.
+    links: links.Links = field(default_factory=links.defaults)
+    cuda_aware: CudaAware = "auto"
+    # Not by itself: it has not been measured here on GPUs.
+    nccl: Nccl = "off"
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings.
+
+    Args:
+        environ: the variables to read, `os.environ` if None.
+
+    Raises:
+        ValueError: a variable has a value that cannot be used; the message names it.
+    """
+    env = os.environ if environ is None else environ
+    chosen: dict[str, Any] = {}
+    for variable, (setting, read) in _READERS.items():
+        if text := env.get(variable, "").strip():
+            try:
+                chosen[setting] = read(text)
+            except ValueError as error:
+                raise ValueError(f"settings: {variable} {error}") from None
+    return Settings(**chosen)
+
+
+def equal_values(own: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of the variables in `EQUAL`, as the user writes them."""
+    values = {}
+    for variable in EQUAL:
+        if variable in _READERS:
+            value = getattr(own, _READERS[variable][0])
+            values[variable] = "off" if value is None else str(value)
+        else:
+            values[variable] = environ.get(variable, "").strip() or "unset"
+    return values
+
+
+def slips(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence about every variable that is called as ours are and that nothing reads."""
+    unknown = sorted(
+        name
+        for name in environ
+        if name.startswith("UNISONO_") and name not in (*VARIABLES, *_OTHERS)
+    )
+    return [f"settings: {name} is not read, expected {_nearest(name)}" for name in unknown]
+
+
+def _nearest(name: str) -> str:
+    """Return the variables that may have been meant."""
+    # What all have in common would make all of them similar.
+    short = {known.removeprefix("UNISONO_"): known for known in VARIABLES}
+    near = difflib.get_close_matches(name.removeprefix("UNISONO_").upper(), short, n=1)
+    return short[near[0]] if near else f"one of {' '.join(VARIABLES)}"
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise ValueError(f"is not a time, expected seconds > 0, got {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or not int(text):
+        raise ValueError(f"is not a number of threads, expected an integer > 0, got {text!r}")
+    return int(text)
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"is not a switch, expected 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def _link(text: str) -> Mapping[str, float]:
+    try:
+        return links.parse(text)
+    except ValueError as error:
+        raise ValueError(f"does not describe a link: {error}") from None
+
+
+def _one_of(words: Sequence[str], text: str) -> str:
+    if text not in words:
+        raise ValueError(f"must be one of {' '.join(words)}, got {text!r}")
+    return text
+
+
+# Variable -> the setting that it makes, and what reads its text.
+_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "UNISONO_TIMEOUT": ("timeout", _seconds),
+    "UNISONO_STALL_WARNING": ("stall_warning", _seconds),
+    "UNISONO_CHECK": ("check", partial(_one_of, get_args(Check))),
+    "UNISONO_SHARED_MEMORY": ("shared_memory", lambda text: None if text == "off" else text),
+    "UNISONO_STORES": ("stores", partial(_one_of, get_args(Stores))),
+    "UNISONO_RECORDER_DIR": ("recorder_dir", str),
+    "UNISONO_TIMELINE": ("timeline", str),
+    "UNISONO_ABORT_ON_EXCEPTION": ("abort_on_exception", _switch),
+    "UNISONO_MPI_SETTINGS": ("mpi_settings", _switch),
+    "UNISONO_TUNED": ("tuned", str),
+    "UNISONO_NODE_LINK": ("node_link", _link),
+    "UNISONO_NETWORK_LINK": ("network_link", _link),
+    "UNISONO_WAIT_LIMIT": ("wait_limit", _seconds),
+    "UNISONO_CALL_THREADS": ("call_threads", _count),
+    "UNISONO_UPDATE_THREADS": ("update_threads", _count),
+    "UNISONO_CUDA_AWARE": ("cuda_aware", partial(_one_of, get_args(CudaAware))),
+    "UNISONO_NCCL": ("nccl", partial(_one_of, get_args(Nccl))),
+}
+
+# Variables that must be equal on all ranks of the world, or of each node. Every other variable
+# concerns one process alone, or ranks settle on one value (`operations.settle`).
+EQUAL: dict[str, Literal["world", "node"]] = {
+    "UNISONO_SHARED_MEMORY": "node",
+    "UNISONO_NCCL": "world",
+    "UNISONO_CLUSTER": "world",
+}
+
+VARIABLES = (*_READERS, "UNISONO_CLUSTER", "UNISONO_EVENTS", "UNISONO_FAULT")
+"""What the packages read."""

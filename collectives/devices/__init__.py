@@ -1,0 +1,1 @@
+"""Operations on device arrays: staged through the host, or by NCCL."""

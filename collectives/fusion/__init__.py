@@ -1,0 +1,1 @@
+"""Many arrays in one call: fused operations, and buckets reduced while the caller computes."""

@@ -1,0 +1,220 @@
+"""Arrays side by side in memory that the ranks of a node share, and reductions of parts of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from collectives.arrays import host_arrays, reduction, specs
+from collectives.arrays.host_arrays import Array, address
+from collectives.arrays.reduction import Op
+from collectives.arrays.specs import Kind
+from collectives.fusion.bucket_layout import Layout
+from collectives.kernels.compression import Compression
+from collectives.calls.group import Group
+from collectives.operations.persistent import plan_allreduce
+from collectives.operations.reduce import allreduce
+from collectives.calls.shared_arrays import shared_empty
+from collectives.calls.overloads import Compressing
+
+__all__ = ["Bucket", "BucketMemory", "Options", "Places", "check_fits", "layout_of"]
+
+
+class Bucket(NamedTuple):
+    """Arrays that are reduced together.
+
+    Attributes:
+        members: indices of the arrays.
+        has_elements: whether the ranks meet for it.
+        name: of its residuals.
+        reduce: reduces the arrays in place; *collective*.
+    """
+
+    members: tuple[int, ...]
+    has_elements: bool
+    name: str
+    reduce: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How buckets are made and reduced.
+
+    Args:
+        op: how to combine.
+        compression: how buckets travel.
+        limits: bytes of the first bucket, and of the later ones.
+        timeout: seconds, of each reduction.
+        name: for residuals.
+        in_memory: the ranks meet in shared memory.
+        algorithm: by which they are reduced.
+    """
+
+    op: Op
+    compression: Compression
+    limits: tuple[int, int]
+    timeout: float | None
+    name: str
+    in_memory: bool
+    algorithm: str
+
+
+class BucketMemory(Protocol):
+    """Memory of several arrays, where they are reduced: on the host, or on a device.
+
+    Attributes:
+        kinds: of the arrays.
+        options: of all reductions.
+        shown: the places, as arrays that users write to.
+    """
+
+    kinds: Sequence[Kind]
+    options: Options
+    shown: list[Any]
+
+    def results(self) -> list[Any]:
+        """Return what callers get of the places."""
+
+    def fitting(self, operation: str, index: int, value: Any, name: str) -> Any:
+        """See an array of any kind as `fill` and `put` want it; errors as `check_fits`."""
+
+    def fill(self, bucket: Bucket, arrays: Sequence[Any], scale: float) -> None:
+        """Write the arrays of a bucket, of all arrays, to their places; None for zeros."""
+
+    def put(self, index: int, array: Any) -> None:
+        """Write one array to its place; None if it stands there."""
+
+    def buckets(self, order: Sequence[int]) -> list[Bucket]:
+        """Group the arrays as they become ready; *collective*.
+
+        Neighbours in a bucket that do not lie side by side are reduced one after the other.
+
+        Args:
+            order: the indices of all arrays; equal on all ranks.
+        """
+
+
+class Places:
+    """Memory on the host, laid out once, from the last array to the first; a `BucketMemory`.
+
+    Attributes:
+        shown: the places, as arrays that users write to.
+    """
+
+    def __init__(self, group: Group, kinds: Sequence[Kind], options: Options) -> None:
+        self.kinds = kinds
+        self.options = options
+        self._group = group
+        self._layout = layout_of(kinds, options)
+        self._memory = shared_empty(group, self._layout.total, np.uint8, timeout=options.timeout)
+        self._views = [
+            specs.show(self._memory[start : start + kind.nbytes], kind)
+            for start, kind in zip(self._layout.starts, kinds, strict=True)
+        ]
+        self.shown = [view.shown for view in self._views]
+
+    def results(self) -> list[Any]:
+        """Return what callers get of the places."""
+        return [view.result() for view in self._views]
+
+    def fitting(self, operation: str, index: int, value: Any, name: str) -> Array:
+        """See an array of any kind as host memory; errors as `check_fits`."""
+        array: Array = value
+        if type(value) is not np.ndarray:
+            array = host_arrays.borrow(value, operation=operation).host
+        check_fits(self.kinds[index], array, operation, name)
+        return array
+
+    def fill(self, bucket: Bucket, arrays: Sequence[Array | None], scale: float) -> None:
+        """Write the arrays of a bucket, of all arrays, to their places; None for zeros."""
+        for i in bucket.members:
+            _fill(self._views[i].memory, arrays[i], scale)
+
+    def put(self, index: int, array: Array | None) -> None:
+        """Write one array to its place; None if it stands there."""
+        if array is not None:
+            self._views[index].memory[...] = array
+
+    def buckets(self, order: Sequence[int]) -> list[Bucket]:
+        """Group the arrays as they become ready; *collective*."""
+        make = self._planned if self.options.in_memory else self._by_messages
+        buckets = []
+        for number, members in enumerate(self._layout.groups(order)):
+            name = f"{self.options.name}, {number}"
+            dtype = self.kinds[members[0]].dtype
+            spans = self._layout.spans(members)
+            parts = [self._memory[start:stop].view(dtype) for start, stop in spans]
+            buckets.append(Bucket(members, bool(parts), name, make(parts, name)))
+        return buckets
+
+    def _planned(self, parts: Sequence[Array], _: str) -> Callable[[], None]:
+        """Make a function that reduces stretches of shared memory in place."""
+        op, algorithm, timeout = self.options.op, self.options.algorithm, self.options.timeout
+        plans = [
+            plan_allreduce(self._group, part, op=op, algorithm=algorithm, timeout=timeout)
+            for part in parts
+        ]
+
+        def reduce() -> None:
+            for plan in plans:
+                plan()
+
+        return reduce
+
+    def _by_messages(self, parts: Sequence[Array], name: str) -> Callable[[], None]:
+        """Make a function that reduces stretches of memory in place, by one call for all."""
+        cuts = list(itertools.accumulate(part.size for part in parts))[:-1]
+        how = Compressing(
+            op=self.options.op,
+            compression=self.options.compression,
+            algorithm=self.options.algorithm,
+            name=name,
+            timeout=self.options.timeout,
+        )
+
+        def reduce() -> None:
+            if not parts:
+                return
+            whole = np.concatenate(parts) if cuts else parts[0]
+            allreduce(self._group, whole, out=whole, **how)
+            if cuts:
+                for part, reduced in zip(parts, np.split(whole, cuts), strict=True):
+                    part[...] = reduced
+
+        return reduce
+
+
+def layout_of(kinds: Sequence[Kind], options: Options) -> Layout:
+    """Lay out arrays of these kinds, on the host or on a device."""
+    sizes, dtypes = [kind.nbytes for kind in kinds], [kind.dtype for kind in kinds]
+    return Layout(sizes, dtypes, options.limits)
+
+
+def check_fits(kind: Kind, array: Any, operation: str, name: str) -> None:
+    """Refuse an array that does not fit its place.
+
+    Raises:
+        TypeError: its dtype is another one.
+        ValueError: its shape is.
+    """
+    if array.dtype != kind.dtype or array.shape != kind.shape:
+        error = TypeError if array.dtype != kind.dtype else ValueError
+        raise error(
+            f"{operation}: the array does not fit, expected {kind.dtype} of shape {kind.shape}, "
+            f"got {array.dtype} of shape {array.shape} (array: {name})"
+        )
+
+
+def _fill(memory: Array, array: Array | None, scale: float) -> None:
+    if array is None:
+        memory[...] = 0
+    elif scale == 1:
+        if address(array) != address(memory):  # written there before
+            memory[...] = array
+    else:
+        with reduction.quiet():
+            np.multiply(array, scale, out=memory, casting="same_kind")

@@ -1,0 +1,119 @@
+"""How many arrays become buckets: the ranks agree on them, and memory is laid out once."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from collectives.fusion import bucket_layout
+from collectives.arrays import reduction, specs
+from collectives.arrays.reduction import MEAN, Op
+from collectives.arrays.specs import Kind
+from collectives.fusion import device_buffer
+from collectives.fusion.buckets import Buckets
+from collectives.fusion.host_buffer import BucketMemory, Options, Places
+from collectives.fusion.device_buffer import PlacesOnDevice
+from collectives.kernels.compression import NONE, Compression, chosen
+from collectives.operations import split
+from collectives.calls.call import enter
+from collectives.calls.group import Group
+
+__all__ = ["plan_buckets"]
+
+# Bytes after which a bucket is full: of the first one, which is small so that its reduction begins
+# early; of later ones, in shared memory and by messages. `benchmarks/gradients.py`, 2 ranks on 2
+# cores, views of 102 MB, ms, smallest of 11: buckets of 1 MiB 12.0, 4 MiB 8.0, 8 MiB 7.2, 32 MiB
+# 6.5; small ones leave less to do when the last gradient is ready.
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES, BUCKET_BYTES_MESSAGES = 4 << 20, 16 << 20
+
+# Buckets that have no name of their own are numbered.
+_numbers = itertools.count()
+
+
+def plan_buckets(
+    group: Group,
+    like: Sequence[Any],
+    *,
+    op: Op = MEAN,
+    compression: Compression | None = NONE,
+    bucket_bytes: int | None = None,
+    first_bucket_bytes: int | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+    name: str | None = None,
+    names: Sequence[str] | None = None,
+) -> Buckets:
+    """Lay out many arrays, which are reduced at every step, once.
+
+    *Collective*: all ranks, with the same shapes, dtypes and options.
+
+    Args:
+        like: for every array one of its kind, shape and dtype, which is not changed, or a pair of
+            a shape and a dtype, which stands for a NumPy array. Views on the host keep the strides
+            of dense PyTorch tensors (`channels_last`), which must be equal on all ranks.
+        op: how to combine, defined for all of the dtypes.
+        compression: as for `allreduce`; with feedback, every bucket has its own residual.
+        bucket_bytes: after how many bytes a bucket is full.
+        first_bucket_bytes: the same for the first one.
+        algorithm: as for `allreduce`, of each bucket; not "nccl".
+        timeout: seconds, of the reduction of each bucket.
+        name: of these arrays, for compression with feedback; numbered if None.
+        names: of the single arrays, for errors; their numbers if None.
+
+    Raises:
+        TypeError: there is no such dtype, or the op is not defined for it; this is not a
+            compression; bytes are not an integer.
+        ValueError: an option is out of range, or there is no such algorithm.
+        MismatchError: ranks differ in number, shapes or dtypes, or in the options; on all ranks.
+
+    Cost: the bytes of all arrays, in shared memory where there is some.
+
+    Example:
+        >>> import collectives as cc, numpy as np
+        >>> comm = cc.init()
+        >>> with comm.plan_buckets([((2, 3), "float32"), ((3,), "float32")]) as buckets:
+        ...     weight, bias = buckets.allreduce([np.ones((2, 3), np.float32), None])
+        ...     bool((weight == 1).all()), bias.tolist()
+        (True, [0.0, 0.0, 0.0])
+    """
+    with enter(group, "plan_buckets", timeout) as call:
+        compression = chosen(compression, call.operation)
+        kinds = [specs.kind_of(x, operation=call.operation) for x in like]
+        for dtype in {kind.dtype for kind in kinds}:
+            reduction.check(op, dtype, operation=call.operation)
+            compression.codec(dtype, op, network=True, name="")
+        in_memory = call.engine_for(algorithm) is not None
+        usual = BUCKET_BYTES if in_memory else BUCKET_BYTES_MESSAGES
+        first = FIRST_BUCKET_BYTES if first_bucket_bytes is None else first_bucket_bytes
+        later = usual if bucket_bytes is None else bucket_bytes
+        limits = (operator.index(first), operator.index(later))
+        if min(limits) <= 0:
+            raise ValueError(f"plan_buckets: expected bytes > 0, got {limits} (first, later)")
+        if names is not None and len(names) != len(kinds):
+            raise ValueError(
+                f"plan_buckets: expected a name for each of {len(kinds)} arrays, got {len(names)}"
+            )
+        call.describe(
+            op=op.value, count=len(kinds), compression=compression, bytes=limits,
+            arrays=bucket_layout.shortened([(_words(kind), kind.shape) for kind in kinds]),
+            algorithm=algorithm,
+        )  # fmt: skip
+        call.agree()
+    ranks = split.duplicate(group)
+    name = name or f"buckets {next(_numbers)}"
+    there = device_buffer.everywhere(ranks, like, timeout)
+    if there and bucket_bytes is None:  # whatever memory the ranks meet in, slices pass through it
+        limits = limits[0], BUCKET_BYTES_MESSAGES
+    options = Options(op, compression, limits, timeout, name, in_memory, algorithm)
+    places: BucketMemory = (
+        PlacesOnDevice(ranks, kinds, options, there) if there else Places(ranks, kinds, options)
+    )
+    return Buckets(ranks, places, names or [str(i) for i in range(len(kinds))])
+
+
+def _words(kind: Kind) -> str:
+    """Describe the dtype of an array and its order in memory."""
+    return kind.dtype.name if kind.order is None else f"{kind.dtype.name} in order {kind.order} "

@@ -1,0 +1,170 @@
+"""Rows of all ranks, moved: in the node engine, or by messages.
+
+Arrays are flat and contiguous here, and the call has been described. In the engine every rank
+publishes its array, and copies the parts of the others' that it wants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays import host_arrays
+from collectives.arrays.host_arrays import NEW, Array, Rows
+from collectives.calls.call import Call
+from collectives.plans.gather_plan import JoinPlan
+from collectives.calls.counts import unfit
+
+__all__ = [
+    "allgather",
+    "allgather_known",
+    "alltoall",
+    "gather",
+    "scatter",
+]
+
+
+def gather(
+    call: Call, array: Array, root: int, algorithm: str = "auto", out: Rows = NEW
+) -> tuple[Array | None, list[int], JoinPlan | None]:
+    """Join the ranks' arrays, shape (n, ...), on the root, in a call that has been described.
+
+    Returns:
+        The rows of all ranks, None elsewhere; how many each has brought; and in the engine the plan
+        for later.
+    """
+    row, own = array.shape[1:], host_arrays.flat(array)
+    if engine := call.engine_for(algorithm):
+        plan = JoinPlan(call, engine, array, root)  # step 5
+        return plan.first(call, own, out), plan.rows, plan  # step 6
+    told = call.tell(len(array), out.number)  # step 6
+    rows, given = told.T.tolist()
+    if error := unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
+        raise call.known(error)
+    counts, shape = [n * math.prod(row) for n in rows], (sum(rows), *row)
+    run = call.algorithm("gather", algorithm, sum(counts) * own.itemsize)
+    joined: Array | None = run(own, counts, root, call.deadline)
+    if joined is None:
+        return None, rows, None
+    result = joined.reshape(shape) if out.target is None else host_arrays.store(joined, out.target)
+    return result, rows, None
+
+
+def allgather(
+    call: Call, array: Array, algorithm: str = "auto", out: Rows = NEW
+) -> tuple[Array, list[int], JoinPlan | None]:
+    """Join the ranks' arrays, shape (n, ...), on all ranks, in a call that has been described.
+
+    Returns:
+        The rows of all ranks, how many each has brought, and in the engine the plan for later.
+    """
+    own, row = array.reshape(-1), array.shape[1:]
+    if engine := call.engine_for(algorithm):
+        plan = JoinPlan(call, engine, array)  # step 5
+        joined = plan.first(call, own, out)  # step 6
+        assert joined is not None
+        return joined, plan.rows, plan
+    rows, given = call.tell(len(array), out.number).T.tolist()  # step 6
+    if error := unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
+        raise call.known(error)
+    width = math.prod(row)
+    bounds = [0, *(width * n for n in itertools.accumulate(rows))]
+    first, stop = bounds[call.group.rank : call.group.rank + 2]
+    shape, before = (sum(rows), *row), first * array.itemsize
+    result, joined = host_arrays.room(out.target, shape, array.dtype, own, before)
+    joined[first:stop] = own
+    call.algorithm("allgather", algorithm, joined.nbytes)(joined, bounds, call.deadline)
+    return host_arrays.store(joined, result), rows, None
+
+
+def allgather_known(
+    bounds: Sequence[int], algorithm: str, call: Call, send: Array, out: Array
+) -> None:
+    """Join the ranks' arrays by messages, each of which begins at its bound, as all know."""
+    first, stop = bounds[call.group.rank : call.group.rank + 2]
+    if call.carries(algorithm, out.nbytes):
+        bits = np.zeros(out.nbytes, np.uint8)
+        bits[first * out.itemsize : stop * out.itemsize] = host_arrays.raw_bytes(send)
+        host_arrays.raw_bytes(out)[:] = call.carry(bits)
+        return
+    call.agree()
+    out[first:stop] = send
+    call.algorithm("allgather", algorithm, out.nbytes)(out, bounds, call.deadline)
+
+
+def scatter(
+    call: Call,
+    send: Array | None,
+    rows: Sequence[int],
+    row: tuple[int, ...],
+    dtype: np.dtype[Any],
+    root: int,
+    algorithm: str = "auto",
+    out: Rows = NEW,
+) -> Array:
+    """Give every rank its part of the root's array; all else is known to all."""
+    rank, counts = call.group.rank, [n * math.prod(row) for n in rows]
+    nbytes, first = dtype.itemsize * sum(counts), dtype.itemsize * sum(counts[:rank])
+    result, own = host_arrays.room(out.target, (rows[rank], *row), dtype, send, -first)
+    if engine := call.engine_for(algorithm):
+        wanted, kept = [(root, first, own)], (first, first + own.nbytes)
+        call.met(engine.publish(send, wanted, call.digest, call.deadline, nbytes, kept))
+    elif call.carries(algorithm, nbytes):
+        data = np.zeros(nbytes, np.uint8) if send is None else send.view(np.uint8)
+        joined = call.carry(data)
+        own.view(np.uint8)[:] = joined[first : first + own.nbytes]
+    else:
+        call.agree()
+        run = call.algorithm("scatter", algorithm, nbytes)
+        own[...] = run(send, counts, root, dtype, call.deadline)
+    return host_arrays.store(own, result)
+
+
+def alltoall(
+    call: Call, array: Array, rows: Sequence[int], algorithm: str, out: Rows
+) -> tuple[Array, list[int]]:
+    """Give every rank its rows of this rank's array.
+
+    Args:
+        array: shape (n, ...).
+        rows: for every rank.
+
+    Returns:
+        This rank's rows of all arrays, and how many have come from each rank.
+    """
+    rank, size = call.group.rank, call.group.size
+    send, row = host_arrays.flat(array), array.shape[1:]
+    told = call.tell(*rows, out.number)  # step 6
+    table = told[:, :size]  # what every rank has for every other
+    everyones = table.sum(axis=0).tolist()
+    if error := unfit(call.group, call.operation, row, told[:, size].tolist(), everyones):
+        raise call.known(error)
+    received, width = table[:, rank].tolist(), math.prod(row)
+    shape = (sum(received), *row)
+    engine = call.engine_for(algorithm)
+    if engine is None:
+        sent, came = ([n * width for n in numbers] for numbers in (rows, received))
+        run = call.algorithm("alltoall", algorithm, send.nbytes)
+        joined = run(send, sent, came, call.deadline)
+        if out.target is None:
+            return joined.reshape(shape), received
+        return host_arrays.store(joined, out.target), received
+    result, joined = host_arrays.room(out.target, shape, array.dtype, send)
+    row_bytes = width * array.itemsize
+    starts = (table[:, :rank].sum(axis=1) * row_bytes).tolist()
+    parts = _parts(joined, [n * width for n in received])
+    wanted = [(source, starts[source], part) for source, _, part in parts]
+    longest = int(table.sum(axis=1).max()) * row_bytes
+    kept = starts[rank], starts[rank] + received[rank] * row_bytes
+    call.met(engine.publish(send, wanted, call.digest, call.deadline, longest, kept))
+    return host_arrays.store(joined, result), received
+
+
+def _parts(joined: Array, counts: Sequence[int]) -> list[tuple[int, int, Array]]:
+    """Say which rank's bytes go where in the joined array."""
+    bounds = itertools.pairwise([0, *itertools.accumulate(counts)])
+    return [(rank, 0, joined[start:stop]) for rank, (start, stop) in enumerate(bounds)]

@@ -1,0 +1,305 @@
+"""Rows of arrays, joined and shared: `gather`, `allgather`, `scatter`, `alltoall`.
+
+The steps are those of `docs/how-a-call-goes.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from collectives.arrays import dtypes, host_arrays
+from collectives.arrays.host_arrays import Array
+from collectives.operations import gather_moves, objects, plan_cache; from collectives.calls import counts as row_counts
+from collectives.calls.call import enter
+from collectives.calls.group import Group
+from collectives.calls.overloads import A, Detachable, Numbers, Splits, Splitting, Unpack, Waiting
+
+__all__ = ["allgather", "alltoall", "gather", "scatter"]
+
+
+@overload
+def gather(
+    group: Group, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+) -> Array | None: ...
+@overload
+def gather(
+    group: Group, x: Detachable[A], root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+) -> A | None: ...
+@overload
+def gather(
+    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+) -> A | None: ...
+@overload
+def gather(
+    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[Waiting]
+) -> A | None: ...
+def gather(
+    group: Group,
+    x: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Any:
+    """Join the arrays of all ranks along their first axis on one rank.
+
+    Args:
+        x: shape (n, ...); n may differ between ranks; a scalar counts as shape (1,).
+        root: who gets the result.
+        out: on the root, where to put the result; an array of its shape and the dtype of `x` as
+            for `allreduce`. `x` may be the root's own part of it.
+        algorithm: "auto", "node", "tree" or "native".
+        timeout: seconds.
+
+    Returns:
+        On the root `out` or a new array of shape (sum of n, ...), elsewhere None.
+
+    Raises:
+        ValueError: no such root, or `out` does not fit; there another rank gets a `MismatchError`.
+        MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
+            ranks.
+        CollectiveTimeout: as `allreduce`.
+    """
+    key, here = ("gather", root, algorithm), group.rank == root
+    if here and out is not None:
+        known = plan_cache.into(group, key, x, out, timeout)  # step 1
+    else:
+        known = plan_cache.again(group, key, x, plan_cache.LATER, timeout)
+    if known is not None:
+        return known if here else None
+    with enter(group, "gather", timeout) as call:  # step 2
+        loan = host_arrays.borrow(x, operation="gather")  # step 3
+        array = np.atleast_1d(loan.host)
+        call.check_root(root)
+        row = array.shape[1:]
+        wanted = out if here else None
+        to = host_arrays.borrow_rows(wanted, row, array.dtype, loan, operation="gather")
+        call.describe(dtype=array.dtype, row=row, root=root, algorithm=algorithm)  # step 4
+        result, _, plan = gather_moves.gather(call, array, root, algorithm, to)
+        if plan is not None:
+            plan_cache.keep(group, key, loan.host, None, plan)  # step 7
+    return None if result is None else to.give_back(result)
+
+
+@overload
+def allgather(
+    group: Group, x: Numbers, *, out: None = None, **options: Unpack[Waiting]
+) -> Array: ...
+@overload
+def allgather(
+    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[Waiting]
+) -> A: ...
+@overload
+def allgather(group: Group, x: A, *, out: None = None, **options: Unpack[Waiting]) -> A: ...
+@overload
+def allgather(group: Group, x: object, *, out: A, **options: Unpack[Waiting]) -> A: ...
+def allgather(
+    group: Group,
+    x: Any,
+    *,
+    out: Any = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Any:
+    """Join the arrays of all ranks along their first axis on every rank.
+
+    Arguments and errors as `gather`, without a root; algorithms are "auto", "node", "ring",
+    "halving" and "native".
+
+    Returns:
+        `out` or a new array of shape (sum of n, ...) in the order of the ranks, on all ranks.
+
+    Cost: "ring" P - 1 messages per rank, (P - 1)/P of the result's bytes.
+    """
+    key = ("allgather", algorithm)
+    if out is None:
+        known = plan_cache.again(group, key, x, plan_cache.LATER, timeout)  # step 1
+    else:
+        known = plan_cache.into(group, key, x, out, timeout)
+    if known is not None:
+        return known
+    with enter(group, "allgather", timeout) as call:  # step 2
+        loan = host_arrays.borrow(x, operation="allgather")  # step 3
+        array = np.ascontiguousarray(np.atleast_1d(loan.host))
+        row = array.shape[1:]
+        to = host_arrays.borrow_rows(out, row, array.dtype, loan, operation="allgather")
+        call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4
+        joined, _, plan = gather_moves.allgather(call, array, algorithm, to)
+        if plan is not None:
+            plan_cache.keep(group, key, loan.host, None, plan)  # step 7
+    return to.give_back(joined)
+
+
+@overload
+def scatter(
+    group: Group,
+    x: Numbers | Array | None,
+    root: int = 0,
+    *,
+    out: None = None,
+    **options: Unpack[Splitting],
+) -> Array: ...
+@overload
+def scatter(
+    group: Group,
+    x: Detachable[A],
+    root: int = 0,
+    *,
+    out: None = None,
+    **options: Unpack[Splitting],
+) -> A | Array: ...
+@overload
+def scatter(
+    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[Splitting]
+) -> A | Array: ...
+@overload
+def scatter(
+    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[Splitting]
+) -> A: ...
+def scatter(
+    group: Group,
+    x: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    splits: Splits | None = None,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Any:
+    """Share the rows of one rank's array among all ranks.
+
+    Args:
+        x: on the root shape (n, ...); not looked at elsewhere.
+        root: whose array.
+        out: where to put the own rows; of their shape and the dtype of the root's `x`, as for
+            `allreduce`. It may be the root's own part of `x`.
+        splits: on the root, the rows of every rank, which add up to n; even shares if None,
+            the first `n % size` ranks getting one row more.
+        algorithm: "auto", "node", "tree" or "native".
+        timeout: seconds.
+
+    Returns:
+        `out`, or a new array of shape (own rows, ...): of the kind of `x` on the root, a NumPy
+        array elsewhere.
+
+    Raises:
+        ValueError: no such root; on the root, a scalar, or splits that do not add up; `out` does
+            not fit. The other ranks get a `MismatchError`.
+        CollectiveTimeout: as `allreduce`.
+    """
+    with enter(group, "scatter", timeout) as call:  # step 2
+        call.check_root(root)
+        loan = host_arrays.borrow(x, operation="scatter") if group.rank == root else None
+        rows = [] if loan is None else row_counts.shares(call, loan.host, splits=splits)
+        call.describe(root=root, algorithm=algorithm)  # step 4
+        # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
+        facts = (
+            None if loan is None else (dtypes.spelled(loan.host.dtype), loan.host.shape[1:], rows)
+        )
+        name, row, rows = objects.from_root(call, facts, root)
+        call.next_part()
+        dtype = dtypes.named(name)
+        if out is None:
+            to = host_arrays.NEW if loan is None else host_arrays.NEW._replace(give_back=loan.give_back)
+        else:
+            shape = (rows[group.rank], *row)
+            target, give_back = host_arrays.borrow_out(out, shape, dtype, operation="scatter")
+            to = host_arrays.Rows(rows[group.rank], target, give_back)
+        send = None if loan is None else host_arrays.flat(loan.host)
+        result = gather_moves.scatter(call, send, rows, row, dtype, root, algorithm, to)  # step 6
+    return to.give_back(result)
+
+
+@overload
+def alltoall(
+    group: Group,
+    x: Numbers,
+    *,
+    out: None = None,
+    received: Literal[False] = False,
+    **options: Unpack[Splitting],
+) -> Array: ...
+@overload
+def alltoall(
+    group: Group,
+    x: Detachable[A],
+    *,
+    out: None = None,
+    received: Literal[False] = False,
+    **options: Unpack[Splitting],
+) -> A: ...
+@overload
+def alltoall(
+    group: Group,
+    x: A,
+    *,
+    out: None = None,
+    received: Literal[False] = False,
+    **options: Unpack[Splitting],
+) -> A: ...
+@overload
+def alltoall(
+    group: Group,
+    x: object,
+    *,
+    out: A,
+    received: Literal[False] = False,
+    **options: Unpack[Splitting],
+) -> A: ...
+@overload
+def alltoall(
+    group: Group,
+    x: object,
+    *,
+    out: Any = None,
+    received: Literal[True],
+    **options: Unpack[Splitting],
+) -> tuple[Any, Array]: ...
+def alltoall(
+    group: Group,
+    x: Any,
+    *,
+    out: Any = None,
+    splits: Splits | None = None,
+    received: bool = False,
+    algorithm: str = "auto",
+    timeout: float | None = None,
+) -> Any:
+    """Give every rank some rows of this rank's array, and join what all ranks give to this one.
+
+    Args:
+        x: shape (n, ...); n may differ between ranks. The first rows go to rank 0, and so on.
+        out: where to put the result; of its shape and the dtype of `x`, as for `allreduce`.
+        splits: the rows for every rank, which add up to n; even shares if None.
+        received: whether to tell how many rows have come from each rank.
+        algorithm: "auto", "node", "rotation" or "native".
+        timeout: seconds.
+
+    Returns:
+        `out` or a new array of shape (received rows, ...), of the kind of `x`, in the order of the
+        ranks that they came from. With `received` also a NumPy array of how many came from each,
+        shape (P,), int64: the `splits` that would send all rows back.
+
+    Raises:
+        ValueError: a scalar, splits that do not add up, or `out` does not fit; the other ranks get
+            a `MismatchError`.
+        MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
+            ranks.
+        CollectiveTimeout: as `allreduce`.
+
+    Cost: P - 1 messages and (P - 1)/P S bytes sent per rank; before, 8 (P + 1) bytes of each rank
+        reach all.
+    """
+    with enter(group, "alltoall", timeout) as call:  # step 2
+        loan = host_arrays.borrow(x, operation="alltoall")  # step 3
+        array = loan.host
+        rows = row_counts.shares(call, array, splits=splits)
+        row = array.shape[1:]
+        to = host_arrays.borrow_rows(out, row, array.dtype, loan, operation="alltoall")
+        call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4
+        joined, counts = gather_moves.alltoall(call, array, rows, algorithm, to)
+    result = to.give_back(joined)
+    return (result, np.array(counts)) if received else result

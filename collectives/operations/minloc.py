@@ -1,0 +1,245 @@
+"""MINLOC and MAXLOC: the smallest or largest number of all ranks, and where it is.
+
+`x` is a pair, (values, indices): two arrays of one shape, of which the second says where each value
+is, such as a rank or a position. The result is such a pair: for every element the best value, and
+the smallest index among the ranks that brought it. A NaN is better than every number.
+
+    rank 0   values 3.0 1.0   indices 0 0        MINLOC of both    values 2.0 1.0
+    rank 1   values 2.0 1.0   indices 1 1                          indices 1 0
+
+Two reductions: MIN or MAX of the values; then MIN of the indices, in which ranks that brought
+another value give the largest integer there is. So it holds for all algorithms, kinds of arrays and
+dtypes that MIN has, and nothing is combined in any other way.
+
+Cost: that of two reductions and a comparison of the call; `reduce` and `reduce_scatter` reduce
+the values for all ranks.
+
+Source: MPI 3.1 standard, section 5.9.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.arrays import lowering, host_arrays, reduction
+from collectives.arrays.host_arrays import Array, Borrowed
+from collectives.arrays.reduction import MAX, MIN, MINLOC, Op
+from collectives.calls import plan_buffers, counts as row_counts
+from collectives.calls.call import Call, enter
+from collectives.tracing.call_sites import calls_from_here
+from collectives.calls.group import Group
+from collectives.plans.planner import Plan, Steps
+from collectives.calls.overloads import Splits
+
+__all__ = [
+    "How",
+    "allreduce",
+    "plan_allreduce",
+    "plan_reduce_scatter",
+    "reduce",
+    "reduce_scatter",
+]
+
+# An operation of `collectives.operations.reduce`, in which both reductions are made.
+Operation = Callable[..., Any]
+
+
+class How(NamedTuple):
+    """What a caller asks for, as `allreduce` of `collectives.operations.reduce`."""
+
+    op: Op
+    algorithm: str
+    prescale: float
+    postscale: float
+    timeout: float | None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """How values are reduced."""
+        op = MIN if self.op is MINLOC else MAX
+        return {"op": op, "algorithm": self.algorithm, "timeout": self.timeout}
+
+    @property
+    def indices(self) -> dict[str, Any]:
+        """How indices are reduced."""
+        return {"op": MIN, "algorithm": self.algorithm, "timeout": self.timeout}
+
+
+def allreduce(group: Group, everywhere: Operation, x: Any, out: Any, how: How) -> Any:
+    """Give every rank the best values, and where they are."""
+    with enter(group, "allreduce", how.timeout) as call:
+        values, indices = _lent(call, x, out, how)
+        _described(call, values.host, indices.host, how)
+    best = everywhere(group, values.host, **how.values)
+    where = everywhere(group, _candidates(values.host, best, indices.host), **how.indices)
+    return _given(values, best), _given(indices, where)
+
+
+def reduce(
+    group: Group, by: tuple[Operation, Operation], x: Any, root: int, out: Any, how: How
+) -> Any:
+    """Give them to one rank; None elsewhere. The first operation is an all-reduce."""
+    own = group.rank == root
+    with enter(group, "reduce", how.timeout) as call:
+        values, indices = _lent(call, x, out if own else None, how)
+        call.check_root(root)
+        _described(call, values.host, indices.host, how, root=root)
+    everywhere, to_one = by
+    best = everywhere(group, values.host, **how.values)
+    where = to_one(group, _candidates(values.host, best, indices.host), root, **how.indices)
+    return (_given(values, best), _given(indices, where)) if own else None
+
+
+def reduce_scatter(
+    group: Group,
+    by: tuple[Operation, Operation],
+    x: Any,
+    out: Any,
+    counts: Splits | None,
+    how: How,
+) -> Any:
+    """Give every rank its rows of them. The first operation is an all-reduce."""
+    with enter(group, "reduce_scatter", how.timeout) as call:
+        values, indices = _lent(call, x, None, how)
+        shares = row_counts.shares(call, values.host, counts=counts)
+        shape = (shares[group.rank], *values.host.shape[1:])
+        outs = (None, None) if out is None else _pair(call, out, "out")
+        values = _going_to(call, values, outs[0], shape)
+        indices = _going_to(call, indices, outs[1], shape)
+        _described(call, values.host, indices.host, how, counts=tuple(shares))
+    everywhere, shared = by
+    best = everywhere(group, values.host, **how.values)
+    candidates = _candidates(values.host, best, indices.host)
+    where = shared(group, candidates, counts=shares, **how.indices)
+    first = sum(shares[: group.rank])
+    return _given(values, best[first : first + shares[group.rank]]), _given(indices, where)
+
+
+def plan_allreduce(group: Group, everywhere: Operation, x: Any, how: How) -> Plan[Any]:
+    """Plan an all-reduce of pairs in place. The operation plans one of single arrays."""
+    with enter(group, "plan_allreduce", how.timeout) as call:
+        values, indices = (plan_buffers.memory(call, array) for array in _pair(call, x, "x"))
+        _lent(call, x, x, how)
+        _described(call, values, indices, how)
+    best, where = np.empty_like(values), np.empty_like(indices)
+    by = everywhere(group, best, **how.values), everywhere(group, where, **how.indices)
+
+    def run(*_: Any) -> None:
+        _search((values, indices), (best, where), by)
+        values[...], indices[...] = best, where
+
+    return Plan(x, values, values, Steps(group, run), "planned allreduce", how.timeout)
+
+
+def plan_reduce_scatter(
+    group: Group,
+    by: tuple[Operation, Operation],
+    x: Any,
+    out: Any,
+    counts: Splits | None,
+    how: How,
+) -> Plan[Any]:
+    """Plan a reduce-scatter of pairs. The operations plan those of single arrays."""
+    with enter(group, "plan_reduce_scatter", how.timeout) as call:
+        values, indices = (plan_buffers.memory(call, array) for array in _pair(call, x, "x"))
+        lent = _lent(call, x, None, how)
+        shares = row_counts.shares(call, values, counts=counts)
+        shape = (shares[group.rank], *values.shape[1:])
+        outs = (None, None) if out is None else _pair(call, out, "out")
+        made = []
+        for loan, to in zip(lent, outs, strict=True):
+            going = _going_to(call, loan, to, shape)
+            plan_buffers.check_target(call, to, going.target)
+            own = np.empty(shape, loan.host.dtype) if going.target is None else going.target
+            made.append((own, going.give_back(own)))
+        _described(call, values, indices, how, counts=tuple(shares))
+    (to_values, given_values), (to_indices, given_indices) = made
+    best, where = np.empty_like(values), np.empty_like(indices)
+    own_where = np.empty(shape, indices.dtype)
+    everywhere, shared = by
+    find = everywhere(group, best, **how.values)
+    locate = shared(group, where, out=own_where, counts=shares, **how.indices)
+    first = sum(shares[: group.rank])
+
+    def run(*_: Any) -> None:
+        _search((values, indices), (best, where), (find, locate))
+        to_values[...], to_indices[...] = best[first : first + shape[0]], own_where
+
+    steps, given = Steps(group, run), (given_values, given_indices)
+    return Plan(given, values, to_values, steps, "planned reduce_scatter", how.timeout)
+
+
+def _search(
+    pairs: tuple[Array, Array], found: tuple[Array, Array], by: tuple[Plan[Any], Plan[Any]]
+) -> None:
+    """Find the best values, and then where they are, each by the plan that reduces its memory."""
+    (values, indices), (best, where), (find, locate) = pairs, found, by
+    with calls_from_here():
+        best[...] = values
+        find()
+        where[...] = _candidates(values, best, indices)
+        locate()
+
+
+def _lent(call: Call, x: Any, out: Any, how: How) -> tuple[Borrowed, Borrowed]:
+    """Borrow values and indices."""
+    outs = (None, None) if out is None else _pair(call, out, "out")
+    values, indices = (
+        host_arrays.borrow(array, to, operation=call.operation)
+        for array, to in zip(_pair(call, x, "x"), outs, strict=True)
+    )
+    if lowering.scales(how.prescale, how.postscale, operation=call.operation):
+        raise TypeError(f"{call.operation}: {how.op.value} has no scales")
+    reduction.check(how.values["op"], values.host.dtype, operation=call.operation)
+    if indices.host.dtype.kind not in "iu":
+        raise TypeError(
+            f"{call.operation}: the indices of {how.op.value} are not integers, "
+            f"got {indices.host.dtype}"
+        )
+    if values.host.shape != indices.host.shape:
+        raise ValueError(
+            f"{call.operation}: values and indices have different shapes, got "
+            f"{values.host.shape} and {indices.host.shape}"
+        )
+    return values, indices
+
+
+def _going_to(call: Call, loan: Borrowed, out: Any, shape: tuple[int, ...]) -> Borrowed:
+    """Say where a result of another shape goes."""
+    if out is None:
+        return loan._replace(target=None)
+    target, give_back = host_arrays.borrow_out(out, shape, loan.host.dtype, operation=call.operation)
+    return Borrowed(loan.host, target, give_back)
+
+
+def _pair(call: Call, given: Any, word: str) -> tuple[Any, Any]:
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise TypeError(
+            f"{call.operation}: MINLOC and MAXLOC take pairs, expected {word} = (values, indices), "
+            f"got {type(given).__name__}"
+        )
+    return given
+
+
+def _described(call: Call, values: Array, indices: Array, how: How, **more: object) -> None:
+    """Compare the whole of both reductions."""
+    call.describe(
+        op=how.op.value, dtype=values.dtype, indices=indices.dtype, shape=values.shape, **more,
+        algorithm=how.algorithm,
+    )  # fmt: skip
+    call.agree()
+
+
+def _candidates(values: Array, best: Array, indices: Array) -> Array:
+    """Return the indices of values that are the best, elsewhere the largest integer."""
+    same = (values == best) | ((values != values) & (best != best))
+    return np.where(same, indices, np.iinfo(indices.dtype).max)
+
+
+def _given(loan: Borrowed, result: Array) -> Any:
+    if loan.target is None:
+        return loan.give_back(host_arrays.in_order_of(loan.host, result))
+    return loan.give_back(host_arrays.store(result, loan.target))

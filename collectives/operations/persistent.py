@@ -1,0 +1,263 @@
+"""Calls that are made at every step with the same arrays: `plan_allreduce` and its kind.
+
+Everything but the exchange itself is done once (steps 2 to 5 of `docs/how-a-call-goes.md`). Arrays
+are contiguous, and of host memory that can be written: NumPy's, tensors of PyTorch on the CPU, and
+best those of `shared_empty` for reductions in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collectives.arrays import lowering, host_arrays
+from collectives.arrays.lowering import Detour
+from collectives.arrays.host_arrays import Array
+from collectives.arrays.reduction import LOCATING, MEAN, Op
+from collectives.operations import gather_moves, minloc; from collectives.calls import plan_buffers, counts as row_counts
+from collectives.plans import planner as plans
+from collectives.calls.call import Call, enter
+from collectives.calls.group import Group
+from collectives.plans.by_messages import Reduction
+from collectives.plans.planner import Plan, Steps
+from collectives.plans.prepared_calls import AnyPlan, MessagePlan, NodePlan, given
+from collectives.calls.overloads import A, Splits
+
+__all__ = ["plan_allgather", "plan_allreduce", "plan_broadcast", "plan_reduce_scatter"]
+
+
+def plan_allreduce(
+    group: Group,
+    x: A,
+    *,
+    op: Op = MEAN,
+    algorithm: str = "auto",
+    prescale: float = 1,
+    postscale: float = 1,
+    timeout: float | None = None,
+) -> Plan[A]:
+    """Resolve an all-reduce in place once, for a call that is made at every step.
+
+    *Collective*: all ranks, as `allreduce`. Arguments and errors as `allreduce(x, out=x)`.
+
+    Args:
+        x: shape (...), contiguous, writable; best from `shared_empty`. With MINLOC and MAXLOC a
+            pair of such arrays.
+        op: how to combine.
+        algorithm: as for `allreduce`; not "nccl".
+        prescale: as for `allreduce`; with a scale, every call works on a copy.
+        postscale: likewise.
+        timeout: seconds, of every later call.
+
+    Returns:
+        A function without arguments that reduces `x` in place and returns it.
+
+    Example:
+        >>> import collectives as cc
+        >>> comm = cc.init()
+        >>> gradient = comm.shared_empty(4, "float32")
+        >>> average = comm.plan_allreduce(gradient)
+        >>> gradient[:] = comm.rank
+        >>> average().tolist() == [(comm.size - 1) / 2] * 4
+        True
+    """
+    if type(op) is Op and op in LOCATING:
+        asked = minloc.How(op, algorithm, prescale, postscale, timeout)
+        return minloc.plan_allreduce(group, plan_allreduce, x, asked)
+    with enter(group, "plan_allreduce", timeout) as call:  # step 2
+        array = plan_buffers.memory(call, x)
+        scales = lowering.scales(prescale, postscale, operation=call.operation)
+        way = lowering.detour(op, array.dtype, group.size, scales, operation=call.operation)
+        call.describe(  # step 4
+            op=op.value, dtype=array.dtype, shape=array.shape, **scales, algorithm=algorithm
+        )
+        call.agree()
+        name, flat = _planned(call, "allreduce"), array.reshape(-1)
+        if way is None:
+            plan = plans.allreduce(call, flat, flat, Reduction(op, algorithm))  # step 5
+            return Plan(x, flat, flat, plan, name, timeout)
+        own = np.empty(flat.shape, way.dtype)
+        plan = plans.allreduce(call, own, own, Reduction(way.op, algorithm))
+        return Plan(x, flat, flat, _by(way, plan, own, own), name, timeout)
+
+
+def plan_broadcast(
+    group: Group, x: A, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None
+) -> Plan[A]:
+    """Resolve a broadcast in place once, for a call that is made at every step.
+
+    *Collective*: all ranks, as `broadcast`. Arguments and errors as `broadcast(x, root, out=x)`.
+
+    Args:
+        x: shape (...), contiguous, writable.
+        root: whose elements.
+        algorithm: as for `broadcast`; not "nccl".
+        timeout: seconds, of every later call.
+
+    Returns:
+        A function without arguments that fills `x` with the root's elements, and returns it.
+
+    Example:
+        >>> import collectives as cc
+        >>> comm = cc.init()
+        >>> weights = comm.shared_empty(4, "float32")
+        >>> weights[:] = comm.rank
+        >>> comm.plan_broadcast(weights)().tolist()
+        [0.0, 0.0, 0.0, 0.0]
+    """
+    with enter(group, "plan_broadcast", timeout) as call:  # step 2
+        array = plan_buffers.memory(call, x)
+        call.check_root(root)
+        call.describe(  # step 4
+            dtype=array.dtype, shape=array.shape, root=root, algorithm=algorithm
+        )
+        call.agree()
+        name, flat = _planned(call, "broadcast"), array.reshape(-1)
+        plan = plans.broadcast(call, flat, root, algorithm)  # step 5
+        return Plan(x, flat, flat, plan, name, timeout)
+
+
+def plan_allgather(
+    group: Group, x: A, *, out: Any = None, algorithm: str = "auto", timeout: float | None = None
+) -> Plan[A]:
+    """Resolve an all-gather of arrays of fixed lengths once, for a call that is made at every step.
+
+    *Collective*: all ranks, as `allgather`. Arguments and errors as `allgather(x, out=out)`.
+
+    Args:
+        x: shape (n, ...), contiguous, writable; n may differ between ranks; a scalar counts as
+            shape (1,).
+        out: where the result goes in every call, contiguous. `x` may be the own part of it, and
+            nothing else of it. A new array of the kind of `x` if None.
+        algorithm: as for `allgather`.
+        timeout: seconds, of every later call.
+
+    Returns:
+        A function without arguments that fills `out` with the rows that the ranks' `x` have then,
+        and returns it: the same array each time.
+    """
+    with enter(group, "plan_allgather", timeout) as call:  # step 2
+        loan = host_arrays.borrow(x, operation=call.operation)
+        array = np.atleast_1d(plan_buffers.memory(call, x))
+        row, dtype = array.shape[1:], array.dtype
+        to = host_arrays.borrow_rows(out, row, dtype, loan, operation=call.operation)
+        plan_buffers.check_target(call, out, to.target)
+        call.describe(dtype=dtype, row=row, algorithm=algorithm)  # step 4
+        rows, given = call.tell(len(array), to.number).T.tolist()
+        if error := row_counts.unfit(group, call.operation, row, given, [sum(rows)] * group.size):
+            raise call.known(error)
+        call.next_part()
+        width = math.prod(row)
+        bounds = [width * n for n in itertools.accumulate(rows, initial=0)]
+        before = bounds[group.rank] * dtype.itemsize
+        send, shape = array.reshape(-1), (sum(rows), *row)
+        result, flat = plan_buffers.room(call, to.target, shape, dtype, send, before)
+        call.agree()  # after the last refusal
+        name = _planned(call, "allgather", rows=tuple(rows))
+        move = partial(gather_moves.allgather_known, bounds, algorithm)
+        plan: NodePlan | MessagePlan = MessagePlan(call, move)
+        if engine := call.engine_for(algorithm):  # step 5
+            ends = [n * dtype.itemsize for n in bounds]
+            parts = enumerate(itertools.pairwise(ends))
+            table = [
+                (rank, 0, stop - start, start) for rank, (start, stop) in parts if start < stop
+            ]
+            longest = max(rows) * width * dtype.itemsize
+            plan = NodePlan(call, engine.plan_publish(send.nbytes, table, call.digest, longest))
+    return Plan(to.give_back(result), send, flat, plan, name, timeout)
+
+
+def plan_reduce_scatter(
+    group: Group,
+    x: A,
+    *,
+    op: Op = MEAN,
+    out: Any = None,
+    counts: Splits | None = None,
+    algorithm: str = "auto",
+    prescale: float = 1,
+    postscale: float = 1,
+    timeout: float | None = None,
+) -> Plan[A]:
+    """Resolve a reduce-scatter once, for a call that is made at every step.
+
+    *Collective*: all ranks, as `reduce_scatter`. Arguments and errors as
+    `reduce_scatter(x, op=op, out=out, counts=counts)`.
+
+    Args:
+        x: shape (n, ...), contiguous, writable, the same on all ranks; it stays as it is. With
+            MINLOC and MAXLOC `x` and `out` are pairs.
+        op: how to combine.
+        out: where the own rows go in every call, contiguous; perhaps this rank's rows of `x`. A new
+            array of the kind of `x` if None.
+        counts: the rows of every rank.
+        algorithm: as for `reduce_scatter`.
+        prescale: as for `allreduce`; with a scale, every call works on a copy.
+        postscale: likewise.
+        timeout: seconds, of every later call.
+
+    Returns:
+        A function without arguments that fills `out` with the own rows of the reduction of what the
+        ranks' `x` hold then, and returns it: the same array each time.
+    """
+    if type(op) is Op and op in LOCATING:
+        asked = minloc.How(op, algorithm, prescale, postscale, timeout)
+        both = plan_allreduce, plan_reduce_scatter
+        return minloc.plan_reduce_scatter(group, both, x, out, counts, asked)
+    with enter(group, "plan_reduce_scatter", timeout) as call:  # step 2
+        loan = host_arrays.borrow(x, operation=call.operation)
+        array = plan_buffers.memory(call, x)
+        scales = lowering.scales(prescale, postscale, operation=call.operation)
+        way = lowering.detour(op, array.dtype, group.size, scales, operation=call.operation)
+        shares = row_counts.shares(call, array, counts=counts)
+        shape, target, give_back = (shares[group.rank], *array.shape[1:]), None, loan.give_back
+        if out is not None:
+            target, give_back = host_arrays.borrow_out(out, shape, array.dtype, operation=call.operation)
+        plan_buffers.check_target(call, out, target)
+        width = math.prod(array.shape[1:])
+        bounds = [width * n for n in itertools.accumulate(shares, initial=0)]
+        send, before = array.reshape(-1), bounds[group.rank] * array.itemsize
+        result, flat = plan_buffers.room(call, target, shape, array.dtype, send, -before)
+        call.describe(  # step 4
+            op=op.value, dtype=array.dtype, shape=array.shape, counts=tuple(shares), **scales,
+            algorithm=algorithm,
+        )  # fmt: skip
+        call.agree()
+        name = _planned(call, "reduce_scatter")
+        plan: AnyPlan | Steps
+        if way is None:
+            plan = plans.reduce_scatter(call, send, bounds, Reduction(op, algorithm), shape)  # 5
+        else:
+            own, taken = np.empty(send.shape, way.dtype), np.empty(flat.shape, way.dtype)
+            by = Reduction(way.op, algorithm)
+            plan = _by(way, plans.reduce_scatter(call, own, bounds, by, shape), own, taken)
+    return Plan(give_back(result), send, flat, plan, name, timeout)
+
+
+def _by(way: Detour, plan: AnyPlan, own: Array, taken: Array) -> Steps:
+    """Plan a call that goes by way of another one.
+
+    Args:
+        way: how it goes.
+        plan: of that one.
+        own: what it reduces.
+        taken: its result.
+    """
+
+    def run(send: Array, out: Array, timeout: float | None) -> None:
+        way.put(send, own)
+        plan.run(given(plan, own), given(plan, taken), timeout)
+        out[...] = way.back(taken)
+
+    return Steps(plan.group, run)
+
+
+def _planned(call: Call, operation: str, **fields: object) -> str:
+    """Describe the calls of a plan, and return how they call themselves."""
+    name = f"planned {operation}"
+    call.add(operation=name, **fields)
+    return name

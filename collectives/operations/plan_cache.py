@@ -1,0 +1,262 @@
+"""Calls that are like earlier ones: found by the plans of those, and made at once.
+
+Plans are found for contiguous arrays of NumPy. What is of other kinds is looked for as what NumPy
+sees of it:
+
+| kind | what is looked for | and the result |
+| --- | --- | --- |
+| tensor on the host | an array of its memory | is there, or becomes a tensor |
+| number, list | the array of it | is an array of NumPy |
+| array of JAX on the host | its memory, to be read | becomes one of JAX |
+| small array on a CUDA device | pinned memory that the group keeps | is copied back |
+
+Nothing has happened where nothing is found, or anything looks odd: the caller goes the long way,
+which says what is wrong and tells the other ranks.
+
+Cost: 1 to 2 us of Python per call in shared memory, 2 more for tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collectives.arrays import adapters
+from collectives.arrays.adapter import Foreign
+from collectives.arrays.host_arrays import Array, unchanged
+from collectives.kernels import buffer_address
+from collectives.node.shared_arrays import Place
+from collectives.plans import planner as plans
+from collectives.calls.group import Group
+from collectives.devices.staged import OnDevices
+
+__all__ = ["LATER", "Key", "again", "into", "keep"]
+
+Key = tuple[object, ...]
+
+# In place of an array: the caller finds one for the result, perhaps as the ranks meet.
+LATER: Any = object()
+
+# What goes wrong in a look-up and is for the long way, which tells the other ranks of it: an
+# unknown call, arguments that cannot be looked for or compared, no memory for the result.
+_NOT_FOUND = (KeyError, TypeError, ValueError, MemoryError)
+
+# What else goes wrong where arrays of other libraries are looked at.
+_NOT_SEEN = (*_NOT_FOUND, AttributeError, BufferError, LookupError, RuntimeError)
+
+# Of what NumPy makes arrays, when it is asked for one.
+_NUMBERS = (bool, int, float, complex, list, tuple, np.generic)
+
+
+def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
+    """Make a call that is like an earlier one, by the plan of that one.
+
+    Args as the caller's. `out` may be `LATER`.
+
+    Returns:
+        Where the result is: `out`, or a new array; `LATER` if that was given and the plan makes
+        none. None where no plan is known, or something needs a closer look: nothing has happened
+        then.
+
+    Raises:
+        As `NodePlan.run`.
+    """
+    if type(x) is not np.ndarray:
+        return _as_array(again, group, key, x, out, timeout)
+    try:
+        dtype, shape = x.dtype, x.shape
+        plan = group.plans[key, dtype, shape, _place(group, x) if out is x else None]
+        result = np.empty(shape, dtype) if out is None else out
+        if (
+            group.watcher is not group.status  # who wants to know more than a kernel tells
+            or not (timeout is None or timeout > 0)
+        ):
+            return _by_addresses(group, key, x, out, timeout)
+        if group.gate is not None:
+            group.check_free(plan.operation)
+        group.gate = plan  # before its block changes, because another thread may use the plan
+        if not group.look.bind(plan.arrays, x, result):
+            group.gate = group.unusable
+            return _by_addresses(group, key, x, out, timeout)
+    except _NOT_FOUND:
+        return _by_addresses(group, key, x, out, timeout)
+    plan.repeat(timeout)
+    return result
+
+
+def _place(group: Group, x: Array) -> Place | None:
+    """Say where an array that is reduced in place lies in shared memory, for its plan's key."""
+    engine = group.node_engine
+    if engine is None or not engine.shared:
+        return None
+    return engine.shared.place_at(group.look.readable(x), x.nbytes)
+
+
+def _by_addresses(group: Group, key: Key, x: Array, out: Any, timeout: float | None) -> Any:
+    """As `again`, for plans of any kind, and arrays that are only then known to share memory."""
+    try:
+        readable, writable, _ = group.look
+        send: Any = readable(x)
+        if not send or not (timeout is None or timeout > 0):
+            return None
+        target: Any = 0
+        place = None
+        if out is not None and out is not LATER:
+            target = writable(x, out)
+            if not target:
+                return None
+            if target == send:
+                engine = group.node_engine  # its place in shared memory is a part of the key
+                place = None if engine is None else engine.shared.place_at(send, x.nbytes)
+            elif -x.nbytes < target - send < x.nbytes:  # what is written would be read again
+                return None
+        plan = group.plans[key, x.dtype, x.shape, place]
+        if out is None:
+            out = np.empty(x.shape if plan.shape is None else plan.shape, x.dtype)
+            target = readable(out)
+        if plan.by_messages:
+            send, target = x.reshape(-1), None if out is LATER else out.reshape(-1)
+    except _NOT_FOUND:
+        return None
+    made = plan.run(send, target, timeout)
+    return out if made is None else made
+
+
+def into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
+    """As `again`, for a call whose result has another shape than `x`, and goes into `out`.
+
+    Either of them may be a part of the other one, in its place.
+
+    Returns:
+        `out`; None where no plan is known, or something needs a closer look.
+    """
+    if type(x) is not np.ndarray:
+        return _as_array(into, group, key, x, out, timeout)
+    if type(out) is not np.ndarray:
+        return None
+    try:
+        plan = group.plans[key, x.dtype, x.shape, None]
+        readable = group.look.readable
+        send: Any = readable(x)
+        target: Any = readable(out)
+        fits = out.shape == plan.shape and out.dtype == x.dtype and out.flags.writeable
+        apart = target - send >= x.nbytes or send - target >= out.nbytes
+        apart = apart or (plan.inside is not None and target + plan.inside == send)
+        if not (send and target and fits and apart and (timeout is None or timeout > 0)):
+            return None
+        if plan.by_messages:
+            send, target = x.reshape(-1), out.reshape(-1)
+    except _NOT_FOUND:
+        return None
+    plan.run(send, target, timeout)
+    return out
+
+
+class _Seen(NamedTuple):
+    """What is looked for in place of an array of another kind.
+
+    Attributes:
+        array: with its elements.
+        out: for the result: an array; None for a new one, or `LATER`.
+        finish: makes of the result what the caller gets.
+    """
+
+    array: Array
+    out: Any
+    finish: Callable[[Array], Any]
+
+
+def _as_array(
+    find: Callable[..., Any], group: Group, key: Key, x: Any, out: Any, timeout: float | None
+) -> Any:
+    """As `find`, which is `again` or `into`, for what is not an array of NumPy."""
+    try:
+        seen = _see(group, key, x, out)
+    except _NOT_SEEN:
+        return None
+    if seen is None:
+        return None
+    made = find(group, key, seen.array, seen.out, timeout)
+    return made if made is None or made is LATER else seen.finish(made)
+
+
+def _see(group: Group, key: Key, x: Any, out: Any) -> _Seen | None:
+    """See an array of another kind as one of NumPy, and where its result goes."""
+    if isinstance(x, _NUMBERS):
+        return _Seen(np.asarray(x), out, unchanged)
+    memory = None if isinstance(x, np.ndarray) else adapters.foreign(x)
+    if memory is None:
+        return None
+    to = memory if out is x else None
+    if out is not x and not (out is None or out is LATER or type(out) is np.ndarray):
+        to = adapters.foreign(out)
+        if to is None or not (to.shared or to.pinnable):
+            return None
+    array, result = (_staged if memory.pinnable else _lent)(group, key, memory, to, out)
+    if to is None:
+        return _Seen(array, result, unchanged if type(out) is np.ndarray else memory.wrap)
+
+    def write(made: Array) -> Any:
+        to.write(made)
+        return out
+
+    return _Seen(array, result, write)
+
+
+def _lent(
+    group: Group, key: Key, memory: Foreign, to: Foreign | None, out: Any
+) -> tuple[Array, Any]:
+    """Return the memory of an array of the host, and that of its result.
+
+    Raises:
+        LookupError: this is not memory of theirs.
+    """
+    if memory.private or not (to is None or to.shared):
+        raise LookupError
+    array = memory.elements()
+    if to is None:
+        return array, out
+    return array, array if to is memory else to.elements()
+
+
+def _staged(
+    group: Group, key: Key, memory: Foreign, to: Foreign | None, out: Any
+) -> tuple[Array, Any]:
+    """Copy an array of a device to host memory that is kept, where its result goes, too.
+
+    Raises:
+        LookupError: there is no plan, or the result does not fit; before anything is copied.
+    """
+    array = group.kept(OnDevices).host_memory(str(key[0]), memory)
+    if array is None:
+        raise LookupError
+    plan = group.plans[key, array.dtype, array.shape, _place(group, array)]
+    in_place = plan.shape is None and out is not LATER
+    if not in_place:  # the result is of another shape
+        fits = to is None or to.shared
+    elif to is not None and to.pinnable:
+        alike = (to.shape, to.dtype) == (array.shape, array.dtype)
+        fits = alike and to.why_constant() is None
+    else:
+        fits = out is None
+    if not fits:
+        raise LookupError
+    memory.fetch(array)
+    if in_place:
+        return array, array
+    return array, out if to is None else to.elements()
+
+
+def keep(group: Group, key: Key, x: Array, result: Any, plan: object) -> None:
+    """Keep the plan of a call with `x` and its result in host memory, if later ones can find it."""
+    if x.flags.c_contiguous and x.dtype.isnative:
+        engine, place = group.node_engine, None
+        if engine is not None and isinstance(result, np.ndarray):
+            place = engine.shared.place_of(x, result)
+        if group.size > 1:  # nothing is compiled for a rank alone
+            group.look = buffer_address.look()
+        if len(group.plans) >= plans.MOST:
+            group.plans.clear()
+        group.plans[key, x.dtype, x.shape, place] = plan

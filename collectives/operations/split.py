@@ -1,0 +1,206 @@
+"""Groups made of others."""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from collectives.core.errors import LaunchError, MismatchError
+from collectives.operations.broadcast import barrier
+from collectives.calls.call import enter
+from collectives.calls.group_registry import KEYS_PER_EXCHANGE
+from collectives.calls.group import Group
+from collectives.operations.gather_scatter import allgather
+from collectives.transport.transport import Deadline
+
+__all__ = ["background", "check_threads", "duplicate", "group", "split"]
+
+G = TypeVar("G", bound=Group)
+
+# MPI promises tags up to 32,767, and transports need a few.
+LARGEST_TAG = (1 << 14) - 1
+
+
+def split(group: G, color: int | None, key: int = 0) -> G | None:
+    """Make communicators of the ranks that name the same color.
+
+    Args:
+        color: an integer from 0 to 2^63 - 1, or None to belong to no group.
+        key: the order in the new group, an integer of 64 bits; ties by rank.
+
+    Returns:
+        The new group's communicator, None where color is None.
+
+    Raises:
+        TypeError: color or key is not an integer; MismatchError on the other ranks.
+        ValueError: color or key is out of range; MismatchError on the other ranks.
+    """
+    with enter(group, "split") as call:
+        wish = (-1 if color is None else operator.index(color), operator.index(key))
+        if color is not None and color < 0:
+            raise ValueError(f"split: color is negative, expected None or >= 0, got {color}")
+        if not all(-(1 << 63) <= n < 1 << 63 for n in wish):
+            raise ValueError(
+                f"split: expected integers of 64 bits, got color {color} and key {key}"
+            )
+        call.describe()
+        call.agree()
+    dropped = group.registry.keys_to_announce(group.world_ranks)
+    chosen = allgather(group, np.array([(*wish, *dropped)], np.int64)).tolist()
+    group.registry.count(key for row in chosen for key in row[2:])
+    members = [r for r in range(group.size) if chosen[r][0] == wish[0]]
+    members.sort(key=lambda r: (chosen[r][1], r))
+    # MPI takes numbers of 32 bits: the group goes by its first rank, and its ranks by their place.
+    transport = group.transport
+    part = transport.split(None if color is None else members[0], members.index(group.rank))
+    group.splits_made += 1
+    if part is None:
+        return None
+    world = transport.world
+    if world is not None or members != list(range(group.size)):
+        part.world = [r if world is None else world[r] for r in members]
+    leaders = [group.leaders[r] for r in members]
+    name = f"{group.recorder.name}.{group.splits_made}"
+    made = type(group)(part, leaders, group.settings, name)
+    made.register(group.registry, name)
+    return made
+
+
+def group(whole: G, ranks: Sequence[int], *, tag: int | None = None) -> G | None:
+    """Make a communicator of some ranks, numbered in the order given.
+
+    *Collective*: all ranks of this communicator, also those that are not listed; with a `tag` only
+    those that are listed.
+
+    Args:
+        ranks: each at most once.
+        tag: an integer from 0 to 16,383, the same on all ranks of the new group, and another one
+            than that of any group that is made of this communicator at the same time.
+
+    Returns:
+        The new group's communicator, None on ranks that are not listed.
+
+    Raises:
+        ValueError: a rank does not exist, or is listed twice; there is no such tag, or this rank,
+            which gives one, is not listed.
+        MismatchError: listed ranks list others; on all that list the first of these.
+        CollectiveTimeout: some rank did not come in time.
+    """
+    if tag is not None:
+        return _of_members(whole, ranks, operator.index(tag))
+    with enter(whole, "group") as call:
+        listed = _listed(whole, ranks)
+        call.describe(ranks=tuple(listed))
+        call.agree()
+    member = whole.rank in listed
+    return split(whole, 0 if member else None, listed.index(whole.rank) if member else 0)
+
+
+def _listed(whole: Group, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks that shall be a group."""
+    listed = [operator.index(r) for r in ranks]
+    if len(set(listed)) != len(listed) or not set(listed) <= set(range(whole.size)):
+        raise ValueError(
+            f"group: expected ranks 0 .. {whole.size - 1}, each at most once, got {listed}"
+        )
+    return listed
+
+
+def _of_members(whole: G, ranks: Sequence[int], tag: int) -> G:
+    """Make a group that the other ranks know nothing of."""
+    whole.check_usable("group")
+    listed = _listed(whole, ranks)
+    if whole.rank not in listed:
+        raise ValueError(
+            f"group: with a tag only the ranks that are listed call this, got {listed} "
+            f"({whole.transport.where})"
+        )
+    if not 0 <= tag <= LARGEST_TAG:
+        raise ValueError(f"group: no such tag, expected 0 .. {LARGEST_TAG}, got {tag}")
+    deadline = whole.deadline("group")
+    number = _meet(whole, listed, tag, deadline)
+    part = whole.transport.members(listed, tag)
+    world = whole.transport.world
+    if world is not None or listed != list(range(whole.size)):
+        part.world = [r if world is None else world[r] for r in listed]
+    leaders = [whole.leaders[r] for r in listed]
+    name = f"{whole.recorder.name}.{'-'.join(map(str, listed[:4]))}.{tag}"
+    made = type(whole)(part, leaders, whole.settings, name)
+    made.register(whole.registry, f"{name}, number {number}")
+    return made
+
+
+def _meet(whole: Group, listed: list[int], tag: int, deadline: Deadline) -> int:
+    """Wait until all members have come, which MPI would do without a limit, and compare the lists.
+
+    Each member sends the first one a row: a hash of its list, and the keys of groups that it has
+    dropped. The first one answers whether the lists are equal, with its number of this group, and
+    then sends the rows of all.
+
+    Returns:
+        The number of this group among those with a tag whose first member is the same.
+    """
+    lane = whole.transport.lane(tag)
+    first, *others = listed
+    own = zlib.crc32(repr(listed).encode())
+    rows = np.zeros((len(listed), 1 + KEYS_PER_EXCHANGE), np.int64)
+    place = listed.index(whole.rank)
+    rows[place] = own, *whole.registry.keys_to_announce([whole.world_ranks[r] for r in listed])
+    answer = np.zeros(2, np.int64)  # whether the lists are equal, and the number
+    if whole.rank != first:
+        lane.send(rows[place], first, deadline)
+        lane.receive(answer, first, deadline)
+        if answer[0]:
+            lane.receive(rows, first, deadline)
+    else:
+        pairs = zip(rows[1:], others, strict=True)
+        lane.wait([lane.start_receive(row, r) for row, r in pairs], deadline)
+        whole.tagged_groups_made += 1
+        answer[:] = np.all(rows[:, 0] == own), whole.tagged_groups_made
+        lane.wait([lane.start_send(answer, r) for r in others], deadline)
+        if answer[0]:
+            lane.wait([lane.start_send(rows, r) for r in others], deadline)
+    if not answer[0]:
+        raise MismatchError(
+            f"group: ranks with tag {tag} list other ranks than this one, which lists {listed} "
+            f"({whole.transport.where})"
+        )
+    whole.registry.count(rows[:, 1:].reshape(-1).tolist())
+    return int(answer[1])
+
+
+def background(group: G) -> G:
+    """Make the private group of the asynchronous operations; *collective*.
+
+    Raises:
+        LaunchError: it would send messages from a thread, and MPI does not allow that.
+    """
+    private = duplicate(group)
+    barrier(private)  # the ranks meet, which takes messages, before another thread takes over
+    try:
+        check_threads(private, "asynchronous operation")
+    except LaunchError:
+        private.close()
+        raise
+    return private
+
+
+def check_threads(group: Group, operation: str) -> None:
+    """Refuse to go on where operations of another thread would send messages that MPI forbids.
+
+    Raises:
+        LaunchError: they would.
+    """
+    if group.sends_messages:
+        group.transport.check_threads(operation)
+
+
+def duplicate(group: G) -> G:
+    """Make a group of the same ranks; *collective*."""
+    duplicate = split(group, 0, group.rank)
+    assert duplicate is not None
+    return duplicate

@@ -1,0 +1,1 @@
+"""Messages between two ranks: matching, progress, and the operations of users."""

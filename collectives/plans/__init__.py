@@ -1,0 +1,1 @@
+"""Prepared calls: everything that a repeated call needs, in shared memory or by messages."""

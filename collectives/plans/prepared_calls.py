@@ -1,0 +1,330 @@
+"""Calls that are ready but for their arrays: of three kinds, by how the ranks meet.
+
+| plan | ranks meet | what is kept |
+| --- | --- | --- |
+| `NodePlan` | in shared memory | description and its hash, kernel, loops, bounds and tables |
+| `LetterPlan` | by small messages of compiled code | description and its hash, kernel, loops |
+| `MessagePlan` | by messages | description, and the function that moves the arrays |
+
+A call that makes a plan and one that has found it meet in the same rounds, or messages, and compare
+the same hashes, so that it does not matter which ranks found one.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+from collectives.algorithms import eager
+from collectives.algorithms.eager import HASH, INVERSE, Block, Letters
+from collectives.arrays.host_arrays import Array, address
+from collectives.core.errors import MismatchError
+from collectives.node.engine import Rows, Work
+from collectives.node.control_block import NOTED, OUT, SEND, UNLIKE
+from collectives.calls import signature
+from collectives.calls.call import Call, enter
+from collectives.tracing.recorder import Record
+from collectives.tracing.peer_status import Board
+
+__all__ = ["AnyPlan", "LetterPlan", "MessagePlan", "NodePlan", "Takes", "given"]
+
+
+class _AddressPlan(ABC):
+    """A call of compiled code that is ready but for the addresses of its arrays.
+
+    Args:
+        call: that makes it, and has been described.
+        shape: of the result; that of the array if None.
+    """
+
+    by_messages = False
+
+    # Address of two words that are to have the addresses of the arrays, if `repeat` makes the call.
+    arrays = 0
+
+    # Callers that are no user's: `Group.begin` or `repeat`, `run`, `again`, and the operation.
+    ours = 4
+
+    def __init__(self, call: Call, shape: tuple[int, ...] | None = None) -> None:
+        self.shape = shape
+        self.group = call.group
+        self._description = call.description
+        self.fields = dict(self._description)
+        self.operation = str(self.fields.pop("operation"))
+
+    def run(
+        self, send: int, out: int, timeout: float | None, then: Callable[[], None] | None = None
+    ) -> None:
+        """Make the call once more.
+
+        Args:
+            send: address of this rank's array.
+            out: address of the result.
+            timeout: seconds, None for the setting.
+            then: does the rest of the call.
+
+        Raises:
+            CollectiveError: an earlier call failed.
+            MismatchError: the ranks do not make the same call; on all ranks.
+            CollectiveTimeout: some rank did not come within `timeout` seconds.
+        """
+        group = self.group
+        if group.gate is not None:
+            group.check_free(self.operation)
+        record = None
+        try:
+            group.gate = self
+            group.number += 1
+            record = group.begin(self.operation, self.fields, self.ours)
+            self.meet(send, out, timeout)
+            if then is not None:
+                then()
+        except BaseException as error:
+            self._failed(record, error)
+            raise
+        finally:
+            group.gate = group.unusable
+        group.end(record, None)
+
+    def _failed(self, record: Record | None, error: BaseException) -> None:
+        """Record that a call has failed, and what that means for later ones."""
+        if not isinstance(error, MismatchError):
+            self.group.failed(self.operation, error)  # also after Ctrl-C
+        if record is not None:
+            self.group.end(record, error)
+
+    @abstractmethod
+    def meet(self, send: int, out: int, timeout: float | None) -> None:
+        """Call the kernel until it is done; arguments and errors as `run`."""
+
+
+class NodePlan(_AddressPlan):
+    """A call in the node engine that is ready but for the addresses of its arrays.
+
+    Args:
+        call: that makes it, and has been described.
+        work: kernel, block and tables.
+        shape: of the result; that of the array if None.
+        before: how many bytes before the result the whole array would begin, of which it is a part.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        work: Work,
+        shape: tuple[int, ...] | None = None,
+        before: int = 0,
+    ) -> None:
+        assert call.engine is not None
+        super().__init__(call, shape)
+        self._engine = call.engine
+        self._before = before
+        self._use(work)
+
+    def _use(self, work: Work) -> None:
+        self._work = work
+        self._words = work.block.data
+        self.kernel = work.kernel
+        self.block = address(work.block)
+        takes = self.shape is None and self._before == 0
+        self.arrays = self.block + 8 * SEND if takes else 0
+
+    def like(
+        self,
+        nbytes: int,
+        table: Rows,
+        longest: int,
+        kept: tuple[int, int] = (0, 0),
+        detail: int = 0,
+    ) -> NodePlan:
+        """Plan another meeting of the same call; arguments as `Engine.plan_publish`."""
+        other = copy.copy(self)
+        digest = signature.digest(self._description)
+        other._use(self._engine.plan_publish(nbytes, table, digest, longest, kept, detail))
+        return other
+
+    @property
+    def unlike(self) -> bool:
+        """Whether the ranks knew different details in the last meeting, and nothing has moved."""
+        return bool(self._words[UNLIKE])
+
+    @property
+    def inside(self) -> int:
+        """After how many bytes of the result this rank's array may begin, of which it is a part."""
+        return -self._before
+
+    def run(
+        self, send: int, out: int, timeout: float | None, then: Callable[[], None] | None = None
+    ) -> None:
+        """As for all plans; `then` does what is left where nothing has moved (`unlike`)."""
+        if self.group.watcher is not self.group.status:  # who wants more than a kernel tells
+            super().run(send, out, timeout, then)
+            return
+        group = self.group
+        if group.gate is not None:
+            group.check_free(self.operation)
+        group.gate = self
+        words = self._words
+        words[SEND] = send
+        words[OUT] = out - self._before
+        self.repeat(timeout, self.ours, then)
+
+    def repeat(
+        self, timeout: float | None, ours: int = 3, then: Callable[[], None] | None = None
+    ) -> None:
+        """As `run`, with arrays of which the block knows (`arrays`), and told by the kernel itself.
+
+        The caller stores this plan as the group's gate before it changes the block, because
+        another thread may use the same plan.
+
+        What the recorder and the other ranks of the node are told is the same.
+
+        Args:
+            timeout: seconds, None for the setting.
+            ours: callers that are no user's: this method, `again`, and the operation.
+            then: does the rest of the call if nothing has moved (`unlike`).
+        """
+        group, operation = self.group, self.operation
+        record = None
+        try:
+            group.number = number = group.number + 1
+            record = group.recorder.take(number, operation, self.fields, ours)
+            board = cast(Board, group.status)  # there is one with the engine
+            if record.caller is not board.caller or operation != board.operation:
+                board.write_text(record)
+            status = self.kernel(self.block, record.address, number)
+            if status:
+                self.go_on(status, timeout)
+            if then is not None and self.unlike:
+                if not status:  # the kernel has told that it is over
+                    record.begin()
+                    board.enter(record)
+                then()
+                status = NOTED
+        except BaseException as error:
+            self._failed(record, error)
+            raise
+        finally:
+            group.gate = group.unusable
+        if status:
+            group.end(record, None)
+
+    def bind(self, send: Array | None, out: Array | None) -> None:
+        """Say where its arrays are, for calls of the kernel alone."""
+        self._words[SEND] = 0 if send is None else address(send)
+        self._words[OUT] = 0 if out is None else address(out) - self._before
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan; raises what `Call.met` does."""
+        self.bind(send, out)
+        call.drive(self._work)
+
+    def meet(self, send: int, out: int, timeout: float | None) -> None:
+        """Call the kernel until it is done; arguments and errors as `run`."""
+        words = self._words
+        words[SEND] = send
+        words[OUT] = out - self._before
+        if status := self.kernel(self.block):
+            self.go_on(status, timeout)
+
+    def go_on(self, status: int, timeout: float | None) -> None:
+        """Wait for the others, of whom the kernel has told this status, or say in what they differ.
+
+        Arguments and errors as `run`.
+        """
+        if status == NOTED:  # done
+            return
+        deadline = self.group.deadline(self.operation, timeout)
+        if not self._engine.drive(self._work, deadline, status):
+            signature.raise_mismatch(self.group.transport, self._description, deadline)
+
+
+class LetterPlan(_AddressPlan):
+    """A small call by messages of compiled code.
+
+    Args:
+        call: that makes it, and has been described.
+        letters: by which it goes.
+        block: of its kernel.
+    """
+
+    def __init__(self, call: Call, letters: Letters, block: Block) -> None:
+        super().__init__(call)
+        self.fields.pop(signature.NUMBER, None)  # of which every call has its own
+        self._letters = letters
+        self._kernel = letters.kernel
+        self._block = block
+        self._words = block.words.data
+        self._digest = signature.digest({"operation": self.operation, **self.fields})
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan; raises what `Call.met` does."""
+        self._fill(*(0 if array is None else address(array) for array in (send, out)))
+        call.post(self._letters, self._block)
+
+    def meet(self, send: int, out: int, timeout: float | None) -> None:
+        """Call the kernel until it is done; arguments and errors as `run`."""
+        self._fill(send, out)
+        if status := self._kernel(self._block.address):
+            group = self.group
+            deadline = group.deadline(self.operation, timeout)
+            if not self._letters.drive(self._block, status, deadline):
+                call = {**self._description, signature.NUMBER: group.number}
+                signature.raise_mismatch(group.transport, call, deadline)
+
+    def _fill(self, send: int, out: int) -> None:
+        words, digest = self._words, signature.numbered(self._digest, self.group.number)
+        words[HASH], words[INVERSE] = digest, ~digest
+        words[eager.SEND], words[eager.OUT] = send, out
+
+
+class MessagePlan:
+    """A call by messages whose arguments have been looked at.
+
+    Args:
+        call: that makes it, and has been described.
+        move: compares the call, and moves flat arrays.
+        shape: of the result; that of the array if None.
+    """
+
+    by_messages = True
+    arrays = 0
+    inside = None  # nowhere: see `NodePlan.inside`
+
+    def __init__(
+        self, call: Call, move: Callable[..., None], shape: tuple[int, ...] | None = None
+    ) -> None:
+        self.shape = shape
+        self.group = call.group
+        self._fields = call.description
+        self.operation = str(self._fields.pop("operation"))
+        self._fields.pop(signature.NUMBER, None)  # of which later calls have their own
+        self._move = move
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Carry out the call that has made the plan."""
+        self._move(call, send, out)
+
+    def run(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
+        """Make the call once more, with flat arrays; errors as `NodePlan.run`."""
+        with enter(self.group, self.operation, timeout) as call:
+            call.describe(**self._fields)
+            self._move(call, send, out)
+
+
+AnyPlan = NodePlan | LetterPlan | MessagePlan
+
+
+class Takes(Protocol):
+    """A plan, as far as it says how it takes arrays."""
+
+    @property
+    def by_messages(self) -> bool:
+        """Whether as arrays; else by their addresses."""
+
+
+def given(plan: Takes, array: Array) -> Any:
+    """Return an array as a plan takes it; whoever gives it, keeps it."""
+    return array if plan.by_messages else address(array)

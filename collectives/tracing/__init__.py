@@ -1,0 +1,1 @@
+"""What calls did: flight records, status of ranks, timelines, lines of the program."""

@@ -1,0 +1,144 @@
+"""What a checkpoint holds of the things of a program: named arrays, and the rest as JSON.
+
+Nothing is pickled. A thing with a state of its own, such as a module, an optimizer or a generator,
+gives it (`things`); containers are walked through; arrays get
+the name of their place, `optimizer/state/0/momentum_buffer`; what is left is JSON. JSON has no word
+for some of it, which stands in an object with one key::
+
+    {"dict": [[key, node], ...]}       {"list": [node, ...]}        {"tuple": [node, ...]}
+    {"array": [name, library]}         {"key": [name, kind]}        a random key of JAX
+    {"float": "nan"}                   {"bytes": "00ff"}            {"ranks": [node, ...]}
+
+The last is a generator whose state differs between ranks: one node for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import collectives as cc
+from strategies.core import array_ops; from strategies import errors
+from strategies.checkpoint import state_protocols as kinds
+from strategies.checkpoint.distributed_tensors import slice_of
+from strategies.checkpoint.boxes import Slice
+
+__all__ = ["Arrays", "collect"]
+
+Arrays = dict[str, Any]
+"""Name -> array of any library, or this rank's `Slice` of a larger one."""
+
+
+def collect(things: Mapping[str, Any], comm: cc.Communicator | None) -> tuple[Arrays, Any]:
+    """Give what a checkpoint has to hold: arrays by name, and a JSON object.
+
+    *Collective*.
+
+    Returns:
+        Arrays that may share memory with the things, on whatever device; and the object.
+
+    Raises:
+        InvalidArgumentError: there is something that no file can hold, or two arrays get one name.
+    """
+    found: Arrays = {}
+    nodes = {name: _node(thing, name, found, comm) for name, thing in things.items()}
+    return found, nodes
+
+
+def _node(thing: Any, name: str, found: Arrays, comm: cc.Communicator | None) -> Any:
+    """Put the arrays of a thing into `found`, and give the rest as JSON."""
+    kind = kinds.kind_of(thing)
+    if kind is not None and kind.of_rank:
+        return _node_of_ranks(kind.state(thing, comm), name, found, comm)
+    if kinds.key_kind(thing) is not None:
+        return _node_of_ranks(thing, name, found, comm)
+    if kind is not None:
+        return _node(kind.state(thing, comm), name, found, comm)
+    if array_ops.is_array(thing) or isinstance(thing, Slice):
+        return _node_of_array(thing, name, found)
+    if isinstance(thing, Mapping):
+        pairs = [
+            [_node(key, name, {}, None), _node(value, f"{name}/{key}", found, comm)]
+            for key, value in thing.items()
+        ]
+        return {"dict": pairs}
+    if (parts := kinds.parts_of(thing)) is not None:
+        label = kinds.labels(thing)
+        nodes = [
+            _node(part, f"{name}/{label(index)}", found, comm) for index, part in enumerate(parts)
+        ]
+        return {"list" if isinstance(thing, list) else "tuple": nodes}
+    return _plain(thing, name)
+
+
+def _plain(thing: Any, name: str) -> Any:
+    if isinstance(thing, float) and not math.isfinite(thing):
+        return {"float": str(float(thing))}
+    if isinstance(thing, bytes):
+        return {"bytes": thing.hex()}
+    if thing is None or isinstance(thing, (bool, int, float, str)):
+        return thing
+    methods = " or ".join("/".join(kind.methods) for kind in kinds.KINDS.values())
+    raise errors.InvalidArgumentError(
+        f"save: a checkpoint cannot hold this, expected arrays, numbers, text, containers of "
+        f"these, or something with {methods}, got {type(thing).__name__} (name: {name})"
+    )
+
+
+def _node_of_array(array: Any, name: str, found: Arrays) -> Any:
+    if name in found:
+        raise errors.InvalidArgumentError(
+            f"save: two arrays have the same name, expected one (name: {name})"
+        )
+    kind = kinds.key_kind(array)
+    if kind is not None:
+        found[name] = kinds.key_data(array)
+        return {"key": [name, kind]}
+    try:
+        part = slice_of(array)
+    except TypeError as error:
+        raise errors.InvalidArgumentError(f"save: {error} (name: {name})") from error
+    found[name] = array if part is None else part
+    return {"array": [name, kinds.library_of(array if part is None else part.array)]}
+
+
+def _node_of_ranks(state: Any, name: str, found: Arrays, comm: cc.Communicator | None) -> Any:
+    """Give one node if all ranks have the same state, else one for each rank."""
+    mine: Arrays = {}
+    if kinds.key_kind(state) is not None:
+        node = _node_of_array(state, name, mine)
+    else:
+        node = _node(state, name, mine, None)
+    if comm is None or comm.size == 1:
+        found |= mine
+        return node
+    mine = {place: np.asarray(kinds.hosted(array)) for place, array in mine.items()}
+    every = comm.allgather_object((node, mine))
+    if all(_same(other, every[0]) for other in every):
+        found |= every[0][1]
+        return node
+    nodes = []
+    for rank, (node, theirs) in enumerate(every):
+        nodes.append(_renamed(node, name, f"{name}/rank-{rank}"))
+        found |= {f"{name}/rank-{rank}{place[len(name) :]}": x for place, x in theirs.items()}
+    return {"ranks": nodes}
+
+
+def _same(one: tuple[Any, Arrays], other: tuple[Any, Arrays]) -> bool:
+    same = all(np.array_equal(one[1][name], other[1][name]) for name in one[1] if name in other[1])
+    return same and one[0] == other[0]
+
+
+def _renamed(node: Any, old: str, new: str) -> Any:
+    """Give a node whose arrays have names that begin in another way."""
+    if isinstance(node, list):
+        return [_renamed(part, old, new) for part in node]
+    if not isinstance(node, dict):
+        return node
+    for tag in node.keys() & {"array", "key"}:
+        place, what = node[tag]
+        return {tag: [new + place[len(old) :], what]}
+    return {tag: _renamed(part, old, new) for tag, part in node.items()}

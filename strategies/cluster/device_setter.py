@@ -1,0 +1,157 @@
+"""Variables on the ps tasks in turn, everything else on the workers."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from strategies.core.validation import integer
+from strategies.cluster.device_spec import DeviceSpec
+from strategies.cluster.scopes import DeviceFunction, Placeable
+from strategies.cluster.spec import ClusterSpec
+
+__all__ = [
+    "PS_TYPES",
+    "GreedyLoadBalancing",
+    "RandomChoice",
+    "RoundRobin",
+    "byte_size",
+    "replica_device_setter",
+]
+
+PS_TYPES = frozenset({"Variable", "accumulator"})
+"""What lives on ps tasks unless one says otherwise."""
+
+Choice = Callable[[Placeable], int]
+
+
+class RoundRobin:
+    """Give things to tasks in turn.
+
+    Args:
+        num_tasks: how many there are.
+    """
+
+    def __init__(self, num_tasks: int) -> None:
+        self._num_tasks = integer("RoundRobin", "number of tasks", num_tasks)
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, thing: Placeable) -> int:
+        """Return the index of the task for a thing."""
+        with self._lock:
+            task = self._next
+            self._next = (task + 1) % self._num_tasks
+        return task
+
+
+class GreedyLoadBalancing:
+    """Give each thing to the task with the smallest load, of equals to the first.
+
+    Args:
+        num_tasks: how many there are.
+        load: what a thing adds to the load; `byte_size` for its bytes.
+    """
+
+    def __init__(self, num_tasks: int, load: Callable[[Placeable], float]) -> None:
+        integer("GreedyLoadBalancing", "number of tasks", num_tasks)
+        self._loads = [0.0] * num_tasks
+        self._load = load
+        self._lock = threading.Lock()
+
+    def __call__(self, thing: Placeable) -> int:
+        """Return the index of the task for a thing."""
+        load = self._load(thing)
+        with self._lock:
+            task = self._loads.index(min(self._loads))
+            self._loads[task] += load
+        return task
+
+
+class RandomChoice:
+    """Give things to tasks by the hash of their names: alike on all ranks and in every run.
+
+    Args:
+        num_tasks: how many there are.
+        seed: another one, another choice.
+    """
+
+    def __init__(self, num_tasks: int, seed: int = 0) -> None:
+        self._num_tasks = integer("RandomChoice", "number of tasks", num_tasks)
+        self._seed = seed
+
+    def __call__(self, thing: Placeable) -> int:
+        """Return the index of the task for a thing."""
+        digest = hashlib.md5(f"{thing.name}{self._seed}".encode(), usedforsecurity=False)
+        return int(digest.hexdigest(), 16) % self._num_tasks
+
+
+def byte_size(thing: Placeable) -> int:
+    """Return the size of a thing's value in bytes, as a load.
+
+    Raises:
+        ValueError: its shape is not known.
+    """
+    return thing.nbytes
+
+
+def replica_device_setter(
+    ps_tasks: int = 0,
+    *,
+    ps_device: str = "/job:ps",
+    worker_device: str = "/job:worker",
+    merge_devices: bool = True,
+    cluster: ClusterSpec | Mapping[str, Any] | None = None,
+    ps_types: Collection[str] = PS_TYPES,
+    choice: Choice | None = None,
+) -> DeviceFunction | None:
+    """Make a device function that spreads variables over the ps tasks.
+
+    Use it in `with device(...)`. All ranks open their variables in the same order, so that they
+    find each other's.
+
+    Args:
+        ps_tasks: how many tasks the ps job has.
+        ps_device: where things of `ps_types` belong; a task is chosen if it names a job.
+        worker_device: where all others belong.
+        merge_devices: what inner blocks say is kept, and the rest filled in; False: a thing with
+            any device is left as it is.
+        cluster: counts the ps tasks instead.
+        ps_types: which things belong to ps tasks.
+        choice: returns a task's index for a thing; `RoundRobin` if None.
+
+    Returns:
+        The function; None, which constrains nothing, if there are no ps tasks.
+
+    Raises:
+        TypeError: `choice` is not a function.
+        ValueError: the cluster has no job of this name.
+
+    Example:
+        >>> setter = replica_device_setter(2)
+        >>> [setter(Placeable(name, "Variable")) for name in "abc"]
+        ['/job:ps/task:0', '/job:ps/task:1', '/job:ps/task:0']
+    """
+    ps, worker = DeviceSpec.from_string(ps_device), DeviceSpec.from_string(worker_device)
+    if cluster is not None:
+        ps_tasks = ClusterSpec(cluster).num_tasks(ps.job or "ps")
+    if ps_tasks == 0:
+        return None
+    choose = RoundRobin(ps_tasks) if choice is None else choice
+    if not callable(choose):
+        raise TypeError(f"replica_device_setter: choice must be a function, got {choice!r}")
+
+    def place(thing: Placeable) -> str:
+        if thing.device and not merge_devices:
+            return thing.device
+        own = DeviceSpec.from_string(thing.device)
+        if thing.type not in ps_types:
+            return worker.make_merged_spec(own).to_string()
+        chosen = ps
+        if ps.job is not None and own.job in (None, ps.job):
+            chosen = ps.replace(task=choose(thing))
+        return chosen.make_merged_spec(own).to_string()
+
+    return place

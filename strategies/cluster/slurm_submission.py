@@ -1,0 +1,206 @@
+"""A batch script for Slurm, made for one program, and its submission.
+
+The script does what `slurm/train.sbatch` of the checkout does, without needing the checkout: it
+starts the ranks by `mpirun`, hands signals on to them, and puts the job back into the queue when
+they stop with status 85.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from strategies import errors
+from strategies.core.validation import integer
+
+__all__ = ["Job", "script_of", "submit"]
+
+_HEAD = """\
+#!/usr/bin/env bash
+# {title}, written by `python -m strategies submit`
+# nodes x ranks x GPUs: {nodes} x {ranks} x {gpus}; `module load` what the site needs below
+#
+{options}
+set -euo pipefail
+
+name=submit
+fail() {{
+    printf '%s: %s\\n' "$name" "$*" >&2
+    exit 2
+}}
+
+: "${{SLURM_JOB_ID:?submit: no job here, submit this file with sbatch}}"
+cd "$SLURM_SUBMIT_DIR"
+python={python}
+program={program}
+[[ -x $python ]] || fail "no Python at '$python' on this node"
+[[ -f $program ]] || fail "no program at '$program' on this node"
+mpirun={mpirun} || fail "no mpirun on PATH. Load the MPI module before sbatch, or above"
+read -ra options <<<"${{UNISONO_MPIRUN_OPTIONS:-{mpirun_options}}}"
+export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
+
+arguments=({arguments})
+again=({again})
+if ((${{SLURM_RESTART_COUNT:-0}} > 0)) && [[ " ${{arguments[*]-}} " != *" ${{again[0]-}} "* ]]; then
+    arguments+=(${{again[@]+"${{again[@]}}"}})
+fi
+
+"""
+
+# The end of slurm/train.sbatch, to the letter (tests/unit/test_submission.py).
+_BODY = """\
+# A job that has to make room for another hears SIGTERM, on all nodes but this one. The ranks there
+# hear it as well, but by it a daemon of Open MPI would end the job, with status 0. mpirun starts
+# ranks with no signal blocked.
+if env --block-signal=TERM true 2>/dev/null; then
+    export PRTE_MCA_prte_launch_agent="${PRTE_MCA_prte_launch_agent:-env --block-signal=TERM prted}"
+fi
+preempted() { [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]; }
+
+printf '%s: job %s, nodes %s (%s), ranks %s, mpirun %s, program %s%s\\n' "$name" "$SLURM_JOB_ID" \\
+    "$SLURM_JOB_NUM_NODES" "$SLURM_JOB_NODELIST" "$SLURM_NTASKS" "$mpirun" "$program" \\
+    "${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART_COUNT}"
+
+# Slurm sends its other signals to this shell alone. mpirun hands on to every rank what it gets:
+# USR1 asks them to stop, USR2 for flight records. A trap ends the `wait` that it interrupts, hence
+# the loop below.
+step=
+signalled=0
+asked=0
+hand_on() {
+    signalled=1
+    [[ -z $step ]] || kill -"$1" "$step" || true
+}
+trap 'asked=1; hand_on USR1' USR1
+trap 'hand_on USR2' USR2
+
+# The ranks are bound to no core: Slurm confines the job, and mpirun would count cores of the
+# machine that are not the job's. "+": for bash before 4.4 an empty array is an unset one.
+"$mpirun" --bind-to none ${options[@]+"${options[@]}"} -n "$SLURM_NTASKS" "$python" "$program" \\
+    ${arguments[@]+"${arguments[@]}"} &
+step=$!
+
+while true; do
+    signalled=0
+    status=0
+    wait "$step" || status=$?
+    ((signalled)) || break
+done
+
+# 85: the program stopped because it was asked to, and left a checkpoint to go on from.
+if ((status == 85)) && { ((asked)) || preempted; }; then
+    printf '%s: job %s stopped on request, back to the queue\\n' "$name" "$SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is submitted.
+
+    Attributes:
+        program: a Python file; the job runs in the folder where it is submitted.
+        arguments: of the program.
+        nodes: how many machines.
+        ranks_per_node: how many ranks on each.
+        gpus_per_node: how many GPUs of each; one rank for each of them.
+        cpus_per_rank: cores, and threads of numerical libraries.
+        time: limit, as Slurm has it, such as "04:00:00"; None for the partition's.
+        warning: seconds before the limit at which the ranks are asked to stop.
+        again: arguments that a job which goes back to the queue gets beside the others, unless it
+            has the first of them.
+        elastic: whether those that live go on when ranks die: `mpirun --with-ft ulfm`.
+        options: further ones of sbatch, such as "--partition=long".
+    """
+
+    program: Path
+    arguments: Sequence[str] = ()
+    nodes: int = 1
+    ranks_per_node: int = 1
+    gpus_per_node: int = 0
+    cpus_per_rank: int = 1
+    time: str | None = None
+    warning: int = 120
+    again: Sequence[str] = ("--resume",)
+    options: Sequence[str] = ()
+    elastic: bool = False
+
+
+def script_of(job: Job) -> str:
+    """Return the batch script of a job.
+
+    Raises:
+        InvalidArgumentError: the program is not a file, or there is not a rank for each GPU.
+        ValueError: a number is not positive, or an option is not one of sbatch.
+    """
+    for name in ("nodes", "ranks_per_node", "cpus_per_rank", "warning"):
+        integer("submit", name.replace("_", "-"), getattr(job, name))
+    integer("submit", "gpus-per-node", job.gpus_per_node, least=0)
+    if not job.program.is_file():
+        raise errors.InvalidArgumentError(f"submit: no program, expected a file, got {job.program}")
+    if job.gpus_per_node not in (0, job.ranks_per_node):
+        raise errors.InvalidArgumentError(
+            f"submit: expected a rank for each GPU, got {job.ranks_per_node} ranks and "
+            f"{job.gpus_per_node} GPUs per node"
+        )
+    options = {
+        "job-name": re.sub(r"[^\w.-]", "-", job.program.stem),
+        "nodes": job.nodes,
+        "ntasks-per-node": job.ranks_per_node,
+        "cpus-per-task": job.cpus_per_rank,
+        "output": "%x-%j.out",
+        "open-mode": "append",
+        "signal": f"B:USR1@{job.warning}",
+    }
+    lines = [f"--{name}={value}" for name, value in options.items()] + ["--requeue"]
+    lines += [f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
+    lines += [f"--time={job.time}"] if job.time else []
+    for option in job.options:
+        if not option.startswith("--") or "\n" in option:
+            raise ValueError(
+                f"submit: expected a long option of sbatch, such as --partition=long, got "
+                f"{option!r}"
+            )
+    quoted = " ".join(map(shlex.quote, job.arguments))
+    beside = Path(sys.executable).parent / "mpirun"
+    head = _HEAD.format(
+        title=repr(str(job.program)),
+        program=shlex.quote(str(job.program)),
+        nodes=job.nodes,
+        ranks=job.ranks_per_node,
+        gpus=job.gpus_per_node,
+        options="\n".join(f"#SBATCH {line}" for line in [*lines, *job.options]),
+        mpirun=shlex.quote(str(beside)) if beside.exists() else "$(type -P mpirun)",
+        arguments=quoted,
+        again=" ".join(map(shlex.quote, job.again)),
+        python=shlex.quote(sys.executable),
+        mpirun_options="--with-ft ulfm" if job.elastic else "",
+    )
+    return head + _BODY
+
+
+def submit(job: Job) -> str:
+    """Submit a job by `sbatch`, which reads the script from its input; returns what it says.
+
+    Raises:
+        NotFoundError: there is no `sbatch` here.
+        FailedPreconditionError: Slurm does not take the job; says why.
+        InvalidArgumentError, ValueError: as `script_of`.
+    """
+    text = script_of(job)
+    try:
+        done = subprocess.run(["sbatch"], input=text, text=True, capture_output=True, check=False)
+    except FileNotFoundError:
+        raise errors.NotFoundError(
+            "submit: no sbatch here, expected a login node of Slurm. --dry-run prints the script"
+        ) from None
+    if done.returncode:
+        raise errors.FailedPreconditionError(f"submit: sbatch refuses: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,10 @@
+"""Remote procedure calls among tasks: named resources, services, functions and locks."""
+
+from __future__ import annotations
+
+from strategies.rpc.functions import RemoteTraceback, Task, TaskFuture
+from strategies.rpc.mutex import MutexLock
+from strategies.rpc.registry import container
+from strategies.rpc.service import Service
+
+__all__ = ["MutexLock", "RemoteTraceback", "Service", "Task", "TaskFuture", "container"]

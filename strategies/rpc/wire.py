@@ -1,0 +1,275 @@
+"""Arrays, numbers, text and structures of them as raw frames, and back; nothing read can run code.
+
+::
+
+    layout      per array [dtype, shape]; shape is None for a scalar
+    frames      [ small arrays, side by side ] [ a long array ] ... [ a long array ] [ the rest ]
+
+Arrays travel as they are, long ones in a frame each. If the values are arrays and scalars alone,
+there is no rest. Else it is the list of values in msgpack, in which an array is its position in the
+layout: text, numbers, None, lists, dicts, tuples, and arrays of objects of all these, with at most
+`DEEPEST` of the latter two in one another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from strategies.core import array_ops
+from strategies.errors import DataLossError
+
+__all__ = [
+    "DEEPEST",
+    "Array",
+    "Frame",
+    "Layout",
+    "Packed",
+    "dtype_named",
+    "is_numeric",
+    "pack",
+    "unpack",
+]
+
+Array: TypeAlias = npt.NDArray[Any]
+Frame: TypeAlias = bytes | Array
+Layout: TypeAlias = list[Any]
+"""Per array [dtype, shape]; the shape is None for a scalar."""
+
+_DTYPES = {
+    np.dtype(code).name: np.dtype(code)
+    for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
+}
+_TUPLE, _OBJECTS, _ARRAY = 1, 2, 3  # types of msgpack extensions
+
+# Arrays up to this length are copied: a frame of its own costs a message, and 1,000 of them 1,000.
+_SMALL = 1 << 15  # bytes
+_ALIGN = 16  # bytes; what the frames themselves are aligned to
+
+DEEPEST = 32
+"""Extensions of msgpack in one another, at most. Each costs its reader 40 KiB of a thread's stack,
+which ends the process where it ends: seen with 200."""
+
+
+class Packed(NamedTuple):
+    """Values as they travel."""
+
+    layout: Layout
+    frames: list[Frame]
+
+
+def pack(values: Sequence[Any], operation: str = "message") -> Packed:
+    """Describe values and return them as frames.
+
+    Args:
+        values: numeric arrays of any library in host memory, NumPy scalars, numbers, text, None,
+            and tuples, lists, dicts and NumPy arrays of objects of these. Long contiguous arrays
+            are not copied.
+        operation: beginning of a message.
+
+    Raises:
+        TypeError: something else, or tuples and arrays of objects that are nested more deeply.
+    """
+    found = [value for value in values if _travels(value)]
+    rest = None
+    if len(found) < len(values):
+        found = []
+        rest = _packed(list(values), found, operation, DEEPEST)
+    layout: Layout = []
+    small: list[Array] = []
+    frames: list[Frame] = []
+    for value in found:
+        shape = list(value.shape) if isinstance(value, np.ndarray) else None
+        layout.append([_name(value.dtype, operation), shape])
+        raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        (small if raw.size <= _SMALL else frames).append(raw)
+    if small:
+        frames.insert(0, small[0] if len(small) == 1 else _side_by_side(small))
+    if rest is not None:
+        frames.append(rest)
+    return Packed(layout, frames)
+
+
+def unpack(layout: Layout, frames: Sequence[Array]) -> list[Any]:
+    """Return the values; arrays share the memory of their frames.
+
+    Args:
+        layout: from `pack`.
+        frames: shape (n,), uint8, each, beginning at a multiple of 16 bytes.
+
+    Raises:
+        DataLossError: layout and frames do not fit each other, or objects are nested too deeply.
+    """
+    try:
+        found, rest = _arrays(layout, frames) if layout else ([], frames)
+        if not rest:
+            return found
+        (last,) = rest
+        values = _unpacked(last.data, found, DEEPEST)
+        if not isinstance(values, list):
+            raise ValueError("not a list")
+        return values
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as error:
+        raise DataLossError(f"message: the values cannot be read: {error!r:.200}") from error
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the numeric dtype of this name, those of ml_dtypes included.
+
+    Raises:
+        TypeError: there is none.
+    """
+    # Not `np.dtype(name)`, which understands a small language.
+    if name in _DTYPES:
+        return _DTYPES[name]
+    found = getattr(ml_dtypes, str(name), None)
+    if not isinstance(found, type):
+        raise TypeError(f"message: no numeric dtype has this name: {name!r:.80}")
+    dtype = np.dtype(found)
+    _name(dtype, "message")
+    return dtype
+
+
+@functools.cache  # NumPy puts the name together each time
+def _name(dtype: np.dtype[Any], operation: str) -> str:
+    """Return the name of a dtype, if that says all of it."""
+    if not is_numeric(dtype) or not dtype.isnative:
+        raise TypeError(
+            f"{operation}: an array of this dtype cannot be sent, expected a numeric one in this "
+            f"machine's byte order, got {dtype}"
+        )
+    name: str = dtype.name
+    return name
+
+
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is one of numbers, those of ml_dtypes included."""
+    kinds = "biufcV"  # V: the 16-bit floats of ml_dtypes call themselves void
+    return dtype.kind in kinds and dtype.names is None and not dtype.hasobject
+
+
+def _travels(value: Any) -> bool:
+    """Whether this is an array or a scalar that has a place in the layout."""
+    return isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
+
+
+# Arrays.
+
+
+def _side_by_side(small: Sequence[Array]) -> Array:
+    together = np.empty(sum(_padded(raw.size) for raw in small), np.uint8)
+    at = 0
+    for raw in small:
+        together[at : at + raw.size] = raw
+        at += _padded(raw.size)
+    return together
+
+
+def _arrays(layout: Layout, frames: Sequence[Array]) -> tuple[list[Any], Sequence[Array]]:
+    """Return the arrays and scalars, and the frames that hold none of them."""
+    described = [(dtype_named(name), shape or (), shape is None) for name, shape in layout]
+    lengths = [_product(shape, dtype.itemsize) for dtype, shape, _ in described]
+    small = sum(length <= _SMALL for length in lengths)
+    used, at, end = min(small, 1), 0, 0
+    found = []
+    for (dtype, shape, is_scalar), length in zip(described, lengths, strict=True):
+        if length <= _SMALL:
+            # In one step: a slice, a view and another shape would take three times as long.
+            array = np.ndarray(shape, dtype, frames[0], at)
+            end = at + length
+            at = _padded(end)
+        else:
+            # `reshape` finds a length that is wrong, and so does `view`.
+            array = frames[used].view(dtype).reshape(shape)
+            used += 1
+        found.append(array[()] if is_scalar else array)
+    expected = at if small > 1 else end  # one alone was not copied
+    if small and frames[0].size != expected:
+        raise ValueError(f"{frames[0].size} bytes, expected {expected} of small arrays")
+    return found, frames[used:]
+
+
+def _padded(length: int) -> int:
+    return -(-length // _ALIGN) * _ALIGN
+
+
+def _product(sizes: Sequence[Any], unit: int = 1) -> int:
+    for size in sizes:  # Python's integers do not overflow
+        # A size below 0 would mean "whatever fits" to NumPy.
+        if type(size) is not int or size < 0:
+            raise ValueError(f"shape {sizes!r:.80}")
+        unit *= size
+    return unit
+
+
+# All else, by msgpack.
+
+
+def _packed(value: Any, found: list[Any], operation: str, levels: int) -> bytes:
+    """Write values in which extensions are nested in at most so many levels."""
+    extension = functools.partial(_extension, found=found, operation=operation, levels=levels)
+    try:
+        packed: bytes = msgpack.packb(
+            value, default=extension, strict_types=True, unicode_errors="surrogatepass"
+        )
+    except (OverflowError, ValueError) as error:
+        raise TypeError(f"{operation}: this cannot be sent: {error}") from error
+    return packed
+
+
+def _extension(value: Any, found: list[Any], operation: str, levels: int) -> msgpack.ExtType:
+    """Write what msgpack does not know; arrays are only noted in `found`."""
+    if isinstance(value, complex):
+        value = np.complex128(value)
+    is_tuple = isinstance(value, tuple)
+    if not is_tuple and not isinstance(value, np.generic):
+        array = array_ops.host(value) if hasattr(value, "__dlpack_device__") else None
+        if array is None:
+            raise TypeError(
+                f"{operation}: this cannot be sent, expected numbers, text, arrays in host memory, "
+                f"and tuples, lists and dicts of them, got {type(value).__name__}"
+            )
+        value = array
+    if not is_tuple and _travels(value):
+        found.append(value)
+        return msgpack.ExtType(_ARRAY, str(len(found) - 1).encode())
+    if not levels:
+        raise TypeError(
+            f"{operation}: this is nested too deeply, expected at most {DEEPEST} tuples and arrays "
+            f"of objects in one another, got more"
+        )
+    content = list(value) if is_tuple else [list(value.shape), value.ravel().tolist()]
+    inner = _packed(content, found, operation, levels - 1)
+    return msgpack.ExtType(_TUPLE if is_tuple else _OBJECTS, inner)
+
+
+def _unpacked(data: Any, found: Sequence[Any], levels: int) -> Any:
+    extension = functools.partial(_from_extension, found=found, levels=levels)
+    return msgpack.unpackb(
+        data, ext_hook=extension, unicode_errors="surrogatepass", strict_map_key=False
+    )
+
+
+def _from_extension(code: int, data: bytes, found: Sequence[Any], levels: int) -> Any:
+    if code == _ARRAY:
+        return found[int(data)]
+    if code not in (_TUPLE, _OBJECTS):
+        raise ValueError(f"extension {code}")
+    if not levels:
+        raise ValueError(f"more than {DEEPEST} levels of tuples and arrays of objects")
+    content = _unpacked(data, found, levels - 1)
+    if code == _TUPLE:
+        return tuple(content)
+    shape, elements = content
+    if _product(shape) != len(elements):
+        raise ValueError(f"{len(elements)} elements for shape {shape}")
+    objects = np.empty(len(elements), object)
+    for index, element in enumerate(elements):
+        objects[index] = element
+    return objects.reshape(shape)

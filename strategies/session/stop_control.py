@@ -1,0 +1,138 @@
+"""When a session saves, stops and leaves: what its ranks want after a step, agreed on by all.
+
+::
+
+    own wishes, a signal, the time that is left  ->  one exchange  ->  save, leave, no more steps
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import NamedTuple
+
+import collectives as cc
+from strategies.core.process_group import Ranks
+from strategies.elastic import event_log
+from strategies.elastic.preemption import Preemption
+from strategies.session.votes import Wishes, agreement
+
+__all__ = ["Due", "Stopping"]
+
+_log = logging.getLogger(__name__)
+
+# Of the time that is left after a signal, this many steps and saves are kept for the last ones.
+_SPARE_STEPS, _SPARE_SAVES = 6, 2
+
+
+class Due(NamedTuple):
+    """What is to be done after a step.
+
+    Attributes:
+        save: a checkpoint is to be written.
+        leave: the batch system has asked, and there is no further step.
+        stop: the training is over, whoever has asked.
+    """
+
+    save: bool = False
+    leave: bool = False
+    stop: bool = False
+
+
+_NOTHING = Due()
+
+
+class Stopping:
+    """What this rank wants, and what all ranks in step have agreed on.
+
+    Args:
+        preemption: hears of signals; open.
+
+    Attributes:
+        stopping: whether there is no further step to be made.
+        asked: whether any rank was asked by the batch system.
+    """
+
+    def __init__(self, preemption: Preemption) -> None:
+        self.stopping = self.asked = False
+        self._stop_wanted = self._save_wanted = False
+        self._preemption = preemption
+        self._began = self._seconds_of_save = 0.0
+        self._steps = 0
+
+    def begin(self) -> None:
+        """Count the time of the steps from here."""
+        self._began = time.monotonic()
+
+    def meet(self, ranks: Ranks) -> None:
+        """Agree with these ranks from now on; *collective*."""
+        self._ranks = ranks
+        self._agreed = agreement(ranks.comm)
+
+    def request_stop(self) -> None:
+        """Want no step after this one."""
+        self._stop_wanted = True
+
+    def request_save(self) -> None:
+        """Want a checkpoint after this step."""
+        self._save_wanted = True
+
+    def saved(self, seconds: float) -> None:
+        """Note how long a checkpoint has taken."""
+        self._seconds_of_save = seconds
+
+    def settle(self, step: int, steps: int, failure: Exception | None = None) -> Due:
+        """Agree on what is to be done after a step, *collective*.
+
+        Args:
+            step: which one.
+            steps: how many were made since `begin`.
+            failure: what a hook has raised on this rank.
+
+        Raises:
+            MismatchError: a rank has not come to the end of the step.
+            Exception: the failure, on all ranks.
+        """
+        self._steps = steps
+        asked = self._preemption.asked
+        own = Wishes(
+            self._stop_wanted,
+            self._save_wanted,
+            asked,
+            asked and self._out_of_time(),
+            failure is not None,
+        )
+        try:
+            wanted = self._agreed(own)
+        except cc.MismatchError as mismatch:
+            self._ranks.agree("run", failure or mismatch)
+            raise
+        if wanted.failed:
+            self._ranks.agree("run", failure)
+        if not any(wanted):
+            return _NOTHING
+        self._stop_wanted = self._save_wanted = False
+        first = wanted.asked and not self.asked
+        if first:
+            self._preemption.hear()  # after a death, too, also if it was the rank with the signal
+            event_log.write("asked", step=step)
+        leave = wanted.leave or (first and self._preemption.grace_seconds is None)
+        self.asked = wanted.asked
+        self.stopping |= wanted.stop or leave
+        return Due(wanted.save or first or leave, leave, wanted.stop)
+
+    def left(self, step: int) -> None:
+        """Say that the session stops because it was asked to, with a checkpoint to go on from."""
+        _log.info("asked to stop: leaving after step %d", step)
+        event_log.write("left", step=step)
+        self._preemption.accept()
+
+    def _out_of_time(self) -> bool:
+        """Whether the time after a signal ends so soon that no further step should begin."""
+        grace, asked_at = self._preemption.grace_seconds, self._preemption.asked_at
+        if grace is None or asked_at is None:
+            return False
+        now = time.monotonic()
+        mean = (now - self._began) / max(1, self._steps)
+        spare = _SPARE_STEPS * mean + _SPARE_SAVES * self._seconds_of_save
+        return now > asked_at + grace - spare

@@ -1,0 +1,1 @@
+"""The base of all strategies, and those that keep every replica in step."""
